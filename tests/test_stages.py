@@ -41,6 +41,8 @@ def of_arrays(stage: str, work: PrefillBytes) -> int:
         "layer": work._layer(False),
         "top layer": work._layer(True),
         "choose": work._choosing(),
+        "thin": 16 * work.config.layers * row,
+        "pack": 0 if work.buffer is None else 4 * work.config.layers * row,
         # Copies in float32; what each query of a group makes of a row.
         "merge": 8 * work.config.head_dim * row,
         "score": 4 * group * row,
@@ -50,7 +52,8 @@ def of_arrays(stage: str, work: PrefillBytes) -> int:
 
 def lying(call: Call, name: str, weights: int) -> int:
     """Bytes that lie there while a program runs, weights left out; what it writes in place counts once."""
-    twice = weigh(call.results.x) if name == "layer" else weigh(call.results) if call.name == "pack_shared" else 0
+    in_place = call.name in ("pack_shared", "thinned", "pack_chosen")
+    twice = weigh(call.results.x) if name == "layer" else weigh(call.results) if in_place else 0
     return call.beside - weights + weigh(call.arguments) + weigh(call.results) - twice
 
 

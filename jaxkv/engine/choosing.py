@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
 from jaxkv.policies.heads import HeadBudgets, chooses_apart, most_rows, needs_layer, own_budgets, within_capacity
+from jaxkv.policies.survivors import survivors
 from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
@@ -99,16 +100,11 @@ def _choose(
     mine = layer.inside
     # Heads that compete need the scores of all devices' heads.
     over = None if chooses_apart(budgets) else axes
-    stays = layer.forced
-    if recent is not None:
-        stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
-    layer = dataclasses.replace(layer, forced=stays & layer.inside)
+    layer = dataclasses.replace(layer, forced=_forced(layer, recent))
     scores, inside, forced, norms = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
-    anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
-    most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
-    base = jnp.clip(rows - anyway, 0, most)
+    base, anyway = _per_head(candidates, forced, rows)
     of: dict[str, Any] = {} if index is None else {"layer": index}
     chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
     if not budgets.uniform and (candidates.shape[1] > 1 or index is not None):
@@ -132,6 +128,45 @@ def _choose(
         return Choice((mask,), moved)
     batch, _, slots = mask.shape
     return Choice(tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), moved)
+
+
+def surviving(
+    layer: Candidates,
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"],
+    there: Bool[Array, "K 1"],
+    *,
+    heads: HeadBudgets,
+    most: int,
+) -> Bool[Array, "B K S"]:
+    """Mask of the rows that `choose` may keep of one device's heads when all are `there`; at most `most` rows.
+
+    `layer` has the heads of all layers; those not `there` have no rows yet. The other arguments are those of `choose`.
+    """
+    forced = _forced(layer, recent)
+    candidates = layer.inside & ~forced
+    base, anyway = _per_head(candidates, forced, rows)
+    assert layer.scores is not None
+    room = most - layer.scores.shape[1] * anyway
+    chosen = survivors(heads, layer.scores, candidates & there, base, anyway, room, layer.norms)
+    return chosen | forced & there
+
+
+def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:
+    """Mask of the rows that stay whatever their score, the last `recent` ones included."""
+    stays = layer.forced
+    if recent is not None:
+        stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
+    return stays & layer.inside
+
+
+def _per_head(
+    candidates: Bool[Array, "B #K S"], forced: Bool[Array, "B #K S"], rows: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Rows per head `[B]` to choose on average, and rows per head that are forced, of `rows` per head in all."""
+    anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
+    most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
+    return jnp.clip(rows - anyway, 0, most), anyway
 
 
 def _joined(layers: tuple[Candidates, ...]) -> Candidates:

@@ -134,7 +134,7 @@ def compress(
             under_way.append(pool)
             # A pool that layers share is donated to the next layer's packing.
             while len(under_way) > (0 if layout.one_pool else source.ahead):
-                _wait(under_way.popleft())
+                wait(under_way.popleft())
             del rows
             yield 0.0
         assert pool is not None
@@ -145,7 +145,7 @@ def compress(
     return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau, moved)
 
 
-def _wait(pool: Pool) -> None:
+def wait(pool: Pool) -> None:
     """Blocks until a pool has been computed; does nothing in a trace."""
     if not isinstance(pool.pos, jax.core.Tracer):
         jax.block_until_ready(pool)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv._values import is_whole, plain
+from jaxkv._values import is_traced, is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import bucket, buckets, by_length
@@ -23,10 +23,13 @@ from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
+from jaxkv.policies.survivors import bounded, rounding_rows
 from jaxkv.sharding.mesh import NAMES
 
 # Most prompt lengths of a bucket for which the policy's rows are computed.
 _SAMPLES = 512
+# With this many layers dispatched the device never waits for the host; more would only hold memory.
+_MOST_AHEAD = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,7 @@ def plan_prefill(
         slots=slots,
         item=item,
         pool_rows=pool_rows,
+        buffer=buffer_rows(parts, capacity, slots, layers, heads, stretches),
         kv_heads=heads,
         implementation=implementation,
     )
@@ -184,6 +188,23 @@ def pools_for(
     """
     capacity = _capacity(parts, (slots,), config.layers, config.kv_heads)
     return _pools(parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches)
+
+
+def buffer_rows(
+    parts: Parts, capacity: tuple[int, ...], slots: int, layers: int, heads: int, stretches: int = 1
+) -> int | None:
+    """Rows of the buffer in which a prefill keeps what may still be chosen; None if it holds all layers' rows.
+
+    `capacity`, `slots` and `stretches` are as for a plan's pools. A buffer serves one budget over all layers where it
+    weighs less than the rows of all layers but one. Mergers and second passes over the prompt need all of these.
+    """
+    needs_all = parts.merge is not None or parts.needs.replay is not None
+    if not parts.layers.joint or needs_all or not bounded(parts.heads, stretches):
+        return None
+    share, mine = capacity_of(parts.heads), layers * (heads // stretches)
+    (most,) = _pools(parts.layout, share, capacity, slots, (0,) * layers, heads, stretches)
+    rows = most + mine * rounding_rows(parts.heads)
+    return rows if rows < (mine - heads // stretches) * slots else None
 
 
 def _pools(
@@ -254,6 +275,16 @@ def widest(parts: Parts, slots: int, layers: int) -> int | None:
     if isinstance(parts.budget, int):
         most = max(most, parts.budget)
     return most + 1
+
+
+def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
+    """Number of further layers to dispatch while one runs, from the device's spare memory; 0 to 4, 0 if unknown."""
+    if is_traced(placed):
+        return 0
+    spare = memory.allocator_bytes(placed.addressable_shards[0].device)
+    if spare is None:
+        return 0
+    return max(0, min(_MOST_AHEAD, (spare - needed.peak_bytes) // (needed.peak_bytes - needed.cache_bytes)))
 
 
 def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._values import is_traced, namespace, typed
 from jaxkv.attention import Implementation
@@ -22,25 +21,24 @@ from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
+from jaxkv.engine.cascade import cascaded
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, unordered
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
-from jaxkv.engine.plan import PrefillPlan
+from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.replay import Padded, replayed
 from jaxkv.engine.spec import reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
 from jaxkv.models.values import Rope
-from jaxkv.policies.parts import Ongoing
+from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.scorer import Needs, Observed, Scorer, blocks_of, future_of, norms_of
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 
-# With this many layers dispatched the device never waits for the host; more would only hold memory.
-_MOST_AHEAD = 4
 # Share of a prefill's progress that stands for the first of two passes.
 _FIRST_PASS = 0.4
 
@@ -146,9 +144,11 @@ def observed(
     )
 
 
-def pool_rows_of(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
-    """P of each pool; on a mesh, of the part of it that one device holds."""
-    return needed.pool_rows(flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K"))
+def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, ...], int | None]:
+    """P of each pool, and rows of the buffer of one budget or None; on a mesh, of the part that one device holds."""
+    config, split = flat.config, 1 if flat.axes is None else flat.axes.size("K")
+    buffer = buffer_rows(parts, needed.capacity, needed.slots, config.layers, config.kv_heads, split)
+    return needed.pool_rows(config.kv_heads, split), buffer
 
 
 def signature_of(
@@ -156,12 +156,13 @@ def signature_of(
 ) -> tuple[Hashable, ...]:
     """Dictionary key (tuple) that is equal for two prefills if they run the same compiled programs.
 
-    Of the plan only slots and pools enter it, not the number of its prompts.
+    Of the plan only slots, pools and buffer enter it, not the number of its prompts.
     """
     parts = policy.parts()
     scored = parts.ongoing is not None and parts.ongoing.scored
     key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, scored))
-    return flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows_of(flat, needed), key, implementation
+    sizes = sizes_of(flat, parts, needed)
+    return flat.graphs, flat.ends[0].dtype, batch, needed.slots, sizes, key, implementation
 
 
 def prefill(
@@ -210,7 +211,11 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     """
     flat, needed, numbers, parts = prompts.flat, prompts.needed, prompts.numbers, prompts.parts
     room = np.asarray(needed.room, np.int32)
-    made = yield from compress(prompts, parts, key=prompts.merge_key, room=room, implementation=prompts.implementation)
+    if prompts.buffer is not None:
+        made = yield from cascaded(prompts, parts, rows=prompts.buffer, room=room)
+    else:
+        key, chosen = prompts.merge_key, prompts.implementation
+        made = yield from compress(prompts, parts, key=key, room=room, implementation=chosen)
     limit, state = jnp.copy(made.length), None
     if parts.ongoing is not None:
         limit, state = _going_on(prompts, made)
@@ -272,13 +277,12 @@ class Prompts(Source):
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.reading = parts.reading(layers, needed.slots)
         self.remembered = _remembered(parts.ongoing, self.reading, layers)
-        self.ahead = _layers_ahead(needed, self.length)
+        self.ahead = layers_ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
         self.angles = _angles_by_rope(flat, needed.slots)
         self.kept_rows, self.recents = numbers.rows, numbers.recent
-        self.pool_sizes = pool_rows_of(flat, needed)
-        self.held: dict[int, Unpacked] = {}
-        self.ran: dict[int, LayerOut] = {}
+        self.pool_sizes, self.buffer = sizes_of(flat, parts, needed)
+        self.held, self.ran = dict[int, Unpacked](), dict[int, LayerOut]()
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
@@ -386,16 +390,6 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
         return limit, state
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
     return jnp.where(grown, limit, kept), state
-
-
-def _layers_ahead(needed: PrefillPlan, placed: Array) -> int:
-    """Number of further layers to dispatch while one runs, from the device's spare memory; 0 to 4, 0 if unknown."""
-    if is_traced(placed):
-        return 0
-    spare = memory.allocator_bytes(placed.addressable_shards[0].device)
-    if spare is None:
-        return 0
-    return max(0, min(_MOST_AHEAD, (spare - needed.peak_bytes) // (needed.peak_bytes - needed.cache_bytes)))
 
 
 def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:

@@ -37,6 +37,7 @@ class PrefillBytes:
         slots: padded length of each prompt.
         item: bytes of a number of the model's dtype.
         pool_rows: rows of one sequence in each pool.
+        buffer: rows of one sequence in the buffer of a budget over all layers; None if all layers' rows are held.
         kv_heads: number of kv heads over all devices.
         implementation: implementation of attention.
     """
@@ -47,6 +48,7 @@ class PrefillBytes:
     slots: int
     item: int
     pool_rows: tuple[int, ...]
+    buffer: int | None
     kv_heads: int
     implementation: Implementation
 
@@ -81,6 +83,10 @@ class PrefillBytes:
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
+        elif self.buffer is not None:
+            # The pool is made behind the last layer, from a copy of the buffer; masks of all layers are there, too.
+            packing = self._buffered + self._scores_of_all()
+            beside = self._buffered + max(2 * layer + self._activations() - sum(self.pools), packing)
         else:
             held = self.config.layers if self.parts.layers.from_scores or self.replay else 1
             beside = (held + 1) * layer + self._activations() + self._again()
@@ -157,11 +163,21 @@ class PrefillBytes:
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
         found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
-        found += self._in_blocks()
-        # Scores, sort keys and masks of all layers, where the heads of all layers compete for rows.
-        found += 20 * cells * config.kv_heads * config.layers * parts.layers.joint
+        found += max(self._projected(), self._in_blocks())
+        found += self._scores_of_all()
         # Merging compares float32 copies of one layer's rows.
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
+
+    def _scores_of_all(self) -> int:
+        """Bytes of scores, sort keys and masks of all layers, on a CPU, where the heads of all layers compete."""
+        return self._rows_of(20 * self.config.layers) * self.parts.layers.joint
+
+    @property
+    def _buffered(self) -> int:
+        """Bytes of the buffer of rows that may still be chosen: keys, values, indices, and scores where these stay."""
+        ongoing = self.parts.ongoing
+        row = 2 * self.config.head_dim * self.item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
+        return self.batch * (self.buffer or 0) * row
 
     def stages(self) -> dict[str, int]:
         """Bytes on a GPU while each prefill program runs, by program name, for the last two layers."""
@@ -191,6 +207,13 @@ class PrefillBytes:
         mask = self._rows_of(1)
         if parts.scorer is not None:
             found["score"] = self._looked() + self._rows_of(4 * (2 + self.config.group))
+        if self.buffer is not None:
+            # Scores, sort keys and masks of all layers' heads, of this device alone.
+            found["thin"] = scores + self._rows_of(16 * self.config.layers)
+            # The layer's own rows are gone when the choice is made, and scores when each row's place is computed.
+            last = {"choose": self._choosing(), "pack": sum(self.pools)}
+            more = self._rows_of(self.config.layers) - self._rows()
+            return found | {name: size + more for name, size in last.items() if top}
         if parts.layout.one_pool and not top:
             return found
         if parts.scorer is not None:
@@ -206,8 +229,10 @@ class PrefillBytes:
         return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self._remembered
 
     def _kept(self, index: int) -> int:
-        """Bytes that the layers below `index` hold: their pools, or rows and scores that wait for a shared pool."""
+        """Bytes that layers below `index` hold: pools, or rows and scores, or a buffer, that wait for a shared pool."""
         parts = self.parts
+        if self.buffer is not None:
+            return self._buffered + self._rows_of(4 * self.config.layers * (1 + parts.needs.norms))
         if self.replay is not None and not parts.layout.one_pool:
             # Rows and scores of the layers that wait to be packed, beside the pools of those that are.
             waiting = self.config.layers - index
@@ -230,6 +255,11 @@ class PrefillBytes:
         config = self.config
         each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
         return 4 * self.batch * config.heads * config.head_dim * each
+
+    def _projected(self) -> int:
+        """Bytes of a block of values seen through the output projection, for policies that ask for their norms."""
+        config = self.config
+        return 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * self.parts.needs.norms
 
     def _in_blocks(self) -> int:
         """Bytes of the logits and probabilities of all heads within one block of tokens, for policies that ask."""
@@ -260,8 +290,7 @@ class PrefillBytes:
         # Inner products of the MLP, and its output and the residual stream, are float32.
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
-        norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
-        norms = max(norms, self._in_blocks())
+        norms = max(self._projected(), self._in_blocks())
         if top and not needs.sums:
             return max(WORKSPACE, norms)
         return max(attend, norms, 0 if top else finish)

@@ -34,10 +34,12 @@ _NAMES = {
     "_choose": "choose",
     "_merged": "merge",
     "pack_shared": "pack",
+    "thinned": "thin",
+    "pack_chosen": "pack",
     "logits_of": "logits",
 }
 # Programs on a few integers: they take no memory to speak of and are not compiled.
-SMALL = ("unordered", "placed", "_ring")
+SMALL = ("unordered", "placed", "counted", "_ring")
 
 
 def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None) -> Flat:

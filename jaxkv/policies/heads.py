@@ -149,17 +149,25 @@ class AdaptiveHeads(_Uneven):
         Returns:
             Rows per head. Ties of remainders go to the lowest head.
         """
+        floor, remainder = self._divided(won, base)
+        missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+        # Keys start at 1: a head without a remainder never takes a row before one that has some.
+        extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
+        return floor + extra.astype(jnp.int32)
+
+    def most_targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
+        """Upper bound of `targets` per head `[B, K]` if no head wins more rows than `won`: the share, rounded up."""
+        floor, remainder = self._divided(won, base)
+        return floor + (remainder > 0).astype(jnp.int32)
+
+    def _divided(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
+        """(1 - alpha) * won + alpha * base per head, rounded down, and its remainder in parts of alpha's fraction."""
         share = Fraction(self.alpha).limit_denominator(1000)
         den, num = share.denominator, share.numerator
         # Split by the denominator first: exact in int32 at any length.
         base = base[:, None]
         rest = (den - num) * (won % den) + num * (base % den)
-        floor = (den - num) * (won // den) + num * (base // den) + rest // den
-        remainder = rest % den
-        missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-        # Keys start at 1: a head without a remainder never takes a row before one that has some.
-        extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
-        return floor + extra.astype(jnp.int32)
+        return (den - num) * (won // den) + num * (base // den) + rest // den, rest % den
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
         """Guaranteed rows per head `[B]`: alpha * base, rounded down.
@@ -250,6 +258,17 @@ class TwoStageHeads(Value):
             raise TypeError("TwoStageHeads needs the values' norms")
         of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
         count = self.budgets.choose(scores, candidates, base, forced, **of).sum(axis=-1, dtype=jnp.int32)
+        return self.staged(scores, candidates, count, forced, norms)
+
+    def staged(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
+        count: Int[Array, "B K"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"],
+    ) -> Bool[Array, "B K S"]:
+        """Mask of each head's `count` rows in all: the share `first` by score, the others by score times norm."""
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
         safe = _part(share, count + forced[:, None]) - forced[:, None]
         weighted = (scores + jnp.float32(self.epsilon)) * norms

@@ -28,7 +28,7 @@ class LayerBudgets(Protocol):
 
     @property
     def from_scores(self) -> bool:
-        """True if rows per layer depend on all layers' scores: prefill keeps all rows until then, in one pool."""
+        """True if rows per layer depend on all layers' scores: all layers share one pool, packed behind the last."""
         return False
 
     @property

@@ -20,9 +20,9 @@ from jaxkv.sharding.letters import known, letters_at, letters_of
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
 _MODEL = (_KV, _REP)
-# Mesh axes by letter: B sequences; K kv heads and P rows of their pools; G query heads of a kv head; H query heads, F
-# hidden channels of the MLP and V the vocabulary.
-LETTERS = {"B": (_DATA,), "K": (_KV,), "P": (_KV,), "G": (_REP,), "H": _MODEL, "F": _MODEL, "V": _MODEL}
+# Mesh axes by letter: B sequences; K kv heads, J those of all layers side by side, and P rows of their pools; G query
+# heads of a kv head; H query heads, F hidden channels of the MLP and V the vocabulary.
+LETTERS = {"B": (_DATA,), "K": (_KV,), "J": (_KV,), "P": (_KV,), "G": (_REP,), "H": _MODEL, "F": _MODEL, "V": _MODEL}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ class DefensiveKV(Method):
 class LayerDefensiveKV(DefensiveKV):
     """Keeps rows by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
 
-    All layers' rows are held until the last layer has been looked at: prefill takes the memory of the full cache.
+    Rows that can no longer be kept are dropped as later layers come: prefill takes the memory of the budget's rows of
+    all layers, twice while they are packed, and of one full layer.
 
     References:
         DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.

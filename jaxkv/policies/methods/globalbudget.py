@@ -17,8 +17,10 @@ from jaxkv.policies.wrapper import Wrapper
 class GlobalBudget(Wrapper):
     """Keeps the best rows of all layers and kv heads together by the base's scores: one top-k, exact in sum.
 
-    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. All layers' rows are held until the last layer
-    has been looked at: prefill takes the memory of the full cache.
+    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Rows that can no longer be kept are dropped as
+    later layers come: prefill takes the memory of the budget's rows of all layers, twice while they are packed, and of
+    one full layer. It holds all layers' rows, as much as the full cache, for bases that merge dropped rows or read the
+    prompt twice, and on a mesh where `alpha` or two stages meet a `capacity` below the number of kv devices.
 
     Attributes:
         base: the policy whose scores and window are used; its heads' guaranteed share and capacity stay.

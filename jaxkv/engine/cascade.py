@@ -1,0 +1,159 @@
+"""Prefill under one budget for the kv heads of all layers: rows are dropped as soon as they cannot be kept any more.
+
+Scores of all layers are held, and of keys and values only the rows that may still be chosen, in a buffer of fixed size;
+the choice behind the last layer is the one made of full layers. Peak memory is the buffer and one layer, then the
+buffer and the pool that it is packed into, instead of all layers' rows.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._values import Typed
+from jaxkv.cache.packing import Unpacked, empty_pool, empty_pool_for, placed
+from jaxkv.cache.pools import Pool
+from jaxkv.cache.stores import put_cells
+from jaxkv.engine.choosing import Candidates, choose, surviving
+from jaxkv.engine.compress import Compressed, Source, Walk, wait
+from jaxkv.policies.parts import Parts
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, inside, where
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survivors:
+    """Buffer of the rows that may still be chosen, and scores (and norms) of all rows; heads of all layers joined.
+
+    Attributes:
+        pool: rows in no order; their `pos` is an index into the K * L * S rows of the device's heads, -1 for none.
+        scores: of all heads, those of a kv head's layers side by side; 0 for layers that have not run.
+        norms: of values, likewise; None where the policy reads none.
+    """
+
+    pool: Pool
+    scores: Float[Array, "B J S"]
+    norms: Float[Array, "B J S"] | None = None
+
+
+def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None) -> Walk[Compressed]:
+    """Generator: `compress` of layers under one budget, with a buffer of `rows` rows (on a mesh, of each device).
+
+    Returns the same `Compressed`; yields 1 after each layer that was scored, 0 after all were packed.
+    """
+    indices, axes, layers = source.indices, source.axes, len(source.indices)
+    wanted, recent = (table[0] for table in source.wanted(indices, []))
+    held = None
+    for at, index in enumerate(indices):
+        layer, full = source.candidates(index), source.rows(index)._replace(mass=None)
+        yield 1.0
+        held = _nothing(layer, full, rows, layers, axes) if held is None else held
+        held = thinned(held, full, layer, jnp.int32(at), wanted, recent, heads=Typed(parts.heads), axes=axes)
+        # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
+        wait(held.pool)
+        unscored = dataclasses.replace(layer, scores=None, norms=None)
+        del full, layer
+    assert held is not None
+    buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
+    del held
+    (mask,), moved = choose([joined], wanted, recent, heads=parts.heads, axes=axes)
+    del joined
+    kept = counted(mask, layers=layers, axes=axes)
+    size = source.pool_rows(indices, kept)
+    behind = None if room is None else tuple(room.tolist())
+    start = placed(kept, layout=parts.layout, rows=size, room=behind, axes=axes)
+    batch, dim = len(mask), buffer.k.shape[-1]
+    pool = empty_pool(batch, size, dim, buffer.dtype, scored=buffer.score is not None, store=parts.store, axes=axes)
+    pool = pack_chosen(pool, buffer, mask, start, axes=axes)
+    wait(pool)
+    yield 0.0
+    return Compressed((pool,), start, kept, None, moved)
+
+
+def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None) -> Survivors:
+    """`Survivors` with no row and no score, for rows such as those of a layer."""
+    assert layer.scores is not None
+    batch, heads, slots = layer.scores.shape
+    shape = batch, heads * layers, slots
+    there = where("B J S", shape, None if inside() else axes)
+    scores, norms = (
+        None if each is None else jnp.zeros(shape, each.dtype, device=there) for each in (layer.scores, layer.norms)
+    )
+    assert scores is not None
+    return Survivors(pool=empty_pool_for(full, rows, axes=axes), scores=scores, norms=norms)
+
+
+@program(static=("heads", "axes"), donate=("held",))
+def thinned(
+    held: Survivors,
+    full: Unpacked,
+    layer: Candidates,
+    at: Int[Array, ""],
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"],
+    *,
+    heads: Typed,
+    axes: Axes | None,
+) -> Survivors:
+    """Compiled: adds the rows and scores of layer `at` to the buffer (donated), in place of rows that cannot be kept.
+
+    `rows` and `recent` are those of `choose`. Every device looks at its own heads alone.
+    """
+    batch, each, slots, dim = full.k.shape
+    pool, layers = held.pool, held.scores.shape[1] // each
+
+    def noted(known: Array, new: Array | None) -> Array:
+        assert new is not None
+        by_layer = known.reshape(batch, each, layers, slots)
+        return lax.dynamic_update_index_in_dim(by_layer, new, at, 2).reshape(known.shape)
+
+    scores = noted(held.scores, layer.scores)
+    norms = None if held.norms is None else noted(held.norms, layer.norms)
+    there = jnp.tile(jnp.arange(layers, dtype=jnp.int32) <= at, each)[:, None]
+    joined = dataclasses.replace(layer, scores=scores, norms=norms)
+    mask = surviving(joined, rows, recent, there, heads=heads.part, most=pool.rows)
+    stays = (pool.pos >= 0) & jnp.take_along_axis(mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1)
+    # Indices of the buffer's free rows, ascending, then its size, where nothing is written.
+    row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), stays.shape)
+    order = jnp.where(stays, pool.rows, jnp.cumsum(~stays, axis=-1, dtype=jnp.int32) - 1)
+    free = put_cells(jnp.full_like(row, pool.rows), order, row)
+    mine = mask.reshape(batch, each, layers, slots)
+    mine = lax.dynamic_index_in_dim(mine, at, 2, keepdims=False).reshape(batch, -1)
+    rank = jnp.maximum(jnp.cumsum(mine, axis=-1, dtype=jnp.int32) - 1, 0)
+    into = jnp.where(mine, jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.rows), pool.rows)
+    head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(slots, dtype=jnp.int32)
+    index = jnp.broadcast_to(((head * layers + at) * slots + slot).reshape(-1), into.shape)
+    k, v = (a.reshape(batch, each * slots, dim) for a in (full.k, full.v))
+    score = pool.score
+    if score is not None and full.score is not None:
+        score = put_cells(score, into, full.score.reshape(into.shape))
+    pos = put_cells(jnp.where(stays, pool.pos, -1), into, index)
+    made = Pool(store=pool.store.put((into, k), (into, v)), pos=pos, score=score)
+    return Survivors(pool=made, scores=scores, norms=norms)
+
+
+@program(static=("layers", "axes"))
+def counted(mask: Bool[Array, "B J S"], *, layers: int, axes: Axes | None = None) -> Int[Array, "n B K"]:
+    """Number of rows kept in each segment, `i32[L, B, K]`, from the mask of all layers' heads, `[B, K * L, S]`."""
+    kept = mask.sum(axis=-1, dtype=jnp.int32)
+    return jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
+
+
+@program(static=("axes",), donate=("pool",))
+def pack_chosen(
+    pool: Pool, buffer: Pool, mask: Bool[Array, "B J S"], start: Int[Array, "n B K"], *, axes: Axes | None = None
+) -> Pool:
+    """Writes the buffer's rows that `mask` (of all layers' heads) keeps into the shared pool (donated), in segments."""
+    batch, heads, slots = mask.shape
+    first = jnp.moveaxis(start, 0, 2).reshape(batch, heads, 1)
+    row = jnp.where(mask, first + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, pool.rows).reshape(batch, -1)
+    row = jnp.where(buffer.pos >= 0, jnp.take_along_axis(row, jnp.maximum(buffer.pos, 0), 1), pool.rows)
+    score = pool.score
+    if score is not None and buffer.score is not None:
+        score = put_cells(score, row, buffer.score)
+    k, v = buffer.store.view()
+    return Pool(store=pool.store.put((row, k), (row, v)), pos=put_cells(pool.pos, row, buffer.pos % slots), score=score)

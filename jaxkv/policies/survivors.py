@@ -1,0 +1,62 @@
+"""Rows that heads under one budget may still keep, whatever rows of further layers join them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, own_budgets
+from jaxkv.policies.topk import sortable, top
+
+
+def bounded(heads: HeadBudgets, devices: int) -> bool:
+    """True if `survivors` can bound the choice of these head budgets, with kv heads spread over `devices` devices."""
+    own, outer = own_budgets(heads), heads
+    while type(outer) is TwoStageHeads:
+        outer = outer.budgets
+    # A class derived from these may choose otherwise.
+    if own is None or type(outer) not in (AdaptiveHeads, ProtectedHeads):
+        return False
+    # Where devices have limited room, a device keeps its best rows only if one order decides behind the safe ones.
+    one_order = heads is own and (isinstance(own, ProtectedHeads) or own.alpha == 0)
+    return one_order or own.capacity >= devices
+
+
+def rounding_rows(heads: HeadBudgets) -> int:
+    """Rows per head by which `survivors` may be more than the rows kept in the end: 1 where shares are rounded up."""
+    own = own_budgets(heads)
+    return int(isinstance(own, AdaptiveHeads) and own.alpha > 0)
+
+
+def survivors(
+    heads: HeadBudgets,
+    scores: Float[Array, "B K S"],
+    candidates: Bool[Array, "B K S"],
+    base: Int[Array, " B"],
+    forced: Int[Array, " B"],
+    room: Int[Array, " B"],
+    norms: Float[Array, "B K S"] | None = None,
+) -> Bool[Array, "B K S"]:
+    """Mask of the candidates that `heads.choose` may keep once heads without candidates have theirs; at most `room`.
+
+    `room` is at least the rows that these heads keep together in the end, `rounding_rows` more of each head included.
+    """
+    # A head keeps the best of its own rows, as many as a number that grows with the rows it wins in the common order of
+    # all heads, stage by stage; every further candidate can only push rows down in that order, so this number, taken as
+    # if no row came any more, is an upper bound, and a row beyond it is kept neither now nor later. Forced rows are no
+    # candidates and stay anyway; the numbers sum to `room` at most, as shares of it beside guaranteed rows that fit in.
+    own, batch = own_budgets(heads), len(scores)
+    assert own is not None
+    keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
+    if isinstance(own, AdaptiveHeads):
+        room = room - keys.shape[1] * rounding_rows(heads)
+        won = top(keys.reshape(batch, -1), room).reshape(keys.shape) & candidates
+        count = own.most_targets(won.sum(axis=-1, dtype=jnp.int32), base)
+    else:
+        floor = own.floor(base, forced)
+        safe = top(keys, floor[:, None]) & candidates
+        rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, -1)
+        won = safe | top(rest, room - keys.shape[1] * floor).reshape(keys.shape) & candidates
+        count = won.sum(axis=-1, dtype=jnp.int32)
+    if isinstance(heads, TwoStageHeads):
+        assert norms is not None
+        return heads.staged(scores, candidates, count, forced, norms) & candidates
+    return top(keys, count) & candidates

@@ -1,0 +1,137 @@
+"""One budget over all layers in a cascade: the same caches as of layers held whole, in less memory."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from meshes import mesh_of, prompts
+
+import jaxkv
+from jaxkv import CriticalKV, GlobalBudget, KeyDiff, KVzip, LayerDefensiveKV, SnapKV
+from jaxkv.engine import plan
+from jaxkv.policies import AdaptiveHeads, ProtectedHeads, TwoStageHeads, topk
+from jaxkv.policies.heads import most_rows, within_capacity
+from jaxkv.policies.survivors import bounded, rounding_rows, survivors
+
+LENGTHS = (60, 9, 41)
+DEFENSIVE = LayerDefensiveKV(budget=16, window=8)
+SNAP = SnapKV(budget=16, window=4)
+HEADS = {
+    "best": AdaptiveHeads(alpha=0.0),
+    "shares": AdaptiveHeads(alpha=0.3),
+    "even": AdaptiveHeads(alpha=1.0),
+    "safe": ProtectedHeads(alpha=0.4),
+    "stages": TwoStageHeads(budgets=AdaptiveHeads(alpha=0.25)),
+    "safe stages": TwoStageHeads(budgets=ProtectedHeads(alpha=0.4), first=0.3),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", HEADS)
+def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
+    """Whatever heads come later, and whatever moves between devices: few levels of scores tie."""
+    heads, layers, slots, batch, rng = HEADS[name], 3, 12, 24, np.random.default_rng(1)
+    if not bounded(heads, devices):
+        assert devices > 1 and name in ("shares", "even", "stages", "safe stages")
+        return
+    count = 2 * layers
+    levels = rng.choice([3, 6, 1000], (batch, 1, 1))
+    strong = rng.random((batch, count, 1))
+    scores = jnp.asarray(np.floor(rng.random((batch, count, slots)) * levels * strong), jnp.float32)
+    norms = jnp.asarray(rng.random(scores.shape) + 0.1, jnp.float32)
+    candidates = jnp.broadcast_to(jnp.arange(slots) < slots - 2, (batch, count, slots))
+    base, forced = jnp.asarray(rng.integers(0, 9, batch), jnp.int32), jnp.full(batch, 2, jnp.int32)
+    kept = heads.choose(scores, candidates, base, forced, norms)
+    mine, most = count // devices, count * base
+    if devices > 1:
+        keys = jnp.where(candidates, topk.sortable(scores), jnp.uint32(0))
+        most = most_rows(heads.capacity, mine * (base + forced)) - mine * forced
+        kept, moved = within_capacity(kept, keys, heads.floor(base, forced), most, devices)
+        assert (np.asarray(moved) > 0).any()
+    room = most + mine * rounding_rows(heads)
+    dropped = 0
+    for device in range(devices):
+        of = slice(device * mine, (device + 1) * mine)
+        for seen in range(1, layers + 1):
+            there = jnp.tile(jnp.arange(layers) < seen, mine // layers)[:, None]
+            alive = survivors(heads, scores[:, of], candidates[:, of] & there, base, forced, room, norms[:, of])
+            assert not (kept[:, of] & there & ~alive).any() and not (alive & ~(candidates[:, of] & there)).any()
+            assert (alive.sum(axis=(1, 2)) <= room).all()
+            dropped += int((candidates[:, of] & there & ~alive).sum())
+    assert dropped > 0
+
+
+CASES = {
+    "share of the prompt": (LayerDefensiveKV(budget=0.25, window=1, sinks=1), {}),
+    "shares of heads": (GlobalBudget(base=KeyDiff(budget=16), alpha=0.3), {}),
+    "two stages": (GlobalBudget(base=CriticalKV(base=SNAP), alpha=0.25), {}),
+    "scored": (GlobalBudget(base=jaxkv.H2O(budget=16)), {"dtype": "bfloat16"}),
+    "mesh": (LayerDefensiveKV(budget=16, window=8, capacity=1.02), {"mesh": (2, 4)}),
+}
+
+
+def same(one, other):
+    for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cache_of_layers_held_whole(name, monkeypatch):
+    policy, given = CASES[name]
+    mesh = given.get("mesh")
+    shape = tiny.shape(layers=3, kv_heads=2 if mesh is None else 4, group=1, dim=8)
+    model = tiny.tiny(shape, dtype=given.get("dtype", "float32"))
+    model, split = (model, 1) if mesh is None else (model.on(mesh_of(*mesh)), mesh[1])
+    ids, made, rows, peaks = prompts(3, LENGTHS), [], [], []
+    for _ in range(2):
+        session = jaxkv.Session(model, policy)
+        needed = session.planned(np.asarray(LENGTHS), 2, mesh and model.axes.mesh)
+        peaks.append(needed.peak_bytes)
+        rows.append(plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, 3, shape.kv_heads, split))
+        made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
+        monkeypatch.setattr(plan, "bounded", lambda heads, devices: False)
+    assert rows[0] is not None and rows[1] is None and peaks[0] < peaks[1]
+    same(*made)
+    if mesh is not None:
+        assert (np.asarray(made[0].moved) > 0).any()
+
+
+def test_what_lies_there_is_what_is_planned(monkeypatch):
+    """Between layers no more than the buffer, scores and one layer: of many layers a fraction of their rows."""
+    shape, tokens, most, plans = tiny.shape(layers=8, kv_heads=2, group=1, dim=16), 200, [], []
+    model, ids = tiny.tiny(shape), prompts(4, (60,))[0] * 4
+    for _ in range(2):
+        session = jaxkv.Session(model, DEFENSIVE)
+        needed = session.planned(np.asarray([tokens]), 0)
+        gc.collect()
+        before, found = sum(each.nbytes for each in jax.live_arrays()), 0
+        walk = session.prefilling(ids[:tokens], needed=needed)
+        for _ in walk:
+            found = max(found, sum(each.nbytes for each in jax.live_arrays()) - before)
+        del walk
+        most.append(found)
+        plans.append(needed.peak_bytes)
+        monkeypatch.setattr(plan, "bounded", lambda heads, devices: False)
+    assert most[0] < plans[0] < most[1] < plans[1] and most[0] < most[1] / 2
+
+
+def test_where_all_layers_are_held():
+    shape = tiny.shape(layers=4, kv_heads=4, group=1, dim=8)
+
+    def rows(policy, stretches=1, layers=4):
+        needed = plan.plan_prefill(shape, policy, [60])
+        return plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, layers, 4, stretches)
+
+    assert rows(DEFENSIVE) == 4 * 4 * 16 and rows(DEFENSIVE, 4) == 1.5 * 4 * 16
+    # Budgets of so much that the buffer weighs as much as the layers; replay and mergers need every row.
+    assert rows(LayerDefensiveKV(budget=48, window=8)) is None and rows(KVzip(budget=16)) is None
+    assert rows(LayerDefensiveKV(budget=47, window=8)) == 4 * 4 * 47 and rows(SNAP) is None
+    assert rows(GlobalBudget(base=SnapKV(budget=16, window=4, merge=jaxkv.Merge()))) is None
+    # With shares, rows of a full device do not follow one order.
+    share = GlobalBudget(base=KeyDiff(budget=16), alpha=0.3)
+    assert rows(share) == 4 * 4 * 17 and rows(share, 4) is None
+    mine = type("Mine", (AdaptiveHeads,), {})
+    assert not bounded(mine(), 1) and not bounded(TwoStageHeads(budgets=mine()), 1)
