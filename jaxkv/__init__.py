@@ -50,8 +50,8 @@ _HOMES = {
     "jaxkv.policies.methods": (
         "AdaKV BrutalOffload CAKE CAPKV CaM ChunkKV Compactor CriticalKV "
         "CurDKV D2O DefensiveKV DropKV ExpectedAttention FullKV GlobalBudget H2O "
-        "HeadKV KNorm KVzip KeyDiff LagKV LayerDefensiveKV LocalWindow OmniKV "
-        "PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
+        "HeadKV KNorm KVzap KVzip KeyDiff LagKV LayerDefensiveKV LocalWindow "
+        "OmniKV PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

@@ -157,7 +157,7 @@ class PrefillBytes:
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
         found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
-        found += self._in_blocks()
+        found += self._in_blocks() + self._hidden
         # Scores, sort keys and masks of all layers, where the heads of all layers compete for rows.
         found += 20 * cells * config.kv_heads * config.layers * parts.layers.joint
         # Merging compares float32 copies of one layer's rows.
@@ -231,6 +231,11 @@ class PrefillBytes:
         each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
         return 4 * self.batch * config.heads * config.head_dim * each
 
+    @property
+    def _hidden(self) -> int:
+        """Bytes of one layer's normed hidden states, for policies that ask for them."""
+        return self.batch * self.slots * self.config.embed * self.item * self.parts.needs.hidden
+
     def _in_blocks(self) -> int:
         """Bytes of the logits and probabilities of all heads within one block of tokens, for policies that ask."""
         most = max((asked.tokens(self.slots) for asked in self.parts.needs.blocks), default=0)
@@ -242,7 +247,7 @@ class PrefillBytes:
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
         size += 4 * config.group * (needs.sums + len(needs.blocks))
-        return window + self._rows_of(size) + self._moments()
+        return window + self._rows_of(size) + self._moments() + self._hidden
 
     def _layer(self, top: bool) -> int:
         """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""

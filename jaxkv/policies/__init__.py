@@ -11,6 +11,7 @@ from jaxkv.policies.attended import (
     WindowAttention,
 )
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.gates import Gate
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.layers import (
     EntropyLayers,
@@ -28,6 +29,7 @@ from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
+from jaxkv.policies.methods.kvzap import KVzapGate
 from jaxkv.policies.methods.kvzip import ReplayAttention
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
@@ -44,7 +46,15 @@ from jaxkv.policies.scorer import (
     Replay,
     Scorer,
 )
-from jaxkv.policies.unseen import FutureAttention, KeyDifference, KeyNorm, Position, Uniform01, WorstAttention
+from jaxkv.policies.unseen import (
+    FutureAttention,
+    GateScores,
+    KeyDifference,
+    KeyNorm,
+    Position,
+    Uniform01,
+    WorstAttention,
+)
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 from jaxkv.policies.wrapper import Wrapper
 
@@ -65,6 +75,8 @@ __all__ = [
     "FilteredReads",
     "FutureAttention",
     "FutureQueries",
+    "Gate",
+    "GateScores",
     "GeometricLayers",
     "GiniLayers",
     "GlobalLayers",
@@ -72,6 +84,7 @@ __all__ = [
     "Importance",
     "Joined",
     "KVPressLayers",
+    "KVzapGate",
     "Keep",
     "KeyDifference",
     "KeyNorm",

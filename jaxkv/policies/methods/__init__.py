@@ -26,6 +26,7 @@ from jaxkv.policies.methods.dropkv import DropKV
 from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
+from jaxkv.policies.methods.kvzap import KVzap
 from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
@@ -50,6 +51,7 @@ __all__ = [
     "H2O",
     "HeadKV",
     "KNorm",
+    "KVzap",
     "KVzip",
     "KeyDiff",
     "LagKV",

@@ -1,0 +1,198 @@
+"""Trained gates, which belong to one model: the oracle, meshes, slots, saved caches, files that are refused."""
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+import jax
+import meshes
+import numpy as np
+import oracles as o
+import pytest
+import slot_runs
+import tiny
+from policy_table import BY_NAME, WINDOW, Row
+from safetensors.numpy import save, save_file
+from test_invariants import check_alone, check_prefill
+from test_replay import hidden
+
+import jaxkv
+from jaxkv import AdaKV, GlobalBudget, KVzap
+from jaxkv.analysis.choosing import kept_rows
+from jaxkv.policies import KVzapGate
+
+FOLDER = pathlib.Path(tempfile.mkdtemp())
+CONFIG, LENGTHS = tiny.MODELS["gqa3"], (61, 37, 12)
+
+
+def zap_tensors(config, width=None, seed=0):
+    """Tensors of a random gate, by the published names; with two layers of a GELU between if there is a width."""
+    rng, found = np.random.default_rng(seed), {}
+
+    def linear(name, rows, columns):
+        found[f"{name}.weight"] = rng.standard_normal((rows, columns)).astype(np.float32) / columns**0.5
+        found[f"{name}.bias"] = rng.standard_normal(rows).astype(np.float32)
+
+    for layer in range(config.layers):
+        if width is None:
+            linear(f"layers.{layer}", config.kv_heads, config.embed)
+        else:
+            linear(f"layers.{layer}.0", width, config.embed)
+            linear(f"layers.{layer}.2", config.kv_heads, width)
+    return found
+
+
+@functools.cache
+def zap_file(config, width=None):
+    """A file of such a gate."""
+    path = FOLDER / f"zap-{config.layers}-{config.kv_heads}-{width}.safetensors"
+    save_file(zap_tensors(config, width), path)
+    return str(path)
+
+
+def zap(config, width=None, **options):
+    return KVzap(gate=zap_file(config, width), window=WINDOW, sinks=2, **options)
+
+
+def row_of(config):
+    """A row of the policy table for models of this config; the oracle has no hidden states."""
+    return Row(
+        name="kvzap",
+        make=lambda budget, **kw: zap(config, budget=budget, **kw),
+        oracle=lambda qs, ks, budget: None,
+        sinks=2,
+        window=WINDOW,
+    )
+
+
+def check_kept(kept, scores, budget, n):
+    """Kept rows [L][K] are the best of each head by the oracle's scores [L][K, n]."""
+    forced, rows = o.forced_positions(n, 2, WINDOW, ()), max(o.resolve_budget(budget, n), min(n, 2 + WINDOW))
+    for layer, of_heads in enumerate(scores):
+        for head, own in enumerate(of_heads):
+            expected, gap = o.top_select(own, rows, forced, n)
+            assert gap > o.MIN_GAP
+            assert kept[layer][head] == expected
+
+
+@pytest.mark.parametrize("width", (None, 7))
+@pytest.mark.parametrize("budget", (20, 0.5))
+def test_prefill_keeps_the_oracles_rows(width, budget):
+    model, ids, tensors = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), zap_tensors(CONFIG, width)
+    policy = zap(CONFIG, width, budget=budget, min_budget="clamp")
+    cache, _, _ = tiny.run(model, ids, policy)
+    scores = [
+        [o.kvzap_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)] for each in ids
+    ]
+    for row, each in enumerate(ids):
+        check_kept([layer[row] for layer in tiny.kept(cache)], scores[row], budget, len(each))
+    if width is None:
+        wide = GlobalBudget(base=policy, alpha=0.0)
+        shared = tiny.kept(tiny.run(model, ids, wide)[0])
+        for row, each in enumerate(ids):
+            n, forced = len(each), o.forced_positions(len(each), 2, WINDOW, ())
+            expected, gap = o.global_select(scores[row], max(o.resolve_budget(budget, n), len(forced)), forced, n)
+            assert gap > o.MIN_GAP
+            assert [layer[row] for layer in shared] == expected
+
+
+def test_invariants():
+    model, row = tiny.tiny(CONFIG), row_of(CONFIG)
+    check_prefill(row, model, 3, (61, 7, 30), 20)
+    check_alone(row, model, 4, (45, 6), 20)
+
+
+def test_analysis_keeps_what_prefill_keeps():
+    model, (ids,) = tiny.tiny(CONFIG), tiny.prompts(5, (50,))
+    policies = [zap(CONFIG, budget=20), AdaKV(base=zap(CONFIG, budget=20)), jaxkv.KNorm(budget=20)]
+    masks = kept_rows(model, jaxkv.Session(model, policies[0]).encoded(ids), policies)
+    for policy in policies:
+        kept = tiny.kept(tiny.run(model, [ids], policy)[0])
+        assert [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]] == [a[0] for a in kept]
+
+
+@pytest.mark.parametrize("kv_heads", (4, 2))
+def test_meshes(monkeypatch, kv_heads):
+    monkeypatch.setitem(BY_NAME, "kvzap", row_of(meshes.model_of(kv_heads).config))
+    meshes.run.cache_clear()
+    assert meshes.run("kvzap", kv_heads, mesh=(2, 4), asks=True) == meshes.run("kvzap", kv_heads, asks=True)
+    meshes.run.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_slots(dtype):
+    config = tiny.TWO_LAYERS
+    slot_runs.check(tiny.tiny(config, dtype=dtype), row_of(config).policy(20), slot_runs.requests(1, 8))
+
+
+def test_gates_are_compared_by_their_weights(tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({name: array.astype(np.float64) for name, array in zap_tensors(CONFIG).items()}, other)
+    one, same = zap(CONFIG), KVzap(gate=str(other), window=WINDOW, sinks=2)
+    assert one == same and hash(one) == hash(same) and one.gate is not same.gate
+    assert one != zap(CONFIG, 7) and one != KVzap(gate=None, window=WINDOW, sinks=2)
+    assert dataclasses.replace(one, budget=5000).gate is one.gate
+    (tmp_path / "folder").mkdir()
+    other.rename(tmp_path / "folder" / "model.safetensors")
+    assert KVzapGate.read("gate", tmp_path / "folder") == one.gate
+    # Programs are kept by a policy's fields, which must not hold weights.
+    assert {type(value) for value in dataclasses.astuple(one.gate)} == {str, int}
+
+
+def test_saved_caches_have_the_digest(tmp_path):
+    model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
+    policy = zap(CONFIG, budget=20)
+    cache, _, _ = tiny.run(model, ids, policy)
+    cache.save(tmp_path / "cache")
+    for loaded in (jaxkv.load_cache(tmp_path / "cache"), jaxkv.load_cache(tmp_path / "cache", policy=policy)):
+        assert loaded.policy == policy
+        assert tiny.kept(loaded) == tiny.kept(cache)
+        after, expected = (tiny.decode(model, each, [[5] * 3] * 2)[0] for each in (loaded, cache))
+        np.testing.assert_array_equal(after, expected)
+    alone = jaxkv.load_cache(tmp_path / "cache").policy
+    with pytest.raises(ValueError, match=r"^gate=KVzapGate\(.*its weights are in no saved cache"):
+        tiny.run(model, ids, alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"layers.1.weight": None}, r"tensor layers\.1\..* is missing"),
+        ({"layers.0.bias": np.zeros(3, np.float32)}, r"tensor layers\.0\.bias has the shape \[3\], not \[2\]"),
+        ({"layers.2.weight": np.zeros((2, 9), np.float32)}, r"layer 2=.*differ from layer 0"),
+        ({"layers.1.bias": np.zeros(2, np.int32)}, r"layers\.1\.bias is of int32"),
+        ({"layers.1.weight": np.full((2, 24), np.nan, np.float32)}, r"layers\.1\.weight holds numbers that are not"),
+        ({"model.norm.weight": np.zeros(2, np.float32)}, r"tensor model\.norm\.weight belongs to no such gate"),
+        ({"layers.1.weight": None, "layers.1.bias": None}, r"of the layers \[0, 2\]"),
+    ),
+)
+def test_files_are_refused_by_name(tmp_path, change, message):
+    path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG) | change
+    save_file({name: array for name, array in tensors.items() if array is not None}, path)
+    with pytest.raises(ValueError, match=rf"^gate='.*no gate of KVzapGate in it: .*{message}"):
+        KVzap(gate=str(path))
+
+
+def test_other_files_and_models_are_refused(tmp_path):
+    path = tmp_path / "gate.safetensors"
+    path.write_bytes(save(zap_tensors(CONFIG))[:-9])
+    for given, message in ((path, "a whole safetensors file"), (tmp_path / "none", "no such file")):
+        with pytest.raises(ValueError, match=rf"^gate='.*{message}"):
+            KVzap(gate=str(given))
+    with pytest.raises(TypeError, match=r"^gate=3: give a safetensors file"):
+        KVzapGate.read("gate", 3)
+    with pytest.raises(ValueError, match=r"^gate=None: give the gate of your model"):
+        jaxkv.Session(tiny.tiny(CONFIG), KVzap())
+    with pytest.raises(ValueError, match=r"^gate='KVzapGate of 3 layers': the model has 4"):
+        jaxkv.Session(tiny.tiny(tiny.MODELS["gqa4"]), AdaKV(base=zap(CONFIG)))
+    heads = tiny.shape(layers=3, kv_heads=3, group=2, dim=8)
+    with pytest.raises(ValueError, match=r"^gate='KVzapGate of 2 kv heads': the model has 3"):
+        tiny.run(tiny.tiny(heads), tiny.prompts(0, (20,)), zap(CONFIG, budget=12))
+    with pytest.raises(ValueError, match=r"^every=4: .*hidden states"):
+        zap(CONFIG, every=4)
+    k = jax.numpy.zeros((1, 2, 20, 8))
+    with pytest.raises(ValueError, match="looks at hidden states"):
+        jaxkv.compress(k, k, policy=zap(CONFIG, budget=12))
+    with pytest.raises(ValueError, match="weights are in no exported program"):
+        jaxkv.export(tiny.tiny(CONFIG), tmp_path / "out", policy=zap(CONFIG, budget=12), lengths=64, new=8)
