@@ -18,7 +18,7 @@ from test_invariants import check_alone, check_prefill
 from test_replay import hidden
 
 import jaxkv
-from jaxkv import AdaKV, GlobalBudget, KVzap
+from jaxkv import AdaKV, FastKVzip, GlobalBudget, KVzap
 from jaxkv.analysis.choosing import kept_rows
 from jaxkv.policies import KVzapGate
 
@@ -48,6 +48,32 @@ def zap_file(config, width=None):
     """A file of such a gate."""
     path = FOLDER / f"zap-{config.layers}-{config.kv_heads}-{width}.safetensors"
     save_file(zap_tensors(config, width), path)
+    return str(path)
+
+
+def fast_tensors(config, width=4, bases=3, seed=0):
+    """Tensors of a random gate of Fast KVzip, with as many learned queries per kv head as the model has."""
+    rng, found, rows = np.random.default_rng(seed), {}, config.kv_heads * width
+    shapes = {
+        "q_proj.weight": (rows * config.group, config.embed),
+        "q_proj.bias": (rows * config.group,),
+        "k_proj.weight": (rows, config.embed),
+        "q_norm.weight": (width,),
+        "k_norm.weight": (width,),
+        "k_base": (config.kv_heads, 1, bases, width),
+        "b": (config.kv_heads, 1, config.group),
+    }
+    for layer in range(config.layers):
+        for name, shape in shapes.items():
+            found[f"{layer}.{name}"] = rng.standard_normal(shape).astype(np.float32)
+    return found
+
+
+@functools.cache
+def fast_file(config):
+    """A file of such a gate."""
+    path = FOLDER / f"fast-{config.layers}-{config.kv_heads}.safetensors"
+    save_file(fast_tensors(config), path)
     return str(path)
 
 
@@ -95,6 +121,23 @@ def test_prefill_keeps_the_oracles_rows(width, budget):
             expected, gap = o.global_select(scores[row], max(o.resolve_budget(budget, n), len(forced)), forced, n)
             assert gap > o.MIN_GAP
             assert [layer[row] for layer in shared] == expected
+
+
+@pytest.mark.parametrize("recent", (0.2, 0.0))
+def test_fast_kvzip_keeps_the_oracles_rows(recent):
+    model, ids, tensors = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), fast_tensors(CONFIG)
+    policy = FastKVzip(gate=fast_file(CONFIG), budget=0.6, sinks=2, recent=recent)
+    kept = tiny.kept(tiny.run(model, ids, policy)[0])
+    for row, each in enumerate(ids):
+        n = len(each)
+        scores = [o.fastkvzip_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)]
+        first = n - int(recent * n)
+        for own in scores:
+            own[:, first:] = 1.0
+        forced = [j for j in range(n) if j < 2 or j >= first]
+        expected, gap = o.global_select(scores, o.resolve_budget(0.6, n), forced, n)
+        assert gap > o.MIN_GAP
+        assert [layer[row] for layer in kept] == expected
 
 
 def test_invariants():

@@ -29,7 +29,6 @@ from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
-from jaxkv.policies.methods.kvzap import KVzapGate
 from jaxkv.policies.methods.kvzip import ReplayAttention
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
@@ -46,6 +45,7 @@ from jaxkv.policies.scorer import (
     Replay,
     Scorer,
 )
+from jaxkv.policies.trained import FastKVzipGate, KVzapGate
 from jaxkv.policies.unseen import (
     FutureAttention,
     GateScores,
@@ -72,6 +72,7 @@ __all__ = [
     "EntropyLayers",
     "Evict",
     "ExponentialLayers",
+    "FastKVzipGate",
     "FilteredReads",
     "FutureAttention",
     "FutureQueries",

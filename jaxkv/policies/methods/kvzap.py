@@ -1,65 +1,13 @@
 """KVzap: rows by a gate that was trained to predict KVzip+'s scores from hidden states."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Shaped
-
-from jaxkv.policies.gates import Gate, LayerTensors
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
+from jaxkv.policies.trained import KVzapGate
 from jaxkv.policies.unseen import GateScores
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "inner", "inner_bias"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVzapWeights:
-    """One layer of KVzap's gate: a linear map from W numbers to K scores, and for W < E one from the hidden state."""
-
-    weight: Shaped[Array | np.ndarray, "K W"]
-    bias: Shaped[Array | np.ndarray, " K"]
-    inner: Shaped[Array | np.ndarray, "W E"] | None = None
-    inner_bias: Shaped[Array | np.ndarray, " W"] | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVzapGate(Gate):
-    """KVzap's gate: each layer's normed hidden state, by a linear map or by two with a GELU between, to K scores.
-
-    Tensors are `layers.0.weight` and `layers.0.bias`, or `layers.0.0.weight`, `layers.0.0.bias`, `layers.0.2.weight`
-    and `layers.0.2.bias`, for each layer.
-    """
-
-    beginning: ClassVar[str] = r"layers\.(\d+)\."
-
-    @classmethod
-    def of_layer(cls, found: LayerTensors) -> KVzapWeights:
-        """Weights of one layer, linear or of two layers, by the names of its tensors."""
-        if "weight" in found.stored:
-            weight = found.take("weight", None, None)
-            return KVzapWeights(weight=weight, bias=found.take("bias", len(weight)))
-        inner = found.take("0.weight", None, None)
-        weight = found.take("2.weight", None, len(inner))
-        bias, inner_bias = found.take("2.bias", len(weight)), found.take("0.bias", len(inner))
-        return KVzapWeights(weight=weight, bias=bias, inner=inner, inner_bias=inner_bias)
-
-    @classmethod
-    def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
-        """K and E of one layer's weights."""
-        return len(weights.bias), (weights.weight if weights.inner is None else weights.inner).shape[1]
-
-    def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Predicted logarithms of KVzip+'s scores."""
-        x, of = hidden.astype(jnp.float32), {"precision": lax.Precision.HIGHEST}
-        if weights.inner is not None:
-            x = jax.nn.gelu(jnp.einsum("bse,we->bsw", x, weights.inner, **of) + weights.inner_bias, approximate=False)
-        return jnp.einsum("bsw,kw->bks", x, weights.weight, **of) + weights.bias[:, None]
 
 
 @register
@@ -100,7 +48,7 @@ class KVzap(Method):
     @property
     def _scorer(self) -> GateScores:
         """The scorer (`GateScores`) with this policy's gate."""
-        return GateScores(gate=self.gate if isinstance(self.gate, Gate) else None)
+        return GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by the gate, with sinks and window always kept."""
