@@ -21,6 +21,7 @@ import jaxkv
 from jaxkv import AdaKV, FastKVzip, GlobalBudget, KVzap
 from jaxkv.analysis.choosing import kept_rows
 from jaxkv.policies import KVzapGate
+from jaxkv.testing import tiny_model
 
 FOLDER = pathlib.Path(tempfile.mkdtemp())
 CONFIG, LENGTHS = tiny.MODELS["gqa3"], (61, 37, 12)
@@ -140,6 +141,52 @@ def test_fast_kvzip_keeps_the_oracles_rows(recent):
         assert [layer[row] for layer in kept] == expected
 
 
+def kept_again(own, n, stops, budget, every):
+    """One head's rows by the oracle's scores: the prompt's best, then at each stop the best of these and new ones."""
+    kept, gap = o.top_select(own[:n], budget, o.forced_positions(n, 2, WINDOW, ()), n)
+    assert gap > o.MIN_GAP
+    for seen in stops:
+        there = sorted({*kept, *range(seen - every, seen)})
+        forced = [at for at, j in enumerate(there) if j < 2 or j >= seen - WINDOW]
+        best, gap = o.top_select(own[there], budget, forced, len(there))
+        assert gap > o.MIN_GAP
+        kept = [there[at] for at in best]
+    return kept
+
+
+@pytest.mark.parametrize("every", (1, 16))
+def test_drawing_keeps_the_oracles_rows(every):
+    """Over 300 drawn tokens, in the first layer, whose hidden states do not follow from what was kept before."""
+    config, budget, n, steps = tiny.TWO_LAYERS, 24, 40, 300
+    model, tensors, (ids,) = tiny.tiny(config), zap_tensors(config), tiny.prompts(6, (n,))
+    session = jaxkv.Session(model, zap(config, budget=budget, every=every))
+    cache, drawn = session.draw(session.prefill([ids], new=steps), steps, new=steps)
+    scores = o.kvzap_scores(tensors, 0, hidden(model, 0, [*ids, *drawn[0].tolist()]))
+    # A cache is compressed before the next token is drawn.
+    stops = range(n + every, n + steps, every)
+    for head, own in enumerate(scores):
+        found = [j for j in tiny.kept(cache)[0][0][head] if j < stops[-1]]
+        assert found == kept_again(own, n, stops, budget, every)
+
+
+@pytest.mark.parametrize("width", (None, 7))
+def test_new_tokens_of_all_layers_keep_the_oracles_rows(width):
+    """Over 300 tokens of which none comes twice, by a model whose hidden states do not follow from attention."""
+    config, budget, n, steps, every = dataclasses.replace(tiny.TWO_LAYERS, vocab=512), 24, 40, 300, 20
+    model, tensors = tiny_model(config, seed=3), zap_tensors(config, width)
+    for block in model.decoder.blocks:
+        block.attention.out[...] = jax.numpy.zeros_like(block.attention.out[...])
+    text = np.random.default_rng(0).permutation(512)[: n + steps].tolist()
+    session = jaxkv.Session(model, zap(config, width, budget=budget, every=every))
+    cache = session.prefill([text[:n]], new=every)
+    for seen in range(n, n + steps):
+        cache = session.compress_again(session.extend(cache, [[text[seen]]], new=every, donate=True), room=every)
+    stops = range(n + every, n + steps + 1, every)
+    for layer, of_heads in enumerate(tiny.kept(cache)):
+        scores = o.kvzap_scores(tensors, layer, hidden(model, layer, text))
+        assert of_heads[0] == [kept_again(own, n, stops, budget, every) for own in scores]
+
+
 def test_invariants():
     model, row = tiny.tiny(CONFIG), row_of(CONFIG)
     check_prefill(row, model, 3, (61, 7, 30), 20)
@@ -155,18 +202,20 @@ def test_analysis_keeps_what_prefill_keeps():
         assert [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]] == [a[0] for a in kept]
 
 
+@pytest.mark.parametrize("every", (None, 3))
 @pytest.mark.parametrize("kv_heads", (4, 2))
-def test_meshes(monkeypatch, kv_heads):
+def test_meshes(monkeypatch, kv_heads, every):
     monkeypatch.setitem(BY_NAME, "kvzap", row_of(meshes.model_of(kv_heads).config))
     meshes.run.cache_clear()
-    assert meshes.run("kvzap", kv_heads, mesh=(2, 4), asks=True) == meshes.run("kvzap", kv_heads, asks=True)
+    of = {"asks": True} if every is None else {"every": every}
+    assert meshes.run("kvzap", kv_heads, mesh=(2, 4), **of) == meshes.run("kvzap", kv_heads, **of)
     meshes.run.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_slots(dtype):
+@pytest.mark.parametrize(("dtype", "every"), (("float32", 4), ("bfloat16", None)))
+def test_slots(dtype, every):
     config = tiny.TWO_LAYERS
-    slot_runs.check(tiny.tiny(config, dtype=dtype), row_of(config).policy(20), slot_runs.requests(1, 8))
+    slot_runs.check(tiny.tiny(config, dtype=dtype), zap(config, budget=20, every=every), slot_runs.requests(1, 8))
 
 
 def test_gates_are_compared_by_their_weights(tmp_path):
@@ -232,8 +281,6 @@ def test_other_files_and_models_are_refused(tmp_path):
     heads = tiny.shape(layers=3, kv_heads=3, group=2, dim=8)
     with pytest.raises(ValueError, match=r"^gate='KVzapGate of 2 kv heads': the model has 3"):
         tiny.run(tiny.tiny(heads), tiny.prompts(0, (20,)), zap(CONFIG, budget=12))
-    with pytest.raises(ValueError, match=r"^every=4: .*hidden states"):
-        zap(CONFIG, every=4)
     k = jax.numpy.zeros((1, 2, 20, 8))
     with pytest.raises(ValueError, match="looks at hidden states"):
         jaxkv.compress(k, k, policy=zap(CONFIG, budget=12))

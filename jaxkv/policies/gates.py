@@ -184,14 +184,19 @@ class Gate(Value, abc.ABC):
         remedy = f"the model has {of_model}: give a gate that was trained for this model"
         require(own == of_model, "gate", f"{type(self).__name__} of {own} {what}", remedy)
 
-    def placed(self, layer: int, config: ModelConfig, axes: Axes | None) -> Any:
+    @property
+    def tree(self) -> Any:
+        """Tree structure (`PyTreeDef`) of one layer's weights."""
+        return jax.tree.structure(self.weights[0])
+
+    def placed(self, layer: int, config: ModelConfig, axes: Axes | None, *, abstract: bool = False) -> Any:
         """One layer's weights as arrays on the default device, or on a mesh by their letters; kept for the next call.
 
-        While programs are recorded, abstract arrays. ValueError for a gate of another model.
+        Abstract arrays while programs are recorded, or if asked for. ValueError for a gate of another model.
         """
         self.require_fits(config)
         weights = self.weights[layer]
-        if recorder() is not None:
+        if abstract or recorder() is not None:
             weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), weights)
             return weights if axes is None else tree_placed(weights, type(weights), axes)
         kept = vars(self).setdefault("_placed", {})

@@ -222,6 +222,17 @@ class Uniform01(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GateRank(Rank, Value):
+    """Rank by the score that a trained gate gave each row from its token's hidden state, while decoding as well.
+
+    Attributes:
+        gate: the model's gate.
+    """
+
+    gate: Gate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GateScores(Scorer, Value):
     """KVzap's scorer: what a trained gate makes of the hidden state of each row's token.
 
@@ -230,6 +241,11 @@ class GateScores(Scorer, Value):
     """
 
     gate: Gate | None = None
+
+    @property
+    def rank(self) -> Rank | None:
+        """`GateRank` of the gate: rows keep the scores that they began with; None without a gate."""
+        return None if self.gate is None else GateRank(gate=self.gate)
 
     def require_gate(self, layers: int) -> None:
         """ValueError without a gate, or with the gate of a model of another number of layers."""
