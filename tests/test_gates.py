@@ -212,6 +212,15 @@ def test_meshes(monkeypatch, kv_heads, every):
     meshes.run.cache_clear()
 
 
+def test_fast_kvzip_on_a_mesh(monkeypatch):
+    config, row = meshes.model_of(2).config, row_of(meshes.model_of(2).config)
+    make = lambda budget, **kw: FastKVzip(gate=fast_file(config), budget=budget, **kw)  # noqa: E731
+    monkeypatch.setitem(BY_NAME, "fastkvzip", dataclasses.replace(row, name="fastkvzip", make=make))
+    meshes.run.cache_clear()
+    assert meshes.run("fastkvzip", 2, mesh=(2, 4), every=3) == meshes.run("fastkvzip", 2, every=3)
+    meshes.run.cache_clear()
+
+
 @pytest.mark.parametrize(("dtype", "every"), (("float32", 4), ("bfloat16", None)))
 def test_slots(dtype, every):
     config = tiny.TWO_LAYERS

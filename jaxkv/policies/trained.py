@@ -15,12 +15,16 @@ from jaxkv.policies.gates import Gate, LayerTensors
 
 _NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
 _EPSILON = 1e-6
+_product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "inner", "inner_bias"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzapWeights:
-    """One layer of KVzap's gate: a linear map from W numbers to K scores, and for W < E one from the hidden state."""
+    """One layer of KVzap's gate: a linear map of W numbers to K scores; `inner` maps the hidden state to these.
+
+    Without `inner` these numbers are the hidden state itself.
+    """
 
     weight: Shaped[Array | np.ndarray, "K W"]
     bias: Shaped[Array | np.ndarray, " K"]
@@ -67,10 +71,10 @@ class KVzapGate(Gate):
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
         """Predicted logarithms of KVzip+'s scores."""
-        x, of = hidden.astype(jnp.float32), {"precision": lax.Precision.HIGHEST}
-        if weights.inner is not None:
-            x = jax.nn.gelu(jnp.einsum("bse,we->bsw", x, weights.inner, **of) + weights.inner_bias, approximate=False)
-        return jnp.einsum("bsw,kw->bks", x, weights.weight, **of) + weights.bias[:, None]
+        x = hidden.astype(jnp.float32)
+        if weights.inner is not None and weights.inner_bias is not None:
+            x = jax.nn.gelu(_product("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
+        return _product("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
@@ -122,15 +126,15 @@ class FastKVzipGate(Gate):
 
     def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
         """Scores between 0 and 1: mean over queries of the own key's share of a softmax with the base keys."""
-        x, of, divisor = hidden.astype(jnp.float32), {"precision": lax.Precision.HIGHEST}, weights.base.shape[2] ** 0.5
-        q = jnp.einsum("bse,kwce->bkswc", x, weights.q, **of) + weights.q_bias[:, None]
+        x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
+        q = _product("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
         q = _normed(q, weights.q_norm)
-        k = _normed(jnp.einsum("bse,kce->bksc", x, weights.k, **of), weights.k_norm)
-        own = jnp.einsum("bkswc,bksc->bksw", q, k, **of) / divisor + weights.bias[:, None]
-        base = jnp.einsum("bkswc,knc->bkswn", q, weights.base, **of) / divisor
+        k = _normed(_product("bse,kce->bksc", x, weights.k), weights.k_norm)
+        own = _product("bkswc,bksc->bksw", q, k) / divisor + weights.bias[:, None]
+        base = _product("bkswc,knc->bkswn", q, weights.base) / divisor
         return jax.nn.sigmoid(own - jax.nn.logsumexp(base, axis=-1)).mean(axis=-1)
 
 
-def _normed(x: Float[Array, "... C"], weight: Float[Array, " C"]) -> Float[Array, "... C"]:
+def _normed(x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]) -> Float[Array, "... C"]:
     """Vectors over the root of their mean square, times `weight`."""
     return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + _EPSILON) * weight
