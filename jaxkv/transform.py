@@ -321,6 +321,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
         (parts.needs.replay, f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill"),
         (parts.needs.future, f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
+        (parts.needs.hidden, f"{name} looks at hidden states, unknown here: use KeyDiff, or jaxkv.generate"),
         (parts.needs.blocks, f"{name} looks at keys before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
     ):
         require(not refused, "policy", policy, remedy)

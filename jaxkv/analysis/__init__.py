@@ -3,6 +3,7 @@
 from jaxkv.analysis.budgets import Budgets, budgets
 from jaxkv.analysis.density import Density, density
 from jaxkv.analysis.figures import Figure
+from jaxkv.analysis.fitting import FittedGate, fit_gate
 from jaxkv.analysis.loss import EvictionLoss, eviction_loss
 from jaxkv.analysis.recall import Recall, recall
 from jaxkv.analysis.retained import Retained, retained
@@ -14,6 +15,7 @@ __all__ = [
     "EvictionLoss",
     "Figure",
     "FilterLayers",
+    "FittedGate",
     "Recall",
     "Retained",
     "Similarity",
@@ -22,6 +24,7 @@ __all__ = [
     "density",
     "eviction_loss",
     "filter_layers",
+    "fit_gate",
     "recall",
     "retained",
     "similarity",

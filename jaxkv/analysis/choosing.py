@@ -111,6 +111,7 @@ def kept_rows(
         future=tuple(dict.fromkeys(asked for each in all_needs for asked in each.future)),
         blocks=tuple(dict.fromkeys(asked for each in all_needs for asked in each.blocks)),
         unrotated=any(each.unrotated for each in all_needs),
+        hidden=any(each.hidden for each in all_needs),
     )
     tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs) if choices else ()):

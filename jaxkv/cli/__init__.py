@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `plan`, `eval`, `analyze`, `filters`, `export`, `models` and `policies`."""
+"""The command line: `jaxkv generate`, `plan`, `eval`, `analyze`, `filters`, `fit-gate`, `export`, lists of names."""
 
 import argparse
 import difflib
@@ -16,6 +16,7 @@ from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
 from jaxkv.cli.evaluating import add_eval_options, print_tasks
 from jaxkv.cli.exporting import add_export_options, run_export
 from jaxkv.cli.filters import add_filter_options, print_filters
+from jaxkv.cli.fitting import add_fit_options, run_fit
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import add_json_option, print_models, print_policies
 from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
@@ -179,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
     add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
+    add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)
     add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)
     add("plan", "what fits on GPUs that need not be there", add_plan_options, print_plan, NOTES)
     add("eval", "judge policies by tasks", add_eval_options, print_tasks, EVAL_NOTES)

@@ -14,6 +14,7 @@ from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.evict import Eviction, evict, weakest
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
+from jaxkv.engine.tokens import Token
 from jaxkv.policies.checks import checked
 from jaxkv.sharding.collectives import mean_of_devices
 
@@ -158,9 +159,12 @@ def decay_of(spec: Spec) -> float | None:
     return None if rank is None else rank.decay
 
 
-def scores_of(new_k: Float[Array, "B K N D"], new_v: Float[Array, "B K N D"], spec: Spec) -> Array | None:
-    """Initial scores `f32[B, K, N]` of new rows; None if the pool keeps no scores."""
+def scores_of(token: Token, spec: Spec) -> Array | None:
+    """Initial scores `f32[B, K, N]` of new rows: by the gate, or as the rank says; None if the pool keeps no scores."""
     ongoing = spec.ongoing
     if ongoing is None or not ongoing.scored or ongoing.rank is None:
         return None
-    return checked(ongoing.rank, "begin", ongoing.rank.begin(new_k, new_v), new_k.shape[:3], "new row, [B, K, N]")
+    if token.begun is not None:
+        return token.begun
+    begun = ongoing.rank.begin(token.stored, token.v)
+    return checked(ongoing.rank, "begin", begun, token.v.shape[:3], "new row, [B, K, N]")

@@ -68,6 +68,8 @@ def step(
     turned = step_angles(spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0)
     dealt = _dealt(cache, spec, new)
 
+    parted = [spec.parted(leaves) for leaves in blocks]
+
     def rows_of(layer: int) -> LayerRows:
         at, ring, state = spec.layout.pool_of(layer), spec.ring_of(layer), tables.state
         return LayerRows(
@@ -82,10 +84,11 @@ def step(
             asks=spec.chooses(layer, several),
             sparse=spec.sparse(layer, several),
             dealt=dealt,
+            gate=parted[layer][1],
         )
 
     # Lazily: what a layer reads of tables and pools is traced right before its step.
-    bound = (spec.graphs_of(layer).block(leaves) for layer, leaves in enumerate(blocks))
+    bound = (spec.graphs_of(layer).block(leaves) for layer, (leaves, _) in enumerate(parted))
     done = run_layers(bound, spec, stream, map(rows_of, range(len(blocks))), new)
     stream = done[-1].stream
     if several > 1:
@@ -158,7 +161,7 @@ def extend(
     """
     if loader is not None:
         return staged.step(flat, cache, tokens, count, spec=spec, loader=loader)
-    return _extend(flat.ends, flat.blocks, cache.pools, cache.tables, tokens, count, spec=spec)
+    return _extend(flat.ends, spec.blocks_of(flat), cache.pools, cache.tables, tokens, count, spec=spec)
 
 
 def read_on_top(

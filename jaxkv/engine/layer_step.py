@@ -74,6 +74,7 @@ class LayerRows:
         chosen: the positions that a sparse layer reads.
         loaded: the chosen rows, if they come from host memory.
         dealt: table of a kernel that rotates, appends and attends at once; None runs separate steps.
+        gate: weights of the layer's gate, by which new rows are scored; None without one.
     """
 
     pool: Pool
@@ -89,6 +90,7 @@ class LayerRows:
     chosen: Chosen | None = None
     loaded: Loaded | None = None
     dealt: Dealt | None = None
+    gate: Any = None
 
     @property
     def keys(self) -> Float[Array, "B P D"]:
@@ -146,6 +148,8 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = project(block, spec, normed[: new.count.shape[0]], rows.by.new)
     else:
         token = token_of_parts(*parts, rows.by.new, normed.dtype)
+    if spec.gate is not None:
+        token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
     received = None
@@ -173,7 +177,7 @@ def attend(
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
     # A single token's row is appended first; attention then reads it like the others.
-    begun = scores_of(token.stored, token.v, spec)
+    begun = scores_of(token, spec)
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
     norms = rows.norms
     if norms is not None:
@@ -212,7 +216,7 @@ def _attend_fused(
     `parts` are split-K partial sums of the token's queries, and of its keys and values.
     """
     pool, heads = rows.pool, rows.segments.start.shape[1]
-    begun = scores_of(token.stored, token.v, spec)
+    begun = scores_of(token, spec)
     scored, picks = spec.scored and pool.score is not None, None
     if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
         places, held = picks_of(spec, pool, rows.segments, rows.chosen)
@@ -245,7 +249,7 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
 
     The two are merged by log-sum-exp.
     """
-    pool, scores = rows.pool, scores_of(token.stored, token.v, spec)
+    pool, scores = rows.pool, scores_of(token, spec)
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)

@@ -220,7 +220,7 @@ def decode(
     idle = many - 1 if idle is None else idle
     if running.loader is not None:
         return _decode_staged(flat, running, draw, int(steps), spec=spec, sampling=sampling, size=size, idle=idle)
-    given = loop_arguments(flat, running, draw, steps, sampling, idle)
+    given = loop_arguments(flat, running, draw, steps, sampling, idle, spec=spec)
     written, still, draw, out, ran = _loop(*given, spec=spec, size=size)
     if still.beside is None:
         return Running(cache=still.cache.updated(pools=written)), draw, out, ran
@@ -229,7 +229,7 @@ def decode(
 
 
 def loop_arguments(
-    flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int
+    flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int, *, spec: Spec
 ) -> tuple[Any, ...]:
     """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
     cache, beside = running.cache, running.beside
@@ -238,7 +238,7 @@ def loop_arguments(
     if beside is not None:
         still = Running(cache=cache, beside=beside._replace(tails=()))
     limits = jnp.int32(steps), jnp.int32(idle)
-    return (flat.ends, flat.blocks), written, still, draw, limits, argument(sampling)
+    return (flat.ends, spec.blocks_of(flat)), written, still, draw, limits, argument(sampling)
 
 
 @program(static=("spec", "size"), donate=("written",), on="spec", compiler=_one_command_buffer())

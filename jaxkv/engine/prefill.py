@@ -35,7 +35,7 @@ from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
-from jaxkv.policies.scorer import Needs, Observed, Scorer, blocks_of, future_of, norms_of
+from jaxkv.policies.scorer import Needs, Observed, Scorer, blocks_of, future_of, gate_of, norms_of
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 
@@ -113,17 +113,12 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
 
 
 def observed(
-    flat: Flat,
-    out: LayerOut,
-    scorer: Scorer,
-    length: Array,
-    index: int,
-    key: PRNGKeyArray,
-    implementation: Implementation,
+    flat: Flat, out: LayerOut, scorer: Scorer, length: Array, index: int, key: Array, implementation: Implementation
 ) -> Observed:
     """Makes the `Observed` input of a scorer (last queries, keys, values, sums, norms, ...) from one layer's output."""
     # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
     first, future, blocks = out.q.shape[3] - scorer.queries, future_of(scorer), blocks_of(scorer)
+    gate = gate_of(scorer)
     return Observed(
         q=out.q[..., first:, :],
         q_positions=out.q_positions[:, first:],
@@ -138,6 +133,8 @@ def observed(
         replayed=out.replayed,
         blocks=next((each for each in out.blocks if each.asked == blocks), None),
         unrotated=None if blocks is None else out.unrotated,
+        hidden=None if gate is None else out.hidden,
+        gate=None if gate is None else gate.placed(index, flat.config, flat.axes),
         implementation=implementation,
         axes=flat.axes,
         group_axes=flat.axes,

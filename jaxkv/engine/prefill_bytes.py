@@ -164,7 +164,7 @@ class PrefillBytes:
         found = cells * each + 4 * self.slots * config.head_dim
         found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
         found += max(self._projected(), self._in_blocks())
-        found += self._scores_of_all()
+        found += self._hidden + self._scores_of_all()
         # Merging compares float32 copies of one layer's rows.
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
 
@@ -261,6 +261,11 @@ class PrefillBytes:
         config = self.config
         return 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * self.parts.needs.norms
 
+    @property
+    def _hidden(self) -> int:
+        """Bytes of one layer's normed hidden states, for policies that ask for them."""
+        return self.batch * self.slots * self.config.embed * self.item * self.parts.needs.hidden
+
     def _in_blocks(self) -> int:
         """Bytes of the logits and probabilities of all heads within one block of tokens, for policies that ask."""
         most = max((asked.tokens(self.slots) for asked in self.parts.needs.blocks), default=0)
@@ -272,7 +277,7 @@ class PrefillBytes:
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
         size += 4 * config.group * (needs.sums + len(needs.blocks))
-        return window + self._rows_of(size) + self._moments()
+        return window + self._rows_of(size) + self._moments() + self._hidden
 
     def _layer(self, top: bool) -> int:
         """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""

@@ -37,6 +37,7 @@ class LayerOut:
         moments: mean and covariance of queries, for each setting in `needs.future`.
         replayed: largest attention of a second pass over the prompt, once it has run; None unless `needs.replay`.
         blocks: attention that each key receives within its block, for each setting in `needs.blocks`.
+        hidden: hidden states after the norm that precedes attention; None unless `needs.hidden`.
     """
 
     x: Shaped[Array, "B ..."]
@@ -50,6 +51,7 @@ class LayerOut:
     moments: tuple[QueryMoments, ...] = ()
     replayed: Float[Array, "B K S"] | None = None
     blocks: tuple[BlockSums, ...] = ()
+    hidden: Float[Array, "B S E"] | None = None
 
 
 def layer(
@@ -76,6 +78,7 @@ def layer(
     size = block_size(slots, _BLOCKS)
     moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
     blocks = tuple(prompt_block_sums(block, x, length, table, asked) for asked in needs.blocks)
+    hidden = block.normed(x) if needs.hidden else None
     backend = backend_of(implementation)
     run = _at_once if backend.at_once else _by_sequence
     x, k, v, unrotated, sums = run(block, x, length, table, needs, last, backend)
@@ -103,6 +106,7 @@ def layer(
         norms=value_norms(block, v) if needs.norms else None,
         moments=moments,
         blocks=blocks,
+        hidden=hidden,
     )
 
 

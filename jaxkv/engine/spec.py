@@ -1,6 +1,7 @@
 """`Spec`: static configuration of the programs that run on top of a cache, and the functions that make it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from jaxkv.cache.layout import Layout
 from jaxkv.engine.plan import widest
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Flat, Graphs
+from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.policies.gates import Gate
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
@@ -96,6 +98,26 @@ class Spec:
     def scored(self) -> bool:
         """True if, while tokens are drawn, the attention that rows receive enters their scores."""
         return self.ongoing is not None and self.ongoing.attends
+
+    @property
+    def gate(self) -> Gate | None:
+        """Trained gate that scores new rows by their hidden states; None if the policy has none, or only appends."""
+        return None if self.ongoing is None else getattr(self.ongoing.rank, "gate", None)
+
+    def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
+        """Parameters of each block of a model, and behind them the weights of the layer's gate, if there is one."""
+        if self.gate is None:
+            return flat.blocks
+        abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.gate
+        weights = [gate.placed(layer, flat.config, flat.axes, abstract=abstract) for layer in range(len(flat.blocks))]
+        return tuple((*own, *jax.tree.leaves(more)) for own, more in zip(flat.blocks, weights, strict=True))
+
+    def parted(self, leaves: Leaves) -> tuple[Leaves, Any]:
+        """Parameters of a block and weights of its gate, or None, from what `blocks_of` made of both."""
+        if self.gate is None:
+            return leaves, None
+        tree = self.gate.tree
+        return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
 
     @property
     def evicts(self) -> bool:

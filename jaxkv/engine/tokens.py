@@ -42,12 +42,16 @@ class NewTokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
-    """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them."""
+    """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
+
+    `begun` are the scores that a gate gives the new rows; None without one.
+    """
 
     q: Float[Array, "B K G N D"]
     k: Float[Array, "B K N D"]
     v: Float[Array, "B K N D"]
     stored: Float[Array, "B K N D"]
+    begun: Float[Array, "B K N"] | None = None
 
 
 def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:

@@ -142,6 +142,8 @@ def require_exportable(policy: Method, layers: int, slots: int) -> None:
         require(not read.by_chunks, "policy", policy, remedy)
     remedy = f"{name} reads prompts twice, chunk by chunk, as many as they have: prefill with jaxkv and save the cache"
     require(parts.needs.replay is None, "policy", policy, remedy)
+    remedy = f"{name} reads a gate, whose weights are in no exported program: prefill with jaxkv and save the cache"
+    require(not parts.needs.hidden, "policy", policy, remedy)
     if parts.every is not None and not parts.layers.from_scores:
         remedy = "this budget over layers is numpy's alone, and every= asks for it on the device: give another, or none"
         require(not _on_host_only(parts), "policy", policy, remedy)

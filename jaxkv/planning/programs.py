@@ -142,7 +142,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     draw = jax.eval_shape(loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos)
     running = loop.begin(cache.arrays, spec=spec, size=BLOCK)
-    given = loop.loop_arguments(flat, running, draw, work.new, Greedy(), 0)
+    given = loop.loop_arguments(flat, running, draw, work.new, Greedy(), 0, spec=spec)
     return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
 
 

@@ -11,6 +11,7 @@ from jaxkv.policies.attended import (
     WindowAttention,
 )
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.gates import Gate
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.layers import (
     EntropyLayers,
@@ -44,7 +45,16 @@ from jaxkv.policies.scorer import (
     Replay,
     Scorer,
 )
-from jaxkv.policies.unseen import FutureAttention, KeyDifference, KeyNorm, Position, Uniform01, WorstAttention
+from jaxkv.policies.trained import FastKVzipGate, KVzapGate
+from jaxkv.policies.unseen import (
+    FutureAttention,
+    GateScores,
+    KeyDifference,
+    KeyNorm,
+    Position,
+    Uniform01,
+    WorstAttention,
+)
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 from jaxkv.policies.wrapper import Wrapper
 
@@ -62,9 +72,12 @@ __all__ = [
     "EntropyLayers",
     "Evict",
     "ExponentialLayers",
+    "FastKVzipGate",
     "FilteredReads",
     "FutureAttention",
     "FutureQueries",
+    "Gate",
+    "GateScores",
     "GeometricLayers",
     "GiniLayers",
     "GlobalLayers",
@@ -72,6 +85,7 @@ __all__ = [
     "Importance",
     "Joined",
     "KVPressLayers",
+    "KVzapGate",
     "Keep",
     "KeyDifference",
     "KeyNorm",

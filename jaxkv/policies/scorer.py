@@ -13,6 +13,7 @@ from jaxkv._checks import field, flag, whole
 from jaxkv._errors import require
 from jaxkv._values import Value, is_whole, plain
 from jaxkv.attention import Implementation
+from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Rank
 from jaxkv.sharding.mesh import Axes
 
@@ -151,6 +152,7 @@ class Needs:
         future: settings of the `QueryMoments` to compute.
         replay: settings of a second pass over the prompt; None for none.
         blocks: settings of the `BlockSums` to compute.
+        hidden: the hidden states that enter the layer's attention, after its norm.
     """
 
     queries: int = 0
@@ -160,13 +162,14 @@ class Needs:
     future: tuple[FutureQueries, ...] = ()
     replay: Replay | None = None
     blocks: tuple[BlockAttention, ...] = ()
+    hidden: bool = False
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
         *("q", "q_positions", "k", "v", "length", "layer", "key"),
-        *("sums", "norms", "norm_totals", "moments", "replayed", "blocks", "unrotated"),
+        *("sums", "norms", "norm_totals", "moments", "replayed", "blocks", "unrotated", "hidden", "gate"),
     ],
     meta_fields=["implementation", "axes", "group_axes"],
 )
@@ -191,6 +194,8 @@ class Observed:
             `sinks` rows, if the scorer needs it.
         blocks: attention that each key receives from all queries of its block, if the scorer needs it.
         unrotated: `[B, K, S, D]` keys before RoPE, likewise.
+        hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm, if the scorer has a gate.
+        gate: weights of this layer of the scorer's gate, likewise.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -211,6 +216,8 @@ class Observed:
     replayed: Float[Array, "B K S"] | None = None
     blocks: BlockSums | None = None
     unrotated: Float[Array, "B K S D"] | None = None
+    hidden: Float[Array, "B S E"] | None = None
+    gate: Any = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None
@@ -263,6 +270,11 @@ class Scorer(Protocol):
     @property
     def blocks(self) -> BlockAttention | None:
         """Settings of the `BlockSums` that `observe` reads, beside `seen.unrotated`, of prompts alone; or None."""
+        return None
+
+    @property
+    def gate(self) -> Gate | None:
+        """Trained gate whose weights `observe` reads in `seen.gate`, and hidden states in `seen.hidden`; or None."""
         return None
 
     @property
@@ -348,6 +360,11 @@ def blocks_of(scorer: Scorer) -> BlockAttention | None:
     return getattr(scorer, "blocks", None)
 
 
+def gate_of(scorer: Scorer | None) -> Gate | None:
+    """Trained gate that a scorer reads; None if it reads none or lacks the property, and without a scorer."""
+    return getattr(scorer, "gate", None)
+
+
 def check_scorer(label: str, scorer: Any) -> None:
     """Raises a TypeError unless `scorer` is None or an instance with a scorer's properties and methods."""
     if scorer is None:
@@ -378,6 +395,8 @@ def check_scorer(label: str, scorer: Any) -> None:
         raise TypeError(f"{label}.replay={scorer.replay!r}: give Replay(...), or None")
     if not isinstance(blocks_of(scorer), (BlockAttention, type(None))):
         raise TypeError(f"{label}.blocks={scorer.blocks!r}: give BlockAttention(...), or None")
+    if not isinstance(gate_of(scorer), (Gate, type(None))):
+        raise TypeError(f"{label}.gate={scorer.gate!r}: give a Gate, KVzapGate.read('gate', path) say, or None")
     try:
         group_of(scorer)
     except ValueError:

@@ -10,9 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv._checks import field, flag, real, whole
+from jaxkv._errors import require
 from jaxkv._values import Value
 from jaxkv.attention.xla import logit_divisor
 from jaxkv.policies.attended import AvgPool
+from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import ByAge, Rank
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.sharding.collectives import most_of_devices, own
@@ -217,3 +219,48 @@ class Uniform01(Scorer, Value):
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
         draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
         return jnp.broadcast_to(draws.T, (batch, heads, slots))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateRank(Rank, Value):
+    """Rank by the score that a trained gate gave each row from its token's hidden state, while decoding as well.
+
+    Attributes:
+        gate: the model's gate.
+    """
+
+    gate: Gate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateScores(Scorer, Value):
+    """KVzap's scorer: what a trained gate makes of the hidden state of each row's token.
+
+    Attributes:
+        gate: the model's gate; None is refused where prompts are read.
+    """
+
+    gate: Gate | None = None
+
+    @property
+    def rank(self) -> Rank | None:
+        """`GateRank` of the gate: rows keep the scores that they began with; None without a gate."""
+        return None if self.gate is None else GateRank(gate=self.gate)
+
+    def require_gate(self, layers: int) -> None:
+        """ValueError without a gate, or with the gate of a model of another number of layers."""
+        self._given().require_layers(layers)
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]` by the gate."""
+        gate = self._given()
+        if seen.hidden is None:
+            raise TypeError("GateScores needs the hidden states that enter attention")
+        return gate.scores(seen.gate, seen.hidden)
+
+    def _given(self) -> Gate:
+        """The gate; ValueError without one."""
+        remedy = "give the gate of your model, a safetensors file: jaxkv fit-gate makes one"
+        require(self.gate is not None, "gate", self.gate, remedy)
+        assert self.gate is not None
+        return self.gate

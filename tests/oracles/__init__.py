@@ -24,6 +24,7 @@ from oracles.compactor import *
 from oracles.curdkv import *
 from oracles.dropkv import *
 from oracles.evict import *
+from oracles.gates import *
 from oracles.headkv import *
 from oracles.lagkv import *
 from oracles.merging import *

@@ -26,6 +26,8 @@ from jaxkv.policies.methods.dropkv import DropKV
 from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
+from jaxkv.policies.methods.kvzap import KVzap
+from jaxkv.policies.methods.fastkvzip import FastKVzip
 from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
@@ -45,11 +47,13 @@ __all__ = [
     "DefensiveKV",
     "DropKV",
     "ExpectedAttention",
+    "FastKVzip",
     "FullKV",
     "GlobalBudget",
     "H2O",
     "HeadKV",
     "KNorm",
+    "KVzap",
     "KVzip",
     "KeyDiff",
     "LagKV",

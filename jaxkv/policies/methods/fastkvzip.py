@@ -1,0 +1,81 @@
+"""Fast KVzip: rows by a gate of learned queries and keys, trained to predict KVzip's scores from hidden states."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv._checks import field, real
+from jaxkv._values import Value, share_of
+from jaxkv.policies.heads import AdaptiveHeads
+from jaxkv.policies.layers import GlobalLayers
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.trained import FastKVzipGate
+from jaxkv.policies.unseen import GateScores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecentGateScores(GateScores, Value):
+    """Scores of a gate, and above them those of each text's last tokens, later ones higher.
+
+    Attributes:
+        recent: share of each text that its last tokens are.
+    """
+
+    recent: float = 0.02
+
+    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: the gate's, between 0 and 1; from 1 to 2 those of the last tokens."""
+        rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
+        ours = rows >= end - share_of(end, self.recent)
+        return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FastKVzip(Method):
+    """Keeps the rows that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
+
+    Attributes:
+        gate: the model's gate: a safetensors file, or what `FastKVzipGate.read` returned.
+        sinks: first tokens that always stay.
+        recent: share of a prompt whose last tokens come first; published for prompts below 32,000 tokens.
+        window: last tokens that always stay; published are 4,096, without `recent`, for longer prompts.
+        capacity: on a mesh, rows that the heads of one device may hold, over their even share.
+
+    References:
+        Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, arXiv:2601.17668.
+    """
+
+    budget: int | float | None = 1024
+    gate: str | FastKVzipGate | None = None
+    sinks: int = 4
+    recent: float = 0.02
+    window: int = 0
+    capacity: float = 1.5
+
+    paper: ClassVar[str] = "Fast KVzip, arXiv:2601.17668"
+
+    def _check(self) -> None:
+        if self.gate is not None:
+            object.__setattr__(self, "gate", FastKVzipGate.read("gate", self.gate))
+        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
+        self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """Returns this policy; raises ValueError without a gate, or with that of a model of other layers."""
+        self._scorer.require_gate(layers)
+        return self
+
+    @property
+    def _scorer(self) -> RecentGateScores:
+        """The scorer (`RecentGateScores`) with this policy's gate."""
+        return RecentGateScores(gate=self.gate if isinstance(self.gate, FastKVzipGate) else None, recent=self.recent)
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by the gate, with one budget for the rows of all layers and heads."""
+        heads, keep = AdaptiveHeads(alpha=0.0, capacity=self.capacity), Keep(sinks=self.sinks, window=self.window)
+        return self.compose(scorer=self._scorer, keep=keep, heads=heads, layers=GlobalLayers())

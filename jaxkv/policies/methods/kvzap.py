@@ -1,0 +1,55 @@
+"""KVzap: rows by a gate that was trained to predict KVzip+'s scores from hidden states."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.trained import KVzapGate
+from jaxkv.policies.unseen import GateScores
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVzap(Method):
+    """Keeps the rows that a trained gate expects to be needed to repeat the prompt; no question has to be known.
+
+    The published policy keeps rows whose score is above a threshold, the same for all layers and heads: with a number
+    of rows in its place, `GlobalBudget(base=KVzap(...))`.
+
+    Attributes:
+        gate: the model's gate: a safetensors file with the published names of tensors, or a folder with
+            model.safetensors, or what `KVzapGate.read` returned.
+        sinks: first tokens that always stay.
+        window: last tokens that always stay.
+
+    References:
+        Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
+    """
+
+    budget: int | float | None = 1024
+    gate: str | KVzapGate | None = None
+    sinks: int = 0
+    window: int = 128
+
+    paper: ClassVar[str] = "KVzap, arXiv:2601.07891"
+
+    def _check(self) -> None:
+        if self.gate is not None:
+            object.__setattr__(self, "gate", KVzapGate.read("gate", self.gate))
+        self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """Returns this policy; raises ValueError without a gate, or with that of a model of other layers."""
+        self._scorer.require_gate(layers)
+        return self
+
+    @property
+    def _scorer(self) -> GateScores:
+        """The scorer (`GateScores`) with this policy's gate."""
+        return GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by the gate, with sinks and window always kept."""
+        return self.compose(scorer=self._scorer, keep=Keep(sinks=self.sinks, window=self.window))

@@ -1,0 +1,140 @@
+"""Trained gates of the literature: KVzap's and Fast KVzip's, what their files hold and how they score rows."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from jaxkv.policies.gates import Gate, LayerTensors
+
+_NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
+_EPSILON = 1e-6
+_product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "inner", "inner_bias"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVzapWeights:
+    """One layer of KVzap's gate: a linear map of W numbers to K scores; `inner` maps the hidden state to these.
+
+    Without `inner` these numbers are the hidden state itself.
+    """
+
+    weight: Shaped[Array | np.ndarray, "K W"]
+    bias: Shaped[Array | np.ndarray, " K"]
+    inner: Shaped[Array | np.ndarray, "W E"] | None = None
+    inner_bias: Shaped[Array | np.ndarray, " W"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVzapGate(Gate):
+    """KVzap's gate: each layer's normed hidden state, by a linear map or by two with a GELU between, to K scores.
+
+    Tensors are `layers.0.weight` and `layers.0.bias`, or `layers.0.0.weight`, `layers.0.0.bias`, `layers.0.2.weight`
+    and `layers.0.2.bias`, for each layer.
+    """
+
+    beginning: ClassVar[str] = r"layers\.(\d+)\."
+
+    @classmethod
+    def of_layer(cls, found: LayerTensors) -> KVzapWeights:
+        """Weights of one layer, linear or of two layers, by the names of its tensors."""
+        if "weight" in found.stored:
+            weight = found.take("weight", None, None)
+            return KVzapWeights(weight=weight, bias=found.take("bias", len(weight)))
+        inner = found.take("0.weight", None, None)
+        weight = found.take("2.weight", None, len(inner))
+        bias, inner_bias = found.take("2.bias", len(weight)), found.take("0.bias", len(inner))
+        return KVzapWeights(weight=weight, bias=bias, inner=inner, inner_bias=inner_bias)
+
+    @classmethod
+    def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
+        """K and E of one layer's weights."""
+        return len(weights.bias), (weights.weight if weights.inner is None else weights.inner).shape[1]
+
+    def to_bytes(self) -> bytes:
+        """Content of a safetensors file of this gate, with the published names of tensors."""
+        found: dict[str, np.ndarray] = {}
+        for layer, weights in enumerate(self.weights):
+            names = {"weight": weights.weight, "bias": weights.bias}
+            if weights.inner is not None:
+                names = {f"2.{name}": array for name, array in names.items()}
+                names |= {"0.weight": weights.inner, "0.bias": weights.inner_bias}
+            found |= {f"layers.{layer}.{name}": np.ascontiguousarray(array) for name, array in names.items()}
+        return safetensors.numpy.save(found, metadata={"format": "pt"})
+
+    def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
+        """Predicted logarithms of KVzip+'s scores."""
+        x = hidden.astype(jnp.float32)
+        if weights.inner is not None and weights.inner_bias is not None:
+            x = jax.nn.gelu(_product("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
+        return _product("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FastKVzipWeights:
+    """One layer of Fast KVzip's gate: W query and one key map of C numbers for each kv head, norms, N base keys."""
+
+    q: Shaped[Array | np.ndarray, "K W C E"]
+    q_bias: Shaped[Array | np.ndarray, "K W C"]
+    k: Shaped[Array | np.ndarray, "K C E"]
+    q_norm: Shaped[Array | np.ndarray, " C"]
+    k_norm: Shaped[Array | np.ndarray, " C"]
+    base: Shaped[Array | np.ndarray, "K N C"]
+    bias: Shaped[Array | np.ndarray, "K W"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FastKVzipGate(Gate):
+    """Fast KVzip's gate: the probability of a token's own key beside learned base keys, mean over learned queries.
+
+    Tensors are, for layer 0, `0.q_proj.weight`, `0.q_proj.bias`, `0.k_proj.weight`, `0.q_norm.weight`,
+    `0.k_norm.weight`, `0.k_base` and `0.b`: the names within each layer of the published files, which are pickles.
+    """
+
+    beginning: ClassVar[str] = r"(\d+)\."
+
+    @classmethod
+    def of_layer(cls, found: LayerTensors) -> FastKVzipWeights:
+        """Weights of one layer by the names of its tensors, query and key maps split by kv head."""
+        base = found.take("k_base", None, 1, None, None)[:, 0]
+        heads, _, width = base.shape
+        bias = found.take("b", heads, 1, None)[:, 0]
+        rows = bias.size * width
+        q = found.take("q_proj.weight", rows, None)
+        return FastKVzipWeights(
+            q=q.reshape(heads, -1, width, q.shape[1]),
+            q_bias=found.take("q_proj.bias", rows).reshape(heads, -1, width),
+            k=found.take("k_proj.weight", heads * width, q.shape[1]).reshape(heads, width, -1),
+            q_norm=found.take("q_norm.weight", width),
+            k_norm=found.take("k_norm.weight", width),
+            base=base,
+            bias=bias,
+        )
+
+    @classmethod
+    def sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
+        """K and E of one layer's weights."""
+        return weights.k.shape[0], weights.k.shape[2]
+
+    def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
+        """Scores between 0 and 1: mean over queries of the own key's share of a softmax with the base keys."""
+        x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
+        q = _product("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
+        q = _normed(q, weights.q_norm)
+        k = _normed(_product("bse,kce->bksc", x, weights.k), weights.k_norm)
+        own = _product("bkswc,bksc->bksw", q, k) / divisor + weights.bias[:, None]
+        base = _product("bkswc,knc->bkswn", q, weights.base) / divisor
+        return jax.nn.sigmoid(own - jax.nn.logsumexp(base, axis=-1)).mean(axis=-1)
+
+
+def _normed(x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]) -> Float[Array, "... C"]:
+    """Vectors over the root of their mean square, times `weight`."""
+    return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + _EPSILON) * weight
