@@ -9,11 +9,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
-from jaxkv.policies.heads import HeadBudgets, chooses_apart, most_rows, needs_layer, own_budgets, within_capacity
+from jaxkv.policies.heads import (
+    HeadBudgets,
+    chooses_apart,
+    most_rows,
+    needs_layer,
+    own_budgets,
+    own_limits,
+    within_capacity,
+)
 from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import Axes, inside
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +64,17 @@ class Choice(NamedTuple):
 def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
     """Sum `i32[B]` of two counts of moved rows; a count of None is zero, and the sum of two Nones is None."""
     return other if one is None else one if other is None else one + other
+
+
+def limits_of(
+    heads: HeadBudgets, kept: Int[Array, "L B K"], usual: Int[Array, "L B K"], axes: Axes | None
+) -> Int[Array, "L B K"]:
+    """Limits of segments that hold `kept` rows: the `usual` ones; or these rows, or the head's own limit if larger."""
+    own_of = own_limits(heads)
+    if own_of is None:
+        return usual
+    whole = jnp.asarray(own_of, jnp.int32)[:, None]
+    return jnp.maximum(kept, own(whole, "K", 2, axes) if inside() else whole)
 
 
 def choose(
@@ -111,7 +130,8 @@ def _choose(
     base = jnp.clip(rows - anyway, 0, most)
     of: dict[str, Any] = {} if index is None else {"layer": index}
     chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
-    if not budgets.uniform and (candidates.shape[1] > 1 or index is not None):
+    shared = not budgets.uniform and own_limits(budgets) is None
+    if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)

@@ -22,7 +22,7 @@ from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
-from jaxkv.engine.choosing import Candidates, of_prompt
+from jaxkv.engine.choosing import Candidates, limits_of, of_prompt
 from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, unordered
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan
@@ -365,7 +365,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     """Limits of all segments, and first `State` of a policy that evicts or compresses again after the prompt.
 
     A limit is the number of rows kept; the budget if the prompt is shorter; a number never reached for layers that grow
-    without end.
+    without end; or what head budgets with limits of their own say.
     """
     parts, lengths, numbers, rows = prompts.parts, prompts.lengths, prompts.numbers, prompts.kept_rows
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
@@ -385,7 +385,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     if parts.heads.uniform:
         return limit, state
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
-    return jnp.where(grown, limit, kept), state
+    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes), state
 
 
 def _layers_ahead(needed: PrefillPlan, placed: Array) -> int:

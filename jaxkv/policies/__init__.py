@@ -11,6 +11,7 @@ from jaxkv.policies.attended import (
     WindowAttention,
 )
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.layers import (
     EntropyLayers,
@@ -69,6 +70,7 @@ __all__ = [
     "GiniLayers",
     "GlobalLayers",
     "GroupReduce",
+    "HeadKinds",
     "Importance",
     "Joined",
     "KVPressLayers",

@@ -17,8 +17,8 @@ from jaxkv._values import ENDLESS, FARTHEST, Value, namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.policies.checks import Span, as_budget, as_spans
-from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers
+from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
+from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
@@ -154,7 +154,7 @@ class Parts(Value):
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. None: everything.
+            share of each sequence's own prompt. None: everything, or what `layers` say by themselves.
         min_budget: "raise" refuses a ratio that comes out below what must stay for some sequence; "clamp" raises it.
         scorer: which rows matter; None keeps everything.
         keep: which rows stay whatever their score.
@@ -205,8 +205,13 @@ class Parts(Value):
     def _check_together(self) -> None:
         """Raises ValueError for combinations of parts that exclude one another."""
         budget, scorer, after, merge = self.budget, self.scorer, self.after, self.merge
+        fixed = sets_rows(self.layers)
         remedy = "give rows per head or a ratio; FullKV keeps everything"
-        require(budget is not None or scorer is None, "budget", budget, remedy)
+        require(budget is not None or scorer is None or fixed, "budget", budget, remedy)
+        remedy = f"how many rows stay follows from {self.layers}: leave it out"
+        require(budget is None or not fixed, "budget", budget, remedy)
+        remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
+        require(own_limits(self.heads) is None or self.layers == self.heads, "heads", self.heads, remedy)
         remedy = "without a scorer everything is kept: give one, or choose a policy such as SnapKV"
         require(budget is None or scorer is not None, "budget", budget, remedy)
         if isinstance(budget, int):
@@ -325,9 +330,14 @@ class Parts(Value):
         """Static config of which layers read which rows while decoding; None if all layers read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
+    @property
+    def reach(self) -> int | None:
+        """Rows that segments of shorter prompts may grow to: a budget in rows; None for shares of prompts."""
+        return self.budget if isinstance(self.budget, int) else getattr(self.layers, "reach", None)
+
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's budget in rows if larger."""
-        return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
+        return budget if self.reach is None else np.maximum(budget, self.reach)
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
@@ -337,6 +347,8 @@ class Parts(Value):
         `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
+        if sets_rows(self.layers):
+            return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
         if budget is None or self.scorer is None:
             return lengths.copy()
         if isinstance(budget, float):
