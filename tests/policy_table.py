@@ -432,6 +432,15 @@ TABLE += (
         like="snapkv",
     ),
     Row(
+        name="chunkkv-entropy",
+        make=lambda budget, **kw: ChunkKV(
+            base=SnapKV(budget=budget, window=WINDOW, pooling=NoPool(), **kw), chunk=5, gate="entropy", peaks=2
+        ),
+        oracle=t.each(t.chunkkv_entropy),
+        window=WINDOW,
+        like="snapkv",
+    ),
+    Row(
         name="compactor",
         make=lambda budget, **kw: Compactor(budget=budget, sinks=2, window=4, block=16, sketch=6, **kw),
         oracle=t.each(t.compactor),

@@ -246,6 +246,13 @@ def chunkkv(layer, q, k, budget):
     return o.chunk_select(o.window_scores(q, k, WINDOW), o.resolve_budget(budget, n), forced, n, 5)
 
 
+def chunkkv_entropy(layer, q, k, budget):
+    n = k.shape[1]
+    forced = o.forced_positions(n, 0, WINDOW, ())
+    scores = o.window_scores(q, k, WINDOW, pool=None)
+    return o.gated_chunk_select(scores, o.resolve_budget(budget, n), forced, n, 5, 2)
+
+
 def compactor(layer, q, k, budget):
     (heads, n, dim), rows = k.shape, o.resolve_budget(budget, k.shape[1])
     # The projections are the library's promise, by key and layer.
