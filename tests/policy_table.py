@@ -417,6 +417,15 @@ TABLE += (
         level=False,
     ),
     Row(
+        name="layerdefensivekv-mass",
+        make=lambda budget, **kw: LayerDefensiveKV(budget=budget, window=WINDOW, stage="mass", **kw),
+        oracle=t.defensive(over_layers=True, stage="mass"),
+        window=WINDOW,
+        uniform=False,
+        level=False,
+        like="layerdefensivekv",
+    ),
+    Row(
         name="dropkv",
         make=lambda budget, **kw: DropKV(budget=budget, window=WINDOW, **kw),
         oracle=t.each(t.dropkv),

@@ -31,7 +31,8 @@ class Candidates:
 
     Rows outside of `inside` are padding. `forced` rows stay whatever their score, and all rows do if `scores` is None;
     the most recent rows are counted back from `seen` tokens. `norms` are the values', `claim` is the layer's on a
-    budget that layers compete for.
+    budget that layers compete for. Rows whose `first`, a rank in their head, is below a head's even part of the rows to
+    choose come before all others.
     """
 
     scores: Float[Array, "B K S"] | None
@@ -41,6 +42,7 @@ class Candidates:
     seen: Int[Array, " B"]
     norms: Float[Array, "B K S"] | None = None
     claim: Float[Array, " B"] | None = None
+    first: Int[Array, "B K S"] | None = None
 
 
 @jax.jit
@@ -122,12 +124,14 @@ def _choose(
     if recent is not None:
         stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
     layer = dataclasses.replace(layer, forced=stays & layer.inside)
-    scores, inside, forced, norms = _of_all_heads(layer, over)
+    scores, inside, forced, norms, first = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
     anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
     most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
     base = jnp.clip(rows - anyway, 0, most)
+    if first is not None:
+        scores = jnp.where(first < base[:, None, None], jnp.inf, scores)
     of: dict[str, Any] = {} if index is None else {"layer": index}
     chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
     shared = not budgets.uniform and own_limits(budgets) is None
@@ -178,12 +182,13 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
         forced=joined("forced"),
         positions=joined("positions"),
         norms=joined("norms"),
+        first=joined("first"),
     )
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """List of scores, mask of real rows, mask of forced rows, norms; with `axes`, gathered from all devices' heads."""
-    known = [layer.scores, layer.inside, layer.forced, layer.norms]
+    """List of scores, masks of real and of forced rows, norms, first ranks; with `axes`, gathered from all devices."""
+    known = [layer.scores, layer.inside, layer.forced, layer.norms, layer.first]
     if axes is None or layer.scores is None:
         return known
     shape = layer.scores.shape

@@ -23,7 +23,7 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.choosing import Candidates, limits_of, of_prompt
-from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, unordered
+from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, ranked_first, unordered
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut, layer
@@ -323,7 +323,8 @@ class Prompts(Source):
         scored = parts.ongoing is not None and parts.ongoing.scored
         self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
         norms = out.norms if parts.heads.needs_norms else None
-        return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim)
+        first = ranked_first(seen, scorer=scorer, axes=self.axes)
+        return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent rows stay."""

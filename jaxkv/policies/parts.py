@@ -22,7 +22,7 @@ from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, ch
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.scorer import Needs, Scorer, blocks_of, check_scorer, future_of, norms_of, replay_of
+from jaxkv.policies.scorer import Needs, Scorer, blocks_of, check_scorer, future_of, norms_of, replay_of, two_stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +243,8 @@ class Parts(Value):
             require(not self.nested, "every", after.every, "layers that build on one another are chosen once only")
             remedy = f"{scorer} reads all queries of a prompt, which no cache remembers: leave it out"
             require(scorer is None or blocks_of(scorer) is None, "every", after.every, remedy)
+            staged = scorer is not None and two_stages(scorer) and after.rank is None
+            require(not staged, "every", after.every, "a first stage looks at prompts: leave it, or the stage, out")
             asks = scorer is not None and future_of(scorer) is not None and after.rank is None
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
             require(not asks or bool(scorer and scorer.queries), "every", after.every, remedy)

@@ -20,23 +20,26 @@ class DefensiveKV(Method):
         window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
         sinks: first tokens that always stay.
         kernel: neighbours over which attention is averaged.
+        stage: a first stage, whose rows stay whatever their scores: "mass", those of most attention that with the
+            window hold 90 % of it; "published", the released code's arithmetic; or "none".
         capacity: on a mesh, rows that the heads of one device may hold, over their even share.
 
     References:
-        DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.
+        DefensiveKV, arXiv:2510.13334.
     """
 
     budget: int | float | None = 1024
     window: int = 32
     sinks: int = 0
     kernel: int = 5
+    stage: str = "none"
     capacity: float = 1.5
 
     paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by the window's largest attention; kv heads compete, no share guaranteed."""
-        scorer = WorstAttention(window=self.window, kernel=self.kernel)
+        scorer = WorstAttention(window=self.window, kernel=self.kernel, stage=self.stage)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)
 
@@ -49,7 +52,7 @@ class LayerDefensiveKV(DefensiveKV):
     All layers' rows are held until the last layer has been looked at: prefill takes the memory of the full cache.
 
     References:
-        DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.
+        DefensiveKV, arXiv:2510.13334.
     """
 
     paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
