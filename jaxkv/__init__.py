@@ -49,10 +49,10 @@ _HOMES = {
     # Written by docs/make_lists.py.
     "jaxkv.policies.methods": (
         "AdaKV BrutalOffload CAKE CAPKV CaM ChunkKV Compactor CriticalKV "
-        "CurDKV D2O DefensiveKV DropKV ExpectedAttention FastKVzip FullKV GlobalBudget "
-        "H2O HeadKV KNorm KVzap KVzip KeyDiff LagKV LayerDefensiveKV "
-        "LocalWindow OmniKV PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM "
-        "TOVA"
+        "CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip FullKV "
+        "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LagKV "
+        "LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV Random RoCo SnapKV "
+        "StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

@@ -29,7 +29,7 @@ from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.stores import Dense
 from jaxkv.engine.choosing import Candidates, of_prompt
-from jaxkv.engine.compress import Source, finished, observe, unordered
+from jaxkv.engine.compress import Source, finished, observe, ranked_first, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.lengths import by_length, rows_by_claims
 from jaxkv.policies.layers import UniformLayers
@@ -223,7 +223,8 @@ class _Given(Source):
         if parts.merge is not None:
             rows = rows._replace(k=_finite(k, length), v=_finite(v, length), mass=mass)
         self.held[index] = rows
-        return dataclasses.replace(self.prompts, scores=scores, claim=claim)
+        first = ranked_first(lax.stop_gradient(seen), scorer=scorer)
+        return dataclasses.replace(self.prompts, scores=scores, claim=claim, first=first)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""

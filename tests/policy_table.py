@@ -417,6 +417,15 @@ TABLE += (
         level=False,
     ),
     Row(
+        name="layerdefensivekv-mass",
+        make=lambda budget, **kw: LayerDefensiveKV(budget=budget, window=WINDOW, stage="mass", **kw),
+        oracle=t.defensive(over_layers=True, stage="mass"),
+        window=WINDOW,
+        uniform=False,
+        level=False,
+        like="layerdefensivekv",
+    ),
+    Row(
         name="dropkv",
         make=lambda budget, **kw: DropKV(budget=budget, window=WINDOW, **kw),
         oracle=t.each(t.dropkv),
@@ -428,6 +437,15 @@ TABLE += (
         make=lambda budget, **kw: ChunkKV(base=SnapKV(budget=budget, window=WINDOW, sinks=2, **kw), chunk=5),
         oracle=t.each(t.chunkkv),
         sinks=2,
+        window=WINDOW,
+        like="snapkv",
+    ),
+    Row(
+        name="chunkkv-entropy",
+        make=lambda budget, **kw: ChunkKV(
+            base=SnapKV(budget=budget, window=WINDOW, pooling=NoPool(), **kw), chunk=5, gate="entropy", peaks=2
+        ),
+        oracle=t.each(t.chunkkv_entropy),
         window=WINDOW,
         like="snapkv",
     ),

@@ -153,6 +153,8 @@ ROWS = [
         (lambda: GlobalBudget(budget=20, capacity=float("nan")), "capacity=nan"),
         (lambda: DefensiveKV(kernel=4), "kernel=4: .*odd"),
         (lambda: DefensiveKV(window=0), "window=0"),
+        (lambda: DefensiveKV(stage="first"), "stage='first': give 'none', 'mass' or 'published'"),
+        (lambda: DefensiveKV(stage="mass", every=4), "every=4: a first stage looks at prompts"),
         (lambda: DefensiveKV(budget=20), "budget=20: below sinks"),
         (lambda: CAPKV(every=np.array([1, 2])), "every=array"),
         (lambda: CAPKV(every=0), "every=0"),

@@ -1,5 +1,6 @@
 """What each row of the policy table should keep, put together from the oracles' pieces."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -218,17 +219,26 @@ def expected(ada=False, **options):
     return each(select)
 
 
-def defensive(over_layers=False):
+def defensive(over_layers=False, stage=None):
     """DefensiveKV: heads compete without a guaranteed share, within each layer or over all of them."""
 
     def oracle(qs, ks, budget):
         n = ks[0].shape[1]
         rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
         scores = [o.defensive_scores(q, k, critical_norms(k), WINDOW) for q, k in zip(qs, ks, strict=True)]
+        gap = math.inf
+        if stage is not None:
+            for each, q, k in zip(scores, qs, ks, strict=True):
+                marked, own = o.defensive_first(q, k, WINDOW, stage)
+                gap = min(gap, own)
+                for head, places in zip(each, marked, strict=True):
+                    # All of them are kept: which comes first does not matter.
+                    head[places[: max(rows - len(forced), 0)]] = 1e9
         if over_layers:
-            return o.global_select(scores, rows, forced, n)
+            kept, own = o.global_select(scores, rows, forced, n)
+            return kept, min(gap, own)
         picked = [o.ada_select(each, rows, forced, n, 0.0) for each in scores]
-        return [kept for kept, _ in picked], min(gap for _, gap in picked)
+        return [kept for kept, _ in picked], min(gap, *(own for _, own in picked))
 
     return oracle
 
@@ -244,6 +254,13 @@ def chunkkv(layer, q, k, budget):
     n = k.shape[1]
     forced = o.forced_positions(n, 2, WINDOW, ())
     return o.chunk_select(o.window_scores(q, k, WINDOW), o.resolve_budget(budget, n), forced, n, 5)
+
+
+def chunkkv_entropy(layer, q, k, budget):
+    n = k.shape[1]
+    forced = o.forced_positions(n, 0, WINDOW, ())
+    scores = o.window_scores(q, k, WINDOW, pool=None)
+    return o.gated_chunk_select(scores, o.resolve_budget(budget, n), forced, n, 5, 2)
 
 
 def compactor(layer, q, k, budget):

@@ -9,19 +9,20 @@ import pytest
 
 from jaxkv import H2O, AdaKV, ChunkKV, CriticalKV, KNorm, PyramidInfer, SnapKV
 from jaxkv.engine import choosing
-from jaxkv.policies.methods.chunkkv import ChunkedHeads
+from jaxkv.policies.chunked_heads import ChunkedHeads
 
 SLOTS = 64
 
 
-def library(scores, rows, forced, n, chunk):
+def library(scores, rows, forced, n, chunk, peaks=None):
     """Kept positions of one sequence, beside another of half its length, in slots with padding that ranks first."""
     padded = np.full((2, len(scores), SLOTS), 1e9)
     padded[:, :, :n] = scores
     mask = jnp.asarray(np.isin(np.arange(SLOTS), forced)[None] & np.array([[True], [False]]))
     length = jnp.asarray([n, n // 2], jnp.int32)
     layer = choosing.of_prompt(jnp.asarray(padded, jnp.float32), mask, length)
-    chosen = choosing.choose([layer], jnp.asarray([rows, 1], jnp.int32), heads=ChunkedHeads(chunk=chunk)).masks[0]
+    heads = ChunkedHeads(chunk=chunk, peaks=peaks)
+    chosen = choosing.choose([layer], jnp.asarray([rows, 1], jnp.int32), heads=heads).masks[0]
     assert (np.asarray(chosen)[1].sum(axis=-1) == 1).all()
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
@@ -38,6 +39,34 @@ def test_rows_are_those_of_the_oracle(levels, forced, chunk):
         if chunk != 20 or gap > o.MIN_GAP:
             assert library(scores, rows, forced, n, chunk) == expected
         assert all(len(head) == rows for head in expected)
+
+
+@pytest.mark.parametrize("signed", (False, True))
+@pytest.mark.parametrize("forced", ((), (0, 12, 40, 41, 42)), ids=len)
+def test_uneven_chunks_keep_their_peaks(signed, forced):
+    rng, n, chunk, peaks, sure, cut = np.random.default_rng(1), 43, 4, 2, 0, 0
+    for rows in (len(forced) + 1, 9, 17, 30, n - 1, n):
+        # Few large scores, as attention has.
+        scores = rng.integers(1, 1000, (4, n)) ** 3 / 2.0**24 - 20 * signed
+        expected, gap = o.gated_chunk_select(scores, rows, list(forced), n, chunk, peaks)
+        assert all(len(head) == rows for head in expected)
+        if gap > o.MIN_GAP:
+            assert library(scores, rows, forced, n, chunk, peaks) == expected
+            sure, cut = sure + 1, cut + (expected != o.chunk_select(scores, rows, list(forced), n, chunk)[0])
+    assert sure > 3 and cut > 1
+
+
+def test_a_gate_is_kvpress_numbers():
+    plain, gated = ChunkKV(budget=64).parts().heads, ChunkKV(budget=64, gate="entropy").parts().heads
+    assert (plain.chunk, plain.peaks, gated.chunk, gated.peaks) == (20, None, 10, 4)
+    for options, remedy in (
+        ({"gate": "variance"}, "gate='variance': give 'entropy', or None"),
+        ({"peaks": 4}, "peaks=4: it needs gate='entropy'"),
+        ({"peaks": 10, "gate": "entropy"}, "peaks=10: chunks have 10 rows: give fewer"),
+        ({"peaks": 0, "gate": "entropy"}, "peaks=0: give 1 row or more"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            ChunkKV(budget=64, **options)
 
 
 def test_bases_whose_rows_have_no_whole_chunks_are_refused():

@@ -67,7 +67,7 @@ def test_registry_holds_every_policy(capsys):
     assert [row["name"] for row in rows] == list(POLICIES)
     for row in rows:
         assert row["about"] and row["paper"] and row["parts"] and "budget" in row["defaults"]
-        assert ("--budget" in row["options"]) == (row["name"] not in ("full", "brutaloffload"))
+        assert ("--budget" in row["options"]) == (row["name"] not in ("full", "brutaloffload", "duoattention"))
     assert rows[list(POLICIES).index("pyramidkv")]["defaults"]["allocation"] == "LinearLayers(beta=20.0)"
     assert cli.main(["policies"]) == 0
     text = capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_every_simple_field_is_an_option():
             left.setdefault(field, set()).add(name)
     assert left.keys() == {"base", "safeguard", "allocation", "budget", "min_budget", "protect", "every", "merge"}
     assert left["base"] == {"adakv", "chunkkv", "criticalkv", "globalbudget", "omnikv"}
-    assert left["budget"] == {"full", "brutaloffload"}
+    assert left["budget"] == {"full", "brutaloffload", "duoattention"}
     assert left["merge"] == {"full", "brutaloffload", "omnikv"}  # they keep everything
 
 

@@ -74,7 +74,8 @@ class _Drawn(compress.Source):
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
         scores, _, claim = compress.observe(seen, jnp.asarray(self.forced), **of)
-        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
+        first = compress.ranked_first(seen, scorer=parts.scorer)
+        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim, first=first)
 
     def moments(self, index):
         """Mean and covariance of the prompts' queries as they come, if the scorer asks for them."""

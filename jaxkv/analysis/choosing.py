@@ -14,7 +14,7 @@ from jaxkv._values import brief, plain, typed
 from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.choosing import Candidates, choose, of_prompt
-from jaxkv.engine.compress import observe
+from jaxkv.engine.compress import observe, ranked_first
 from jaxkv.engine.lengths import Table, bucket, by_length, rows_by_claims
 from jaxkv.engine.prefill import observed, read_layers
 from jaxkv.engine.prefill_layer import LayerOut
@@ -161,8 +161,9 @@ class _Choices:
             return
         seen = observed(self.flat, out, scorer, self.length, index, self.key, Implementation.XLA)
         scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.flat.axes)
+        first = ranked_first(seen, scorer=scorer, axes=self.flat.axes)
         norms = out.norms if parts.heads.needs_norms else None
-        self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim))
+        self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim, first=first))
         if not parts.layers.from_scores:
             rows, recent = self._tables()
             self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])

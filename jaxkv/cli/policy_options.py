@@ -85,7 +85,7 @@ def _meaningful(cls: type[Method]) -> set[str]:
     """Names of a policy class's fields that have an effect; fields about dropped rows have none if it drops no rows."""
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
-        return names
+        return names if takes_budget(cls) else names - {"budget", "min_budget"}
     return names - (_SHARED - {"budget"} if takes_budget(cls) else _SHARED)
 
 

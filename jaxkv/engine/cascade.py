@@ -17,7 +17,7 @@ from jaxkv._values import Typed
 from jaxkv.cache.packing import Unpacked, empty_pool, empty_pool_for, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.choosing import Candidates, choose, surviving
+from jaxkv.engine.choosing import Candidates, choose, staged, surviving
 from jaxkv.engine.compress import Compressed, Source, Walk, wait
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.door import program
@@ -111,10 +111,10 @@ def thinned(
         by_layer = known.reshape(batch, each, layers, slots)
         return lax.dynamic_update_index_in_dim(by_layer, new, at, 2).reshape(known.shape)
 
-    scores = noted(held.scores, layer.scores)
+    scores = noted(held.scores, staged(layer, rows, recent))
     norms = None if held.norms is None else noted(held.norms, layer.norms)
     there = jnp.tile(jnp.arange(layers, dtype=jnp.int32) <= at, each)[:, None]
-    joined = dataclasses.replace(layer, scores=scores, norms=norms)
+    joined = dataclasses.replace(layer, scores=scores, norms=norms, first=None)
     mask = surviving(joined, rows, recent, there, heads=heads.part, most=pool.rows)
     stays = (pool.pos >= 0) & jnp.take_along_axis(mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1)
     # Indices of the buffer's free rows, ascending, then its size, where nothing is written.

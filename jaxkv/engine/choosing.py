@@ -9,12 +9,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
-from jaxkv.policies.heads import HeadBudgets, chooses_apart, most_rows, needs_layer, own_budgets, within_capacity
+from jaxkv.policies.heads import (
+    HeadBudgets,
+    chooses_apart,
+    most_rows,
+    needs_layer,
+    own_budgets,
+    own_limits,
+    within_capacity,
+)
 from jaxkv.policies.survivors import survivors
 from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import Axes, inside
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +32,8 @@ class Candidates:
 
     Rows outside of `inside` are padding. `forced` rows stay whatever their score, and all rows do if `scores` is None;
     the most recent rows are counted back from `seen` tokens. `norms` are the values', `claim` is the layer's on a
-    budget that layers compete for.
+    budget that layers compete for. Rows whose `first`, a rank in their head, is below a head's even part of the rows to
+    choose come before all others.
     """
 
     scores: Float[Array, "B K S"] | None
@@ -34,6 +43,7 @@ class Candidates:
     seen: Int[Array, " B"]
     norms: Float[Array, "B K S"] | None = None
     claim: Float[Array, " B"] | None = None
+    first: Int[Array, "B K S"] | None = None
 
 
 @jax.jit
@@ -57,6 +67,17 @@ class Choice(NamedTuple):
 def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
     """Sum `i32[B]` of two counts of moved rows; a count of None is zero, and the sum of two Nones is None."""
     return other if one is None else one if other is None else one + other
+
+
+def limits_of(
+    heads: HeadBudgets, kept: Int[Array, "L B K"], usual: Int[Array, "L B K"], axes: Axes | None
+) -> Int[Array, "L B K"]:
+    """Limits of segments that hold `kept` rows: the `usual` ones; or these rows, or the head's own limit if larger."""
+    own_of = own_limits(heads)
+    if own_of is None:
+        return usual
+    whole = jnp.asarray(own_of, jnp.int32)[:, None]
+    return jnp.maximum(kept, own(whole, "K", 2, axes) if inside() else whole)
 
 
 def choose(
@@ -101,13 +122,15 @@ def _choose(
     # Heads that compete need the scores of all devices' heads.
     over = None if chooses_apart(budgets) else axes
     layer = dataclasses.replace(layer, forced=_forced(layer, recent))
-    scores, inside, forced, norms = _of_all_heads(layer, over)
+    scores, inside, forced, norms, first = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
     base, anyway = _per_head(candidates, forced, rows)
+    scores = _first_above(scores, first, base)
     of: dict[str, Any] = {} if index is None else {"layer": index}
     chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
-    if not budgets.uniform and (candidates.shape[1] > 1 or index is not None):
+    shared = not budgets.uniform and own_limits(budgets) is None
+    if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
@@ -160,6 +183,20 @@ def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "
     return stays & layer.inside
 
 
+def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    """Scores `[B, K, S]` of a prompt's rows as `choose` compares them: infinite for rows of a first stage."""
+    assert layer.scores is not None
+    forced = _forced(layer, recent)
+    return _first_above(layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0])
+
+
+def _first_above(
+    scores: Float[Array, "B K S"], first: Int[Array, "B K S"] | None, base: Int[Array, " B"]
+) -> Float[Array, "B K S"]:
+    """Scores, infinite for the rows whose rank `first` in their head is below `base`."""
+    return scores if first is None else jnp.where(first < base[:, None, None], jnp.inf, scores)
+
+
 def _per_head(
     candidates: Bool[Array, "B #K S"], forced: Bool[Array, "B #K S"], rows: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
@@ -193,12 +230,13 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
         forced=joined("forced"),
         positions=joined("positions"),
         norms=joined("norms"),
+        first=joined("first"),
     )
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """List of scores, mask of real rows, mask of forced rows, norms; with `axes`, gathered from all devices' heads."""
-    known = [layer.scores, layer.inside, layer.forced, layer.norms]
+    """List of scores, masks of real and of forced rows, norms, first ranks; with `axes`, gathered from all devices."""
+    known = [layer.scores, layer.inside, layer.forced, layer.norms, layer.first]
     if axes is None or layer.scores is None:
         return known
     shape = layer.scores.shape

@@ -25,7 +25,7 @@ from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.policies.scorer import Observed, Scorer, two_stages
 from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
@@ -211,6 +211,18 @@ def _observe(
         each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
         weight = spread.weight(each.reshape(len(each), -1, *each.shape[3:]))
     return scores, mass, weight
+
+
+def ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None = None) -> Int[Array, "B K S"] | None:
+    """Ranks of a prompt's rows that stay before all others, S for other rows; None for scorers of one stage."""
+    return _ranked_first(seen, scorer=Typed(scorer), axes=axes) if two_stages(scorer) else None
+
+
+@program(static=("scorer", "axes"))
+def _ranked_first(seen: Observed, *, scorer: Typed, axes: Axes | None) -> Int[Array, "B K S"]:
+    """Compiled `ranked_first` of a scorer of two stages."""
+    part, named = scorer.part, "kv head and row, [B, K, S]"
+    return checked(part, "first", part.first(seen), seen.k.shape[:3], named, jnp.int32)
 
 
 def scored(scorer: Scorer, seen: Observed, axes: Axes | None) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:

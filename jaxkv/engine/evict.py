@@ -20,8 +20,9 @@ from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
 from jaxkv.policies.checks import checked, checked_tuple
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
-from jaxkv.policies.parts import Keep, Ongoing
+from jaxkv.policies.parts import Ongoing
 from jaxkv.policies.rank import ByAge, ByAttention, Rank, ranked
 from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.mesh import Axes

@@ -45,10 +45,7 @@ def first_room(
 
     There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
     """
-    short = 0
-    budget = parts.budget
-    if isinstance(budget, int):
-        short = max(0, budget - int(np.min(lengths)))
+    short = 0 if parts.reach is None else max(0, parts.reach - int(np.min(lengths)))
     left = np.where(parts.layers.unlimited(layers) if parts.evicts else np.zeros(layers, bool), new, short)
     return tuple(room_for(parts, left, new, grown=most).tolist())
 

@@ -275,9 +275,7 @@ def widest(parts: Parts, slots: int, layers: int) -> int | None:
         lengths = np.arange(1, slots + 1)
         budget = parts.budgets(lengths, parts.keep.counts(lengths), strict=False)
         most = int(parts.layers.widest(budget, lengths).max())
-    if isinstance(parts.budget, int):
-        most = max(most, parts.budget)
-    return most + 1
+    return max(most, parts.reach or 0) + 1
 
 
 def layers_ahead(needed: PrefillPlan, placed: Array) -> int:

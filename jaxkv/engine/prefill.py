@@ -22,8 +22,8 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import cascaded
-from jaxkv.engine.choosing import Candidates, of_prompt
-from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, unordered
+from jaxkv.engine.choosing import Candidates, limits_of, of_prompt
+from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, ranked_first, unordered
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
@@ -324,7 +324,8 @@ class Prompts(Source):
         scored = parts.ongoing is not None and parts.ongoing.scored
         self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
         norms = out.norms if parts.heads.needs_norms else None
-        return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim)
+        first = ranked_first(seen, scorer=scorer, axes=self.axes)
+        return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent rows stay."""
@@ -366,7 +367,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     """Limits of all segments, and first `State` of a policy that evicts or compresses again after the prompt.
 
     A limit is the number of rows kept; the budget if the prompt is shorter; a number never reached for layers that grow
-    without end.
+    without end; or what head budgets with limits of their own say.
     """
     parts, lengths, numbers, rows = prompts.parts, prompts.lengths, prompts.numbers, prompts.kept_rows
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
@@ -386,7 +387,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     if parts.heads.uniform:
         return limit, state
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
-    return jnp.where(grown, limit, kept), state
+    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes), state
 
 
 def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:

@@ -15,14 +15,14 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
-from jaxkv.engine.choosing import Candidates, moved_in_all
+from jaxkv.engine.choosing import Candidates, limits_of, moved_in_all
 from jaxkv.engine.compress import Source, compress, finished, scored
 from jaxkv.engine.lengths import bucket, layer_rows
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
+from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows, own_limits
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import ranked
 from jaxkv.policies.scorer import Observed, Scorer, future_of, norms_of
@@ -80,7 +80,7 @@ def recompress(
     held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed)
     now = place(due(cache), "B", flat.axes)
     made = finished(compress(held, parts, key=key, room=held.room, due=now))
-    target = made.length
+    target = limits_of(parts.heads, made.length, made.length, flat.axes)
     if parts.heads.uniform:
         wants = namespace(held.wants).broadcast_to(held.wants[..., None], target.shape)
         target = place(wants, "L B K", flat.axes, jnp.int32)
@@ -218,7 +218,8 @@ def _numbers(table: Array) -> Any:
 def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
     """Rows `[L, B]` per kv head to keep in each layer: mean of its limits, or its schedule's rows for the text."""
     limit, traced = _numbers(cache.limit), is_traced(cache.limit)
-    if parts.evicts or parts.layers.from_scores or cache.state is None:
+    by_limits = parts.evicts and own_limits(parts.heads) is None
+    if by_limits or parts.layers.from_scores or cache.state is None:
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
         if parts.layers.joint:

@@ -12,7 +12,9 @@ from jaxkv.policies.attended import (
 )
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.gates import Gate
+from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import (
     EntropyLayers,
     ExponentialLayers,
@@ -30,7 +32,7 @@ from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method, Policy
 from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
@@ -82,6 +84,7 @@ __all__ = [
     "GiniLayers",
     "GlobalLayers",
     "GroupReduce",
+    "HeadKinds",
     "Importance",
     "Joined",
     "KVPressLayers",

@@ -1,4 +1,4 @@
-"""Importances of heads, which HeadKV divides rows by: read from tables and from JSON files as published."""
+"""Numbers of heads, by which HeadKV and DuoAttention divide rows: read from tables and from files as published."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from jaxkv._values import shortened
 
 # A model has thousands of heads; published files say some numbers of each.
 _MOST_BYTES = 32 << 20
+_PATTERN = "full_attention_heads.tsv"
 _REMEDY = "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...], or a JSON file of them"
 
 
@@ -21,7 +22,7 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
     Raises ValueError for files that cannot be read, and for anything but numbers that are finite, 0 or more, and not
     all 0; `field` is the name in the message.
     """
-    table = _content(field, given) if isinstance(given, (str, os.PathLike)) else given
+    table = _content(field, given, _REMEDY) if isinstance(given, (str, os.PathLike)) else given
     try:
         array = np.asarray(_of_names(table) if isinstance(table, dict) else table)
         # Text and bools are no numbers; JAX's 16-bit floats are of numpy's kind "V".
@@ -33,18 +34,51 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, array.tolist()))
 
 
-def _content(field: str, path: str | os.PathLike[str]) -> Any:
-    """Content of a JSON file; ValueError names the file and what is wrong with it."""
+def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
+    """DuoAttention's numbers of kv heads `[L][K]` as nested tuples, cut to [0, 1], and the config beside them.
+
+    `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder, whose `config.json` is
+    read, too; without one the config is empty. ValueError names `field` and what is wrong.
+    """
+    remedy, table, config = "give a number for each layer and kv head, or the published folder", given, {}
+    if isinstance(given, (str, os.PathLike)):
+        path = os.path.expanduser(given)
+        path = os.path.join(path, _PATTERN) if os.path.isdir(path) else path
+        beside = os.path.join(os.path.dirname(path), "config.json")
+        config = _content(field, beside, remedy) if os.path.exists(beside) else {}
+        table = [line.split("\t") for line in _text(field, path, remedy).splitlines() if line.strip()]
+    try:
+        array = np.asarray(table)
+        # Only a file's numbers are text.
+        known = array.dtype.kind in "iufV" or (table is not given and array.dtype.kind == "U")
+        array = array.astype(np.float64) if known else np.zeros(0)
+    except (OverflowError, TypeError, ValueError):
+        array = np.zeros(0)
+    fits = array.ndim == 2 and array.size > 0 and bool(np.isfinite(array).all()) and isinstance(config, dict)
+    require(fits, field, given, remedy)
+    return tuple(map(tuple, array.clip(0, 1).tolist())), config
+
+
+def _text(field: str, path: str | os.PathLike[str], remedy: str) -> str:
+    """Text of a file; ValueError names the file and what is wrong with it."""
     try:
         with open(os.path.expanduser(path), "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
-        return json.loads(data.decode("utf-8-sig"))
+        return data.decode("utf-8-sig")
     except OSError as error:
-        raise refusal(field, path, f"it cannot be read ({error.strerror or error}): {_REMEDY}") from None
-    except (RecursionError, ValueError) as error:
-        raise refusal(field, path, f"no file of JSON ({shortened(str(error))}): {_REMEDY}") from None
+        raise refusal(field, path, f"it cannot be read ({error.strerror or error}): {remedy}") from None
+    except ValueError as error:
+        raise refusal(field, path, f"it is no text ({shortened(str(error))}): {remedy}") from None
+
+
+def _content(field: str, path: str | os.PathLike[str], remedy: str) -> Any:
+    """Content of a JSON file; ValueError names the file and what is wrong with it."""
+    try:
+        return json.loads(_text(field, path, remedy))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise refusal(field, path, f"no file of JSON ({shortened(str(error))}): {remedy}") from None
 
 
 def _of_names(numbers: dict[str, Any]) -> np.ndarray:

@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, real
@@ -47,7 +48,8 @@ class HeadBudgets(Protocol):
             norms: norms of the values seen through the output projection; None unless `needs_norms`.
 
         Head budgets that differ by layer have an attribute `needs_layer`, True, and take a further argument `layer`,
-        the layer's index `i32[]`.
+        the layer's index `i32[]`. Head budgets whose heads have limits of their own under `Evict` have a method
+        `limits()`, which returns them, `[L, K]`; they are then the policy's layer budgets, too.
         """
 
 
@@ -293,6 +295,12 @@ def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
 def needs_layer(heads: HeadBudgets) -> bool:
     """True if the head budgets, or those inside two stages, differ by layer: `choose` then reads the layer's index."""
     return getattr(inner_budgets(heads), "needs_layer", False)
+
+
+def own_limits(heads: HeadBudgets) -> Int[np.ndarray, "L K"] | None:
+    """Rows `[L, K]` that each kv head's segment grows to under `Evict`; None if its limit follows from the budget."""
+    limits = getattr(inner_budgets(heads), "limits", None)
+    return None if limits is None else limits()
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:

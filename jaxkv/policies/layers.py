@@ -78,6 +78,10 @@ class LayerBudgets(Protocol):
             layers: L.
             window: the observation window, for schedules that exclude it.
             weights: `[L, N]` from `weight`, where `from_scores`.
+
+        Layer budgets whose rows do not follow from the policy's budget, which is then None, have a method
+        `average(length, forced)`, which returns rows per kv head and layer on average `[N]`, and an attribute `reach`,
+        rows that segments of shorter prompts grow to under `Evict`.
         """
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
@@ -95,6 +99,11 @@ class LayerBudgets(Protocol):
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Mask `[L]` of layers that keep all new rows, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
+
+
+def sets_rows(layers: LayerBudgets) -> bool:
+    """True if rows follow from the layer budgets alone, as in DuoAttention, so that the policy has no `budget`."""
+    return hasattr(layers, "average")
 
 
 def check_layers(label: str, layers: LayerBudgets) -> None:

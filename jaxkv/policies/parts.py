@@ -1,120 +1,35 @@
-"""`Parts`, the plain value that is all the engine reads of a policy; `Keep`, the rows that always stay."""
+"""`Parts`, the plain value that is all the engine reads of a policy."""
 
 import dataclasses
-import operator
 from fractions import Fraction
-from functools import reduce
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Int
 
-from jaxkv._checks import field, flag, real, whole
+from jaxkv._checks import field, flag
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, FARTHEST, Value, namespace, share_of
+from jaxkv._values import ENDLESS, Value, namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
-from jaxkv.policies.checks import Span, as_budget, as_spans
-from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers
+from jaxkv.policies.checks import as_budget
+from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.scorer import Needs, Scorer, blocks_of, check_scorer, future_of, gate_of, norms_of, replay_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Keep(Value):
-    """Rows kept whatever their score: sinks, observation window, protected spans, and a share of recent rows.
-
-    Attributes:
-        sinks: first positions.
-        window: last positions of the prompt.
-        protect: spans `(start, stop)` of the prompt's positions, with Python's slice meaning on each sequence.
-        recent: share of a layer's rows, those that stay anyway left out, that goes to the most recent tokens.
-    """
-
-    sinks: int = 0
-    window: int = 0
-    protect: tuple[Span, ...] = ()
-    recent: float = 0.0
-
-    def __post_init__(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
-        field(self, "window", whole, "give 0 or more last tokens", least=0)
-        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
-        # Cut to where positions end, so that they are numbers that the device has.
-        spans = [[max(-FARTHEST, min(edge, FARTHEST)) for edge in span] for span in as_spans(self.protect)]
-        object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
-
-    def mask(self, lengths: Any, slots: int) -> Any:
-        """Mask `[B, S]` of a prompt's rows that are always kept; does not include the share `recent`.
-
-        Args:
-            lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
-            slots: S.
-
-        Returns:
-            `bool[B, S]`, of numpy or JAX as the lengths are.
-        """
-        traced = isinstance(lengths, jax.Array)
-        length = lengths[:, None] if traced else np.asarray(lengths)[:, None]
-        position = jnp.arange(slots, dtype=jnp.int32) if traced else np.arange(slots)
-        return _inside(position, self._spans(length, length)) & (position < length)
-
-    def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Number `[N]` of rows always kept in texts of these lengths; does not include the share `recent`.
-
-        Args:
-            lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
-            prompts: `[N]` tokens of each text's prompt, of whose positions spans speak; the text's by default.
-
-        Returns:
-            `[N]` rows, of numpy or JAX as the lengths are.
-        """
-        xp = namespace(lengths)
-        lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
-        spans = self._spans(lengths if prompts is None else xp.asarray(prompts, lengths.dtype), lengths)
-        first = xp.stack([xp.maximum(first, xp.zeros_like(lengths)) for first, _ in spans])
-        last = xp.stack([xp.minimum(last, lengths) for _, last in spans])
-        order = xp.argsort(first, axis=0, stable=True)
-        first, last = (xp.take_along_axis(edge, order, axis=0) for edge in (first, last))
-        # Spans may overlap: each counts from where those before it have ended.
-        ended, count = last[0], last[0]
-        for begin, end in zip(first[1:], last[1:], strict=True):
-            count = count + xp.maximum(end - xp.maximum(begin, ended), 0)
-            ended = xp.maximum(ended, end)
-        return count
-
-    def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mask of the positions that are sinks or lie in protected spans; does not include the window.
-
-        Args:
-            pos: positions of rows.
-            prompt: tokens of their prompts.
-
-        Returns:
-            The mask, of the positions' shape.
-        """
-        return _inside(pos, self._spans(prompt))
-
-    def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """Spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
-        least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
-        spans: list[tuple[Any, Any]] = [(0, self.sinks)]
-        spans += [(length - self.window, length)] if self.window and length is not None else []
-        for start, stop in self.protect:
-            first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
-            # Spans are of the prompt: tokens drawn after a short prompt are no part of them.
-            spans.append((first, last if stop < 0 else least(last, prompt)))
-        return spans
-
-
-def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
-    """Mask of the positions that lie in any of the spans `(first, last + 1)`."""
-    return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))
+from jaxkv.policies.scorer import (
+    Needs,
+    Scorer,
+    blocks_of,
+    check_scorer,
+    future_of,
+    gate_of,
+    norms_of,
+    replay_of,
+    two_stages,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +69,7 @@ class Parts(Value):
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. None: everything.
+            share of each sequence's own prompt. None: everything, or what `layers` say by themselves.
         min_budget: "raise" refuses a ratio that comes out below what must stay for some sequence; "clamp" raises it.
         scorer: which rows matter; None keeps everything.
         keep: which rows stay whatever their score.
@@ -205,8 +120,13 @@ class Parts(Value):
     def _check_together(self) -> None:
         """Raises ValueError for combinations of parts that exclude one another."""
         budget, scorer, after, merge = self.budget, self.scorer, self.after, self.merge
+        fixed = sets_rows(self.layers)
         remedy = "give rows per head or a ratio; FullKV keeps everything"
-        require(budget is not None or scorer is None, "budget", budget, remedy)
+        require(budget is not None or scorer is None or fixed, "budget", budget, remedy)
+        remedy = f"how many rows stay follows from {self.layers}: leave it out"
+        require(budget is None or not fixed, "budget", budget, remedy)
+        remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
+        require(own_limits(self.heads) is None or self.layers == self.heads, "heads", self.heads, remedy)
         remedy = "without a scorer everything is kept: give one, or choose a policy such as SnapKV"
         require(budget is None or scorer is not None, "budget", budget, remedy)
         if isinstance(budget, int):
@@ -241,6 +161,8 @@ class Parts(Value):
             remedy = f"{scorer} reads hidden states of a prompt, which no cache remembers: leave it out"
             gated = gate_of(scorer) is not None and after.rank is None
             require(not gated, "every", after.every, remedy)
+            staged = scorer is not None and two_stages(scorer) and after.rank is None
+            require(not staged, "every", after.every, "a first stage looks at prompts: leave it, or the stage, out")
             asks = scorer is not None and future_of(scorer) is not None and after.rank is None
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
             require(not asks or bool(scorer and scorer.queries), "every", after.every, remedy)
@@ -329,9 +251,14 @@ class Parts(Value):
         """Static config of which layers read which rows while decoding; None if all layers read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
+    @property
+    def reach(self) -> int | None:
+        """Rows that segments of shorter prompts may grow to: a budget in rows; None for shares of prompts."""
+        return self.budget if isinstance(self.budget, int) else getattr(self.layers, "reach", None)
+
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's budget in rows if larger."""
-        return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
+        return budget if self.reach is None else np.maximum(budget, self.reach)
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
@@ -341,6 +268,8 @@ class Parts(Value):
         `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
+        if sets_rows(self.layers):
+            return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
         if budget is None or self.scorer is None:
             return lengths.copy()
         if isinstance(budget, float):

@@ -10,9 +10,10 @@ from jaxkv._errors import require
 from jaxkv._values import Value, normalise
 from jaxkv.policies.checks import Span, as_budget, as_spans
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.scorer import Scorer
 

@@ -82,8 +82,8 @@ def defaults(cls: type[Method]) -> dict[str, str]:
 
 
 def takes_budget(cls: type[Method]) -> bool:
-    """True if a policy class takes a budget of rows kept or tokens read; False for FullKV and BrutalOffload."""
-    if cls().parts().scorer is not None:
+    """True if a policy class takes a budget of rows kept or tokens read; False for FullKV and DuoAttention, say."""
+    if cls().parts().budget is not None:
         return True
     try:
         cls(budget=1)

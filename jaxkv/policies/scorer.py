@@ -304,6 +304,10 @@ class Scorer(Protocol):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
 
+        A scorer of two stages has an attribute `two_stages`, True, and a method `first(seen)`, which returns the ranks
+        `i32[B, K, S]` in their head of rows that stay before all others, as many as a head's even part at most; S for
+        other rows.
+
         Args:
             seen: the layer. Rows past a sequence's length may hold anything.
 
@@ -348,6 +352,11 @@ def norms_of(scorer: Scorer) -> bool:
 def future_of(scorer: Scorer) -> FutureQueries | None:
     """Settings of the `QueryMoments` that a scorer reads; None if it reads none or lacks the property."""
     return getattr(scorer, "future", None)
+
+
+def two_stages(scorer: Scorer) -> bool:
+    """True if a scorer says by `first` which rows of a prompt stay before all others; False without the attribute."""
+    return getattr(scorer, "two_stages", False)
 
 
 def replay_of(scorer: Scorer) -> Replay | None:

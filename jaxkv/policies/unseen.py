@@ -12,12 +12,13 @@ from jaxkv import attention
 from jaxkv._checks import field, flag, real, whole
 from jaxkv._errors import require
 from jaxkv._values import Value
+from jaxkv.attention.columns import mean_over_window
 from jaxkv.attention.xla import logit_divisor
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import ByAge, Rank
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
-from jaxkv.sharding.collectives import most_of_devices, own
+from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 
 # Rows whose products with a covariance are in memory at a time.
 _BLOCK = 512
@@ -138,9 +139,13 @@ class WorstAttention(Scorer, Value):
     Attributes:
         window: last queries of the text that are looked at; their own rows take no part.
         kernel: neighbours over which each query's attention is averaged; the query's total stays.
+        stage: a first stage, whose rows stay whatever their scores, in each head at most its even part. "mass": the
+            rows of most mean attention that with the window's own hold 90 % of the attention. "published": as in the
+            released code, which counts the columns before the window's for the window's own, takes their mean over the
+            layer's heads, sets the rest to 1, and stops one row earlier. "none": no first stage.
 
     References:
-        DefensiveKV, arXiv:2510.13334, without the first stage by attention mass.
+        DefensiveKV, arXiv:2510.13334; its first stage is that of CriticalKV, arXiv:2502.03805.
     """
 
     looks_at_end: ClassVar[bool] = False
@@ -149,10 +154,18 @@ class WorstAttention(Scorer, Value):
 
     window: int = 32
     kernel: int = 5
+    stage: str = "none"
 
     def __post_init__(self) -> None:
         field(self, "window", whole, "observe at least 1 query")
         AvgPool(self.kernel)
+        known = isinstance(self.stage, str) and self.stage in ("none", "mass", "published")
+        require(known, "stage", self.stage, "give 'none', 'mass' or 'published'")
+
+    @property
+    def two_stages(self) -> bool:
+        """True if there is a first stage, whose rows `first` ranks."""
+        return self.stage != "none"
 
     @property
     def queries(self) -> int:
@@ -181,6 +194,30 @@ class WorstAttention(Scorer, Value):
         raised = jnp.maximum(most, mean / jnp.maximum(before, 1).astype(jnp.float32))
         share = seen.norms / jnp.where(seen.norm_totals > 0, seen.norm_totals, 1.0)
         return raised * share
+
+    def first(self, seen: Observed) -> Int[Array, "B K S"]:
+        """Ranks `[B, K, S]` by mean attention of the rows that the first stage takes; S for all other rows."""
+        slots = seen.k.shape[2]
+        column, before = jnp.arange(slots, dtype=jnp.int32), (seen.length - self.window)[:, None, None]
+
+        def mean(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
+            return mean_over_window(p, position).mean(axis=0)
+
+        paid = mean_of_devices(attention.window_mass(seen.q, seen.k, seen.q_positions, mean), "G", seen.group_axes)
+        paid = jnp.where(column < before, paid, 0.0)
+        total = paid.sum(axis=-1, keepdims=True)
+        order = jnp.argsort(jnp.where(column < before, -paid, jnp.inf), axis=-1, stable=True)
+        if self.stage == "mass":
+            wanted, reached = total - 0.1, 1
+        else:
+            near = jnp.where(column >= before - self.window, paid, 0.0).sum(axis=-1).mean(axis=1)
+            wanted, reached = 0.9 - mean_of_devices(near, "K", seen.axes)[:, None, None], 0
+            paid = paid / jnp.where(total > 0, total, 1.0)
+        sums = jnp.cumsum(jnp.take_along_axis(paid, order, axis=-1), axis=-1)
+        short = (sums < wanted).sum(axis=-1, keepdims=True, dtype=jnp.int32)
+        count = jnp.where(wanted > 0, jnp.minimum(short + reached, jnp.maximum(before, 0)), 0)
+        rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
+        return jnp.where(rank < count, rank, slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

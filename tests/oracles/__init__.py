@@ -23,6 +23,7 @@ from oracles.columns import *
 from oracles.compactor import *
 from oracles.curdkv import *
 from oracles.dropkv import *
+from oracles.duo import *
 from oracles.evict import *
 from oracles.gates import *
 from oracles.headkv import *

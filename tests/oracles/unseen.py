@@ -101,6 +101,47 @@ def defensive_scores(q, k, norms, window=32, kernel=5):
     return out * norms[:, :columns] / norms[:, :columns].sum(axis=0)
 
 
+def defensive_first(q, k, window=32, stage="mass"):
+    """Rows of DefensiveKV's first stage, most attended first, and how near any head was to another number of them.
+
+    "mass": the fewest rows that with the window's own columns hold 0.9 of the window queries' mean attention.
+    "published": rows before the one at which the shares of all columns before the window reach 0.9 minus the layer's
+    mean attention to the w columns before the window's.
+
+    Args:
+        q: [H, n, D], after RoPE.
+        k: [K, n, D], after RoPE.
+        window: rows of the observation window.
+        stage: "mass" or "published".
+
+    Returns:
+        K lists of positions, and a gap.
+    """
+    heads, n = np.shape(k)[:2]
+    columns = n - min(window, n)
+    probs = window_probs(q, k, window)
+    group = len(probs) // heads
+    paid = [probs[h * group : (h + 1) * group].mean(axis=(0, 1)) for h in range(heads)]
+    bias = float(np.mean([row[max(columns - window, 0) : columns].sum() for row in paid]))
+    found, gap = [], math.inf
+    for row in paid:
+        order, total = sorted(range(columns), key=lambda j: (-row[j], j)), float(row[:columns].sum())
+        wanted = 0.9 - float(row[columns:].sum()) if stage == "mass" else 0.9 - bias
+        taken, mass = [], 0.0
+        for j in order if wanted > 0 else ():
+            mass += float(row[j]) / (1.0 if stage == "mass" else total)
+            gap = min(gap, abs(mass - wanted))
+            if stage == "mass":
+                taken.append(j)
+            if mass >= wanted:
+                break
+            if stage == "published":
+                taken.append(j)
+        found.append(taken)
+        gap = min([gap, *((row[a] - row[b]) / row[a] for a, b in zip(order, order[1:], strict=False))])
+    return found, gap
+
+
 def global_select(scores, rows, forced, n, alpha=0.0):
     """One budget for the heads of all layers: the best L * K * base rows of all of them together.
 

@@ -10,6 +10,7 @@ from jaxkv.policies.methods.snapkv import SnapKV
 from jaxkv.policies.methods.pyramidkv import PyramidKV
 from jaxkv.policies.methods.cake import CAKE
 from jaxkv.policies.methods.headkv import HeadKV
+from jaxkv.policies.methods.duoattention import DuoAttention
 from jaxkv.policies.methods.adakv import AdaKV
 from jaxkv.policies.methods.heavy import H2O, RoCo, TOVA
 from jaxkv.policies.methods.d2o import D2O
@@ -46,6 +47,7 @@ __all__ = [
     "D2O",
     "DefensiveKV",
     "DropKV",
+    "DuoAttention",
     "ExpectedAttention",
     "FastKVzip",
     "FullKV",

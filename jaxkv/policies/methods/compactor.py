@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float
 from jaxkv._checks import field, flag, real, whole
 from jaxkv._values import Value
 from jaxkv.policies.attended import AvgPool
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import BlockAttention, Observed, Scorer

@@ -4,8 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv.policies.chunked_heads import ChunkedHeads
 from jaxkv.policies.heads import TwoStageHeads
-from jaxkv.policies.methods.chunkkv import ChunkedHeads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register

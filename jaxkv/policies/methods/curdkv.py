@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import choice, field, whole
 from jaxkv._values import Value
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer

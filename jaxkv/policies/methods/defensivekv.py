@@ -4,8 +4,9 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv.policies.heads import AdaptiveHeads
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import WorstAttention
@@ -20,23 +21,26 @@ class DefensiveKV(Method):
         window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
         sinks: first tokens that always stay.
         kernel: neighbours over which attention is averaged.
+        stage: a first stage, whose rows stay whatever their scores: "mass", those of most attention that with the
+            window hold 90 % of it; "published", the released code's arithmetic; or "none".
         capacity: on a mesh, rows that the heads of one device may hold, over their even share.
 
     References:
-        DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.
+        DefensiveKV, arXiv:2510.13334.
     """
 
     budget: int | float | None = 1024
     window: int = 32
     sinks: int = 0
     kernel: int = 5
+    stage: str = "none"
     capacity: float = 1.5
 
     paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by the window's largest attention; kv heads compete, no share guaranteed."""
-        scorer = WorstAttention(window=self.window, kernel=self.kernel)
+        scorer = WorstAttention(window=self.window, kernel=self.kernel, stage=self.stage)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)
 
@@ -50,7 +54,7 @@ class LayerDefensiveKV(DefensiveKV):
     all layers, twice while they are packed, and of one full layer.
 
     References:
-        DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.
+        DefensiveKV, arXiv:2510.13334.
     """
 
     paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"

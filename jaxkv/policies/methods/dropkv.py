@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed

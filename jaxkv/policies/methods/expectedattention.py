@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._checks import field, whole
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import FutureAttention

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv._checks import field, real
 from jaxkv._values import Value, share_of
 from jaxkv.policies.heads import AdaptiveHeads
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.trained import FastKVzipGate

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
 from jaxkv.policies.heads import SharedHeads, UniformHeads
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Scorer

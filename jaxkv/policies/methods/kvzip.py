@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 from jaxkv._errors import require
 from jaxkv._values import Value
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers, UniformLayers
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import GroupReduce, Observed, Replay, Scorer

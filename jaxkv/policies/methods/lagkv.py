@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from jaxkv._checks import field, flag, whole
 from jaxkv._values import Value
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer

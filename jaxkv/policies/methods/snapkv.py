@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 from jaxkv.policies.checks import instance
+from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from jaxkv._checks import field, flag
 from jaxkv._errors import require
-from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.rank import ByAge
 from jaxkv.policies.registry import register

@@ -1,0 +1,97 @@
+"""Head budgets that keep whole chunks of neighbouring rows, or the best rows of chunks whose scores are uneven."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxkv._checks import field, whole
+from jaxkv._errors import require
+from jaxkv.policies.heads import SharedHeads
+from jaxkv.policies.topk import sortable, top
+
+# Added to sums and inside logarithms, as in kvpress.
+_TINY = 1e-8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedHeads(SharedHeads):
+    """Head budgets under which a layer's kv heads keep the same whole chunks: those of the highest mean scores.
+
+    Chunks with rows that stay anyway are completed first, lowest position first; the others follow by the mean score of
+    their rows, over heads and rows. Of the first chunk that does not fit, its best rows fill the budget. With `peaks`,
+    chunks without rows that stay anyway keep only so many rows if their mean score is at least the chunks' median and
+    the entropy of their rows' scores is below the median; the best of all other rows fill what is left of the budget.
+
+    Attributes:
+        chunk: rows of a chunk; the last one of a prompt may have fewer.
+        peaks: rows kept of a chunk of high but uneven scores; None keeps all.
+    """
+
+    chunk: int = 20
+    peaks: int | None = None
+
+    def __post_init__(self) -> None:
+        field(self, "chunk", whole, "give 1 row or more")
+        if self.peaks is not None:
+            field(self, "peaks", whole, "give 1 row or more")
+            require(self.peaks < self.chunk, "peaks", self.peaks, f"chunks have {self.chunk} rows: give fewer")
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of `base` candidates, the same in every head: whole chunks, and the best rows of one."""
+        batch, _, slots = scores.shape
+
+        def chunks(rows: Array) -> Array:
+            """Reshapes `[B, S]` to `[B, C, chunk]`; zeros behind the last row."""
+            return jnp.pad(rows, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
+
+        # Heads that share positions have the same candidates, which with the forced rows are all rows of the text.
+        free = candidates[:, 0]
+        length = free.sum(axis=-1, dtype=jnp.int32) + forced
+        stays = (jnp.arange(slots, dtype=jnp.int32) < length[:, None]) & ~free
+        mean = jnp.where(free, scores.mean(axis=1), 0.0)
+        count = chunks(free).sum(axis=-1, dtype=jnp.int32)
+        of_chunk = sortable(chunks(mean).sum(axis=-1) / jnp.maximum(count, 1).astype(jnp.float32))
+        sizes = count if self.peaks is None else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays))
+        order = jnp.argsort(jnp.where(chunks(stays).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True)
+        sizes = jnp.take_along_axis(sizes, order, axis=-1)
+        taken = jnp.clip(base[:, None] - (jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes), 0, sizes)
+        taken = jnp.take_along_axis(taken, jnp.argsort(order, axis=-1), axis=-1)
+        keys = jnp.where(free, sortable(mean), jnp.uint32(0))
+        chosen = top(chunks(keys), taken).reshape(batch, -1)[:, :slots]
+        if self.peaks is not None:
+            rest = jnp.where(chosen, jnp.uint32(0), keys)
+            chosen = chosen | top(rest, base - taken.sum(axis=-1, dtype=jnp.int32))
+        return jnp.broadcast_to(chosen[:, None], scores.shape)
+
+    def _cut(
+        self, rows: Float[Array, "B C n"], free: Bool[Array, "B C n"], of_chunk: Array, stays: Bool[Array, "B C n"]
+    ) -> Int[Array, "B C"]:
+        """Rows to keep of each chunk that is taken: all, or `peaks` of one of high but uneven scores.
+
+        `of_chunk` are sort keys of the chunks' mean scores.
+        """
+        count = free.sum(axis=-1, dtype=jnp.int32)
+        least = jnp.where(free, rows, jnp.inf).min(axis=-1, keepdims=True)
+        raised = jnp.where(free, rows - jnp.minimum(least, 0.0), 0.0)
+        share = raised / (raised.sum(axis=-1, keepdims=True) + _TINY)
+        most = jnp.log(jnp.maximum(count, 2).astype(jnp.float32))
+        entropy = jnp.clip(-(share * jnp.log(share + _TINY)).sum(axis=-1) / most, 0.0, 1.0)
+        entropy = jnp.where(count > 1, entropy, 0.0)
+        high = of_chunk >= _lower_median(of_chunk, count > 0)
+        uneven = sortable(entropy) < _lower_median(sortable(entropy), count > 0)
+        return jnp.where(high & uneven & ~stays.any(axis=-1), jnp.minimum(count, self.peaks), count)
+
+
+def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[Array, "B 1"]:
+    """Median of the sort keys that count, the lower of two middle ones; any number where none does."""
+    ascending = jnp.sort(jnp.where(counts, keys, jnp.uint32(2**32 - 1)), axis=-1)
+    middle = (jnp.maximum(counts.sum(axis=-1, keepdims=True, dtype=jnp.int32), 1) - 1) // 2
+    return jnp.take_along_axis(ascending, middle, axis=-1)

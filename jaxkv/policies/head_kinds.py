@@ -1,0 +1,72 @@
+"""Budgets of kv heads of two kinds: heads that keep every row, and heads that keep a fixed number of rows."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxkv._errors import require
+from jaxkv._values import ENDLESS, Value, namespace
+from jaxkv.policies.layers import Counts, LayerBudgets, Table
+from jaxkv.policies.topk import sortable, top
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadKinds(LayerBudgets, Value):
+    """Budgets of layers and heads at once, in place of a policy's: all rows for some kv heads, `reach` for others.
+
+    A plan's rows per kv head are the mean over a layer's heads, rounded up.
+
+    Attributes:
+        retrieval: for each layer and kv head, True if the head keeps every row and grows while decoding.
+        reach: rows of the other heads, first and most recent ones together.
+    """
+
+    uniform: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    needs_norms: ClassVar[bool] = False
+    needs_layer: ClassVar[bool] = True
+
+    retrieval: tuple[tuple[bool, ...], ...]
+    reach: int
+
+    def require_layers(self, layers: int) -> None:
+        """Raises ValueError unless the kinds of so many layers' heads are known."""
+        require(bool(self.retrieval), "pattern", None, "give the model's, a table [L][K] or the published folder")
+        require(len(self.retrieval) == layers, "pattern", f"{len(self.retrieval)} layers", f"the model has {layers}")
+
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+        """Rows per kv head `[L, N]`, whatever the budget: mean over a layer's heads, rounded up."""
+        self.require_layers(layers)
+        xp, heads = namespace(length), len(self.retrieval[0])
+        length = xp.asarray(length, xp.int64)
+        few = xp.minimum(length, xp.maximum(xp.asarray(forced, xp.int64), self.reach))
+        full = xp.asarray([[sum(row)] for row in self.retrieval], dtype=xp.int64)
+        return -(-(full * length + (heads - full) * few) // heads)
+
+    def average(self, length: Counts, forced: Counts) -> Counts:
+        """Rows per kv head and layer on average `[N]`, rounded up."""
+        layers = len(self.retrieval)
+        rows = self.rows(length, length, forced, layers=layers, window=0, weights=None)
+        return -(-rows.sum(axis=0) // layers)
+
+    def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
+        """Mask `[L]` of layers in which some head keeps all new rows."""
+        return np.asarray([any(row) for row in self.retrieval], bool)
+
+    def limits(self) -> Int[np.ndarray, "L K"]:
+        """Rows `[L, K]` that each kv head's segment grows to while decoding: endlessly many, or `reach`."""
+        return np.where(np.asarray(self.retrieval or ((),), bool), ENDLESS, self.reach)
+
+    def choose(
+        self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]`: every candidate of heads that keep all; of others, the best up to `reach` with `forced`."""
+        kinds, heads = np.asarray(self.retrieval, bool), scores.shape[1]
+        remedy = f"the model has {heads}: give one number for each"
+        require(kinds.shape[1] == heads, "pattern", f"{kinds.shape[1]} kv heads", remedy)
+        keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
+        few = top(keys, jnp.maximum(jnp.int32(self.reach) - forced, 0)[:, None])
+        return candidates & (few | jnp.asarray(kinds)[layer][None, :, None])

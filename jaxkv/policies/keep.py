@@ -1,0 +1,107 @@
+"""`Keep`, the rows of a prompt that stay whatever their score: sinks, observation window, protected spans."""
+
+import dataclasses
+import operator
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxkv._checks import field, real, whole
+from jaxkv._values import FARTHEST, Value, namespace
+from jaxkv.policies.checks import Span, as_spans
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keep(Value):
+    """Rows kept whatever their score: sinks, observation window, protected spans, and a share of recent rows.
+
+    Attributes:
+        sinks: first positions.
+        window: last positions of the prompt.
+        protect: spans `(start, stop)` of the prompt's positions, with Python's slice meaning on each sequence.
+        recent: share of a layer's rows, those that stay anyway left out, that goes to the most recent tokens.
+    """
+
+    sinks: int = 0
+    window: int = 0
+    protect: tuple[Span, ...] = ()
+    recent: float = 0.0
+
+    def __post_init__(self) -> None:
+        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        field(self, "window", whole, "give 0 or more last tokens", least=0)
+        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
+        # Cut to where positions end, so that they are numbers that the device has.
+        spans = [[max(-FARTHEST, min(edge, FARTHEST)) for edge in span] for span in as_spans(self.protect)]
+        object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
+
+    def mask(self, lengths: Any, slots: int) -> Any:
+        """Mask `[B, S]` of a prompt's rows that are always kept; does not include the share `recent`.
+
+        Args:
+            lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
+            slots: S.
+
+        Returns:
+            `bool[B, S]`, of numpy or JAX as the lengths are.
+        """
+        traced = isinstance(lengths, jax.Array)
+        length = lengths[:, None] if traced else np.asarray(lengths)[:, None]
+        position = jnp.arange(slots, dtype=jnp.int32) if traced else np.arange(slots)
+        return _inside(position, self._spans(length, length)) & (position < length)
+
+    def counts(self, lengths: Any, prompts: Any = None) -> Any:
+        """Number `[N]` of rows always kept in texts of these lengths; does not include the share `recent`.
+
+        Args:
+            lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
+            prompts: `[N]` tokens of each text's prompt, of whose positions spans speak; the text's by default.
+
+        Returns:
+            `[N]` rows, of numpy or JAX as the lengths are.
+        """
+        xp = namespace(lengths)
+        lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
+        spans = self._spans(lengths if prompts is None else xp.asarray(prompts, lengths.dtype), lengths)
+        first = xp.stack([xp.maximum(first, xp.zeros_like(lengths)) for first, _ in spans])
+        last = xp.stack([xp.minimum(last, lengths) for _, last in spans])
+        order = xp.argsort(first, axis=0, stable=True)
+        first, last = (xp.take_along_axis(edge, order, axis=0) for edge in (first, last))
+        # Spans may overlap: each counts from where those before it have ended.
+        ended, count = last[0], last[0]
+        for begin, end in zip(first[1:], last[1:], strict=True):
+            count = count + xp.maximum(end - xp.maximum(begin, ended), 0)
+            ended = xp.maximum(ended, end)
+        return count
+
+    def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Mask of the positions that are sinks or lie in protected spans; does not include the window.
+
+        Args:
+            pos: positions of rows.
+            prompt: tokens of their prompts.
+
+        Returns:
+            The mask, of the positions' shape.
+        """
+        return _inside(pos, self._spans(prompt))
+
+    def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
+        """Spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
+        least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
+        spans: list[tuple[Any, Any]] = [(0, self.sinks)]
+        spans += [(length - self.window, length)] if self.window and length is not None else []
+        for start, stop in self.protect:
+            first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
+            # Spans are of the prompt: tokens drawn after a short prompt are no part of them.
+            spans.append((first, last if stop < 0 else least(last, prompt)))
+        return spans
+
+
+def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
+    """Mask of the positions that lie in any of the spans `(first, last + 1)`."""
+    return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))

@@ -1,0 +1,80 @@
+"""DuoAttention: kv heads of two kinds: some keep every row, the others the first and the most recent ones."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxkv._checks import field, real, whole
+from jaxkv.policies.head_kinds import HeadKinds
+from jaxkv.policies.head_scores import as_pattern
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.rank import ByAge
+from jaxkv.policies.registry import register
+from jaxkv.policies.unseen import Position
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DuoAttention(Method):
+    """Keeps every row in retrieval heads, the first and most recent ones in other kv heads, also while decoding.
+
+    How many rows stay follows from the pattern: there is no budget. For each new row the oldest one after the sinks of
+    a streaming head goes. Prompts are read by full attention in all heads, as in kvpress, and room for new rows is as
+    large behind streaming heads as behind retrieval heads.
+
+    Attributes:
+        pattern: how much each layer's kv heads need all rows, `[L][K]` numbers from 0 to 1, or the published folder.
+        sparsity: share of kv heads that are streaming heads: those of the lowest numbers.
+        sinks: first tokens that always stay; None: config.json's in the pattern's folder, 64 without one.
+        window: most recent tokens that stay in streaming heads; None: config.json's, 256 without one.
+
+    References:
+        Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads,
+        arXiv:2410.10819, sections 2.2 and 2.3.
+    """
+
+    pattern: str | tuple[tuple[float, ...], ...] | None = None
+    sparsity: float = 0.5
+    sinks: int | None = None
+    window: int | None = None
+
+    paper: ClassVar[str] = "DuoAttention, arXiv:2410.10819"
+
+    def _check(self) -> None:
+        config: dict[str, Any] = {}
+        if self.pattern is not None:
+            table, config = as_pattern("pattern", self.pattern)
+            object.__setattr__(self, "pattern", table)
+        for name, key, usual, least in (("sinks", "sink_size", 64, 0), ("window", "recent_size", 256, 1)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, config.get(key, usual))
+            field(self, name, whole, f"give {least} or more tokens, or None for the pattern's own", least=least)
+        field(self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0)
+
+    def kinds(self) -> tuple[tuple[bool, ...], ...]:
+        """For each layer and kv head, True for retrieval heads: from the quantile `sparsity` up; of ties, the first."""
+        if self.pattern is None:
+            return ()
+        numbers = np.asarray(self.pattern)
+        # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
+        few = numbers.size if self.sparsity == 1 else math.ceil(Fraction(repr(self.sparsity)) * (numbers.size - 1))
+        kinds = np.ones(numbers.size, bool)
+        kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
+        return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "DuoAttention":
+        """Returns this policy; raises ValueError if it has no pattern, or that of a model of other layers."""
+        HeadKinds(retrieval=self.kinds(), reach=1).require_layers(layers)
+        return self
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that keep all rows of retrieval heads; in others a row goes by age for each new one."""
+        assert self.sinks is not None and self.window is not None
+        kinds = HeadKinds(retrieval=self.kinds(), reach=self.sinks + self.window)
+        keep = Keep(sinks=self.sinks, window=1)
+        return self.compose(scorer=Position(), keep=keep, evict=ByAge(), layers=kinds, heads=kinds)
