@@ -69,6 +69,7 @@ CASES = {
     "shares of heads": (GlobalBudget(base=KeyDiff(budget=16), alpha=0.3), {}),
     "two stages": (GlobalBudget(base=CriticalKV(base=SNAP), alpha=0.25), {}),
     "scored": (GlobalBudget(base=jaxkv.H2O(budget=16)), {"dtype": "bfloat16"}),
+    "first stage": (LayerDefensiveKV(budget=16, window=8, stage="mass"), {}),
     "mesh": (LayerDefensiveKV(budget=16, window=8, capacity=1.02), {"mesh": (2, 4)}),
 }
 

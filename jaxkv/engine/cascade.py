@@ -55,7 +55,7 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
         held = thinned(held, full, layer, jnp.int32(at), wanted, recent, heads=Typed(parts.heads), axes=axes)
         # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
         wait(held.pool)
-        unscored = dataclasses.replace(layer, scores=None, norms=None)
+        unscored = dataclasses.replace(layer, scores=None, norms=None, first=None)
         del full, layer
     assert held is not None
     buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
