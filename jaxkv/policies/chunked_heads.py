@@ -59,7 +59,9 @@ class ChunkedHeads(SharedHeads):
         mean = jnp.where(free, scores.mean(axis=1), 0.0)
         count = chunks(free).sum(axis=-1, dtype=jnp.int32)
         of_chunk = sortable(chunks(mean).sum(axis=-1) / jnp.maximum(count, 1).astype(jnp.float32))
-        sizes = count if self.peaks is None else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays))
+        sizes = (
+            count if self.peaks is None else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays), self.peaks)
+        )
         order = jnp.argsort(jnp.where(chunks(stays).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True)
         sizes = jnp.take_along_axis(sizes, order, axis=-1)
         taken = jnp.clip(base[:, None] - (jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes), 0, sizes)
@@ -71,8 +73,13 @@ class ChunkedHeads(SharedHeads):
             chosen = chosen | top(rest, base - taken.sum(axis=-1, dtype=jnp.int32))
         return jnp.broadcast_to(chosen[:, None], scores.shape)
 
+    @staticmethod
     def _cut(
-        self, rows: Float[Array, "B C n"], free: Bool[Array, "B C n"], of_chunk: Array, stays: Bool[Array, "B C n"]
+        rows: Float[Array, "B C n"],
+        free: Bool[Array, "B C n"],
+        of_chunk: Array,
+        stays: Bool[Array, "B C n"],
+        peaks: int,
     ) -> Int[Array, "B C"]:
         """Rows to keep of each chunk that is taken: all, or `peaks` of one of high but uneven scores.
 
@@ -87,7 +94,7 @@ class ChunkedHeads(SharedHeads):
         entropy = jnp.where(count > 1, entropy, 0.0)
         high = of_chunk >= _lower_median(of_chunk, count > 0)
         uneven = sortable(entropy) < _lower_median(sortable(entropy), count > 0)
-        return jnp.where(high & uneven & ~stays.any(axis=-1), jnp.minimum(count, self.peaks), count)
+        return jnp.where(high & uneven & ~stays.any(axis=-1), jnp.minimum(count, peaks), count)
 
 
 def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[Array, "B 1"]:

@@ -40,7 +40,8 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
     `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder, whose `config.json` is
     read, too; without one the config is empty. ValueError names `field` and what is wrong.
     """
-    remedy, table, config = "give a number for each layer and kv head, or the published folder", given, {}
+    remedy, table = "give a number for each layer and kv head, or the published folder", given
+    config: Any = {}
     if isinstance(given, (str, os.PathLike)):
         path = os.path.expanduser(given)
         path = os.path.join(path, _PATTERN) if os.path.isdir(path) else path
