@@ -3,8 +3,8 @@
     python -m benchmarks.cascade [--tokens 2000] [--budgets 0.1,0.2] [--rounds 5] [--dtype float32]
 
 Rounds take turns between the full cache, SnapKV, and LayerDefensiveKV both ways. Memory is the process' peak over what
-was resident before the prefill, beside the plan's bytes. malloc gives large blocks back at once: those that it keeps for
-later would count into that peak, or into what was resident before. One prompt of SmolLM2, programs compiled before.
+was resident before the prefill, beside the plan's bytes. malloc gives large blocks back at once: those that it keeps
+for later would count into that peak, or into what was before. One prompt of SmolLM2, programs compiled before.
 """
 
 import argparse
