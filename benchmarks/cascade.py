@@ -3,9 +3,8 @@
     python -m benchmarks.cascade [--tokens 2000] [--budgets 0.1,0.2] [--rounds 5] [--dtype float32]
 
 Rounds take turns between the full cache, SnapKV, and LayerDefensiveKV both ways. Memory is the process' peak over what
-was resident before the prefill, beside the plan's bytes; times are of rounds of their own, because memory that malloc
-keeps for later would count into that peak, and is given back at once while it is measured. One prompt of SmolLM2,
-programs compiled before.
+was resident before the prefill, beside the plan's bytes. malloc gives large blocks back at once: those that it keeps
+for later would count into that peak, or into what was before. One prompt of SmolLM2, programs compiled before.
 """
 
 import argparse
@@ -42,13 +41,8 @@ def measure(params, tokens, budgets, rounds):
         for name, way in (("cascade", contextlib.nullcontext), ("all layers held", held_whole)):
             cases[f"LayerDefensiveKV {budget:g}, {name}"] = jaxkv.LayerDefensiveKV(budget=budget), way
     sessions = {name: jaxkv.Session(params, policy) for name, (policy, _) in cases.items()}
-    planned, peaks, times = {}, {name: [] for name in cases}, {name: [] for name in cases}
-    # The first turn compiles.
-    for turn in range(2 * rounds + 1):
-        if turn == rounds + 1:
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(M_ARENA_MAX, 1)
-            libc.mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    planned, found = {}, {name: [] for name in cases}
+    for turn in range(rounds + 1):
         for name, (_, way) in cases.items():
             with way():
                 planned[name] = sessions[name].planned(np.asarray([tokens]), 0).peak_bytes
@@ -57,9 +51,9 @@ def measure(params, tokens, budgets, rounds):
                 cache = sessions[name].prefill(ids)
                 seconds = time.perf_counter() - start
             del cache
-            times[name] += [seconds] if 0 < turn <= rounds else []
-            peaks[name] += [status_bytes("VmHWM") - before] if turn > rounds else []
-    return {name: (planned[name], np.asarray([peaks[name], times[name]]).T) for name in cases}
+            # The first turn compiles.
+            found[name] += [(status_bytes("VmHWM") - before, seconds)] if turn else []
+    return {name: (planned[name], np.asarray(each)) for name, each in found.items()}
 
 
 def lines_of(found):
@@ -82,6 +76,9 @@ def main():
     parser.add_argument("--out", type=Path, help="a Markdown file to write")
     asked = parser.parse_args()
     warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_ARENA_MAX, 1)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 18)
     params, where = jaxkv.load(MODEL, dtype=asked.dtype), record.machine()
     found = measure(params, asked.tokens, [float(each) for each in asked.budgets.split(",")], asked.rounds)
     lines = [
