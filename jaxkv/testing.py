@@ -22,6 +22,7 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.policies.layers import sets_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -218,7 +219,10 @@ def _as_many_as_planned(case: _Case) -> None:
     kept, needed = case.cache.kept.sum(axis=2), case.needed
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
-        _require((kept == wanted).all(), "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
+        # Rows that differ between heads by themselves have a mean that is rounded up.
+        spare = case.model.config.kv_heads - 1 if sets_rows(case.parts.layers) else 0
+        fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
+        _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
     elif case.parts.layers.exact:
         wanted = kept.shape[0] * case.model.config.kv_heads * needed.budget
         _require((kept.sum(axis=0) == wanted).all(), "all layers together keep what the plan says", wanted.tolist())

@@ -30,6 +30,7 @@ from oracles.headkv import *
 from oracles.lagkv import *
 from oracles.merging import *
 from oracles.policies import *
+from oracles.qfilters import *
 from oracles.replay import *
 from oracles.scores import *
 from oracles.select import *

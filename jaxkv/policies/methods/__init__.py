@@ -18,6 +18,7 @@ from jaxkv.policies.methods.cam import CaM
 from jaxkv.policies.methods.criticalkv import CriticalKV
 from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.keydiff import KeyDiff
+from jaxkv.policies.methods.qfilters import QFilters
 from jaxkv.policies.methods.lagkv import LagKV
 from jaxkv.policies.methods.curdkv import CurDKV
 from jaxkv.policies.methods.capkv import CAPKV
@@ -64,6 +65,7 @@ __all__ = [
     "OmniKV",
     "PyramidInfer",
     "PyramidKV",
+    "QFilters",
     "Random",
     "RoCo",
     "SnapKV",

@@ -1,0 +1,87 @@
+"""QFilters, whose filters belong to one model: the oracle, meshes, files, refusals."""
+
+import meshes
+import numpy as np
+import oracles as o
+import pytest
+import tiny
+from policy_table import BY_NAME, Row
+from safetensors.numpy import save_file
+from test_invariants import check_alone, check_prefill
+from test_oracle_agreement import DIM, LAYERS, draw_layers, library_kept
+
+import jaxkv
+from jaxkv import AdaKV, QFilters
+
+
+@pytest.fixture
+def written(tmp_path):
+    def make(*shape, name="q_filters", seed=3, dtype=np.float32):
+        array = np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+        save_file({name: array}, tmp_path / "model.safetensors")
+        return str(tmp_path), array
+
+    return make
+
+
+def row_of(path):
+    return Row(name="qfilters", make=lambda budget, **kw: QFilters(budget=budget, q_filters=path, **kw), oracle=None)
+
+
+@pytest.mark.parametrize("group", (1, 4))
+@pytest.mark.parametrize("budget", (10, 0.5))
+def test_kept_rows_are_the_oracles(written, group, budget):
+    lengths, sure = (48, 29), 0
+    q, k = draw_layers(group, group, lengths)
+    path, filters = written(LAYERS, k.shape[2], DIM)
+    kept = library_kept(QFilters(budget=budget, q_filters=path), q, k, lengths)
+    for row, n in enumerate(lengths):
+        for layer in range(LAYERS):
+            scores = o.qfilter_scores(filters[layer], k[layer, row, :, :n])
+            for head, mine in enumerate(scores):
+                expected, gap = o.top_select(mine, o.resolve_budget(budget, n), [], n)
+                if gap > o.MIN_GAP:
+                    assert kept[layer][row][head] == expected
+                    sure += 1
+    assert sure > LAYERS
+
+
+def test_invariants(written):
+    config = tiny.TWO_LAYERS
+    row = row_of(written(config.layers, config.kv_heads, config.head_dim)[0])
+    check_prefill(row, tiny.tiny(config), 3, (61, 7, 30), 20)
+    check_alone(row, tiny.tiny(config), 4, (45, 6), 20)
+
+
+def test_meshes(monkeypatch, written):
+    monkeypatch.setitem(BY_NAME, "qfilters", row_of(written(meshes.LAYERS, 2, meshes.DIM)[0]))
+    meshes.run.cache_clear()
+    assert meshes.run("qfilters", 2, mesh=(2, 4)) == meshes.run("qfilters", 2)
+    meshes.run.cache_clear()
+
+
+def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
+    model, config = tiny.tiny(tiny.TWO_LAYERS), tiny.TWO_LAYERS
+    path, _ = written(config.layers, config.kv_heads, config.head_dim)
+    assert QFilters(q_filters=tmp_path) == QFilters(q_filters=f"{path}/model.safetensors") != QFilters()
+    assert AdaKV(base=QFilters(budget=20, q_filters=path)).parts().scorer == QFilters(q_filters=path).parts().scorer
+    for make, message in (
+        (lambda: QFilters(every=4), "every=4: filters are compared with keys of prompts"),
+        (lambda: QFilters(q_filters=str(tmp_path / "no")), "q_filters=.*no such file.*q_filters"),
+        (lambda: jaxkv.Session(model, QFilters()), "q_filters=None: give a safetensors file"),
+        (lambda: jaxkv.Session(model, AdaKV(base=QFilters())), "q_filters=None: give a safetensors file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(TypeError, match="q_filters=3: give a safetensors file"):
+        QFilters(q_filters=3)
+    for shape, message in (((5, 2, 8), "5 layers.: the model has 2"), ((2, 7, 8), "7 kv heads of 8 channels.: the")):
+        policy = QFilters(budget=20, q_filters=written(*shape)[0])
+        with pytest.raises(ValueError, match=message):
+            jaxkv.Session(model, policy).prefill([list(range(40))])
+    for shape, name in (((2, 2), "q_filters"), ((2, 2, 8), "filters")):
+        with pytest.raises(ValueError, match="q_filters=.*give a safetensors file of one tensor q_filters"):
+            QFilters(q_filters=written(*shape, name=name)[0])
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match="q_filters=.*safetensors"):
+        QFilters(q_filters=path)
