@@ -84,6 +84,9 @@ def unseen(share):
         "GlobalBudget over it": jaxkv.GlobalBudget(base=expected),
         "DefensiveKV": jaxkv.DefensiveKV(budget=share),
         "LayerDefensiveKV": jaxkv.LayerDefensiveKV(budget=share),
+        "KVzip": jaxkv.KVzip(budget=share),
+        "CurDKV": jaxkv.CurDKV(budget=share),
+        "Compactor": jaxkv.Compactor(budget=share),
     }
 
 
