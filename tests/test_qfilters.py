@@ -105,3 +105,16 @@ def test_saved_caches_need_no_file(written, tmp_path):
     alone = jaxkv.load_cache(tmp_path / "cache", model).policy
     with pytest.raises(ValueError, match="their numbers are in no saved cache"):
         jaxkv.prefill(model, tiny.prompts(2, (70,)), policy=alone)
+
+
+def test_arrays_of_other_layers_are_refused(as_users_call, written):
+    policy = QFilters(budget=4, q_filters=written(2, 1, 8)[0])
+    k = np.zeros((1, 1, 9, 8), np.float32)
+    for make, message in (
+        (lambda: jaxkv.compress(k, k, policy=policy), "layers=None: QFilters's scores differ by layer: give layer="),
+        (lambda: jaxkv.compress(k, k, policy=policy, layer=2, layers=3), "layers=3: .* a model of 2 layers"),
+        (lambda: jaxkv.compress_layers([k] * 3, [k] * 3, policy=policy), "layers=3: .* a model of 2 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert jaxkv.compress(k, k, policy=policy, layer=1, layers=2).length.tolist() == [[[4]]]

@@ -27,6 +27,11 @@ class FilteredKeys(Scorer, Value):
 
     filters: HeadFilters | None = None
 
+    @property
+    def model_layers(self) -> int | None:
+        """Number of layers of the model that the filters belong to; None without filters."""
+        return None if self.filters is None else self.filters.layers
+
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: minus the product of each row's key and its head's filter."""
         (_, heads, _, dim), axes, filters = seen.k.shape, seen.axes, self.given()
