@@ -36,7 +36,7 @@ from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.policies.scorer import Observed, Scorer, layers_of
+from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 
 
@@ -86,9 +86,9 @@ def compress(
     name = type(policy).__name__
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
-    what = "budget differs" if layers_of(parts.scorer) is None else "scores differ"
+    what = "budget differs" if _layers_of(parts.scorer) is None else "scores differ"
     remedy = f"{name}'s {what} by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    same = isinstance(parts.layers, UniformLayers) and layers_of(parts.scorer) is None
+    same = isinstance(parts.layers, UniformLayers) and _layers_of(parts.scorer) is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
         layers = whole("layers", layers, "give how many layers the model has")
@@ -275,7 +275,7 @@ def _compressed(
     """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
     key = as_key(0 if key is None else key)
-    made_for = layers_of(parts.scorer)
+    made_for = _layers_of(parts.scorer)
     remedy = f"the policy was made for a model of {made_for} layers"
     require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(arrays, parts, length, room=room, key=key, first=first, layers=layers)
@@ -312,6 +312,11 @@ def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, 
         shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
         both = jax.pure_callback(on_host, shape, *given, vmap_method="sequential")
     return both[0], both[1]
+
+
+def _layers_of(scorer: Scorer | None) -> int | None:
+    """Number of layers of the model that a scorer was made for, its attribute `model_layers`; None without one."""
+    return getattr(scorer, "model_layers", None)
 
 
 def _as_taken(given: Method | type[Method] | str) -> Method:

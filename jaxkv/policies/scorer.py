@@ -374,11 +374,6 @@ def gate_of(scorer: Scorer | None) -> Gate | None:
     return getattr(scorer, "gate", None)
 
 
-def layers_of(scorer: Scorer | None) -> int | None:
-    """Number of layers of the model that a scorer was made for, its attribute `model_layers`; None without one."""
-    return getattr(scorer, "model_layers", None)
-
-
 def check_scorer(label: str, scorer: Any) -> None:
     """Raises a TypeError unless `scorer` is None or an instance with a scorer's properties and methods."""
     if scorer is None:
