@@ -71,8 +71,8 @@ def compress(
             tokens. Policies that do not look at attention leave them unread.
         length: `i32[B]` tokens of each sequence, S by default.
         room: tokens that will be appended at most.
-        layer: index of this layer, for policies whose budget or draws differ by layer.
-        layers: L of the model, for policies whose budget does.
+        layer: index of this layer, for policies whose budget, scores or draws differ by layer.
+        layers: L of the model, for policies whose budget or scores do.
         key: random key or seed, for policies that draw; 0 by default.
 
     Returns:
@@ -86,8 +86,10 @@ def compress(
     name = type(policy).__name__
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
-    remedy = f"{name}'s budget differs by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    require(layers is not None or isinstance(parts.layers, UniformLayers), "layers", layers, remedy)
+    what = "budget differs" if _layers_of(parts.scorer) is None else "scores differ"
+    remedy = f"{name}'s {what} by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
+    same = isinstance(parts.layers, UniformLayers) and _layers_of(parts.scorer) is None
+    require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
         layers = whole("layers", layers, "give how many layers the model has")
     below = "" if layers is None else f", below layers={layers}"
@@ -273,6 +275,9 @@ def _compressed(
     """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
     key = as_key(0 if key is None else key)
+    made_for = _layers_of(parts.scorer)
+    remedy = f"the policy was made for a model of {made_for} layers"
+    require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(arrays, parts, length, room=room, key=key, first=first, layers=layers)
     made = finished(compress_all(given, parts, key=key))
     return Rows(
@@ -307,6 +312,11 @@ def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, 
         shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
         both = jax.pure_callback(on_host, shape, *given, vmap_method="sequential")
     return both[0], both[1]
+
+
+def _layers_of(scorer: Scorer | None) -> int | None:
+    """Number of layers of the model that a scorer was made for, its attribute `model_layers`; None without one."""
+    return getattr(scorer, "model_layers", None)
 
 
 def _as_taken(given: Method | type[Method] | str) -> Method:

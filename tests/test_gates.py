@@ -263,6 +263,8 @@ def test_saved_caches_have_the_digest(tmp_path):
         ({"layers.1.bias": np.zeros(2, np.int32)}, r"layers\.1\.bias is of int32"),
         ({"layers.1.weight": np.full((2, 24), np.nan, np.float32)}, r"layers\.1\.weight holds numbers that are not"),
         ({"model.norm.weight": np.zeros(2, np.float32)}, r"tensor model\.norm\.weight belongs to no such gate"),
+        ({"layers.1.scale": np.zeros(2, np.float32)}, r"tensor layers\.1\.scale belongs to no such gate"),
+        ({"layers.01.weight": np.zeros((2, 24), np.float32)}, r"tensor layers\.01\.weight belongs to no such gate"),
         ({"layers.1.weight": None, "layers.1.bias": None}, r"of the layers \[0, 2\]"),
     ),
 )
@@ -270,6 +272,15 @@ def test_files_are_refused_by_name(tmp_path, change, message):
     path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG) | change
     save_file({name: array for name, array in tensors.items() if array is not None}, path)
     with pytest.raises(ValueError, match=rf"^gate='.*no gate of KVzapGate in it: .*{message}"):
+        KVzap(gate=str(path))
+
+
+def test_gates_of_more_layers_than_two_are_refused(tmp_path):
+    """Read as the first two of three maps, such a gate would be another one."""
+    path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG, 2)
+    third = {f"layers.{layer}.4.weight": np.eye(2, dtype=np.float32) for layer in range(CONFIG.layers)}
+    save_file(tensors | third, path)
+    with pytest.raises(ValueError, match=r"^gate='.*tensor layers\.0\.4\.weight belongs to no such gate"):
         KVzap(gate=str(path))
 
 

@@ -68,8 +68,8 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     for make, message in (
         (lambda: QFilters(every=4), "every=4: filters are compared with keys of prompts"),
         (lambda: QFilters(q_filters=str(tmp_path / "no")), "q_filters=.*no such file.*q_filters"),
-        (lambda: jaxkv.Session(model, QFilters()), "q_filters=None: give a safetensors file"),
-        (lambda: jaxkv.Session(model, AdaKV(base=QFilters())), "q_filters=None: give a safetensors file"),
+        (lambda: jaxkv.Session(model, QFilters()), "q_filters=None: give the filters of your model"),
+        (lambda: jaxkv.Session(model, AdaKV(base=QFilters())), "q_filters=None: give the filters of your model"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -82,6 +82,39 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     for shape, name in (((2, 2), "q_filters"), ((2, 2, 8), "filters")):
         with pytest.raises(ValueError, match="q_filters=.*give a safetensors file of one tensor q_filters"):
             QFilters(q_filters=written(*shape, name=name)[0])
+    with pytest.raises(ValueError, match="q_filters=.*give a safetensors file of one tensor q_filters"):
+        QFilters(q_filters=written(2, 2, 8, dtype=np.int8)[0])
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="q_filters=.*safetensors"):
         QFilters(q_filters=path)
+
+
+def test_saved_caches_need_no_file(written, tmp_path):
+    """They have the filters' digest: the file may be gone, moved or changed."""
+    model, config = tiny.tiny(tiny.TWO_LAYERS), tiny.TWO_LAYERS
+    path = written(config.layers, config.kv_heads, config.head_dim)[0]
+    policy = QFilters(budget=20, q_filters=path)
+    jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy).save(tmp_path / "cache")
+    other = QFilters(budget=20, q_filters=written(config.layers, config.kv_heads, config.head_dim, seed=4)[0])
+    assert other != policy
+    for given in (None, policy):
+        loaded = jaxkv.load_cache(tmp_path / "cache", model, policy=given)
+        assert loaded.policy == policy and (np.asarray(loaded.length) == 20).all()
+    with pytest.raises(ValueError, match="another one compressed the cache"):
+        jaxkv.load_cache(tmp_path / "cache", model, policy=other)
+    alone = jaxkv.load_cache(tmp_path / "cache", model).policy
+    with pytest.raises(ValueError, match="their numbers are in no saved cache"):
+        jaxkv.prefill(model, tiny.prompts(2, (70,)), policy=alone)
+
+
+def test_arrays_of_other_layers_are_refused(as_users_call, written):
+    policy = QFilters(budget=4, q_filters=written(2, 1, 8)[0])
+    k = np.zeros((1, 1, 9, 8), np.float32)
+    for make, message in (
+        (lambda: jaxkv.compress(k, k, policy=policy), "layers=None: QFilters's scores differ by layer: give layer="),
+        (lambda: jaxkv.compress(k, k, policy=policy, layer=2, layers=3), "layers=3: .* a model of 2 layers"),
+        (lambda: jaxkv.compress_layers([k] * 3, [k] * 3, policy=policy), "layers=3: .* a model of 2 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert jaxkv.compress(k, k, policy=policy, layer=1, layers=2).length.tolist() == [[[4]]]

@@ -15,10 +15,16 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jaxkv fit-gate` to its parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id")
-    add("texts", nargs="+", metavar="TEXT", help="UTF-8 files of a text each, of about a thousand tokens; - for stdin")
-    add("--out", required=True, metavar="FILE", help="the gate, for `--policy kvzap --gate FILE`: safetensors")
-    add("--tokens", type=argument(positive), default=2048, metavar="N", help="of each text (default: %(default)s)")
-    most = "of squared weights, against which errors of scores are weighed (default: %(default)s)"
+    add("texts", nargs="+", metavar="TEXT", help="UTF-8 files, each one text of about a thousand tokens; - for stdin")
+    add("--out", required=True, metavar="FILE", help="safetensors file to write, for `--policy kvzap --gate FILE`")
+    add(
+        "--tokens",
+        type=argument(positive),
+        default=2048,
+        metavar="N",
+        help="most tokens read of each text (default: %(default)s)",
+    )
+    most = "above 0: larger numbers make smaller weights, which fit these texts less (default: %(default)s)"
     add("--penalty", type=argument(real), default=1.0, metavar="X", help=most)
 
 

@@ -12,6 +12,7 @@ from jaxkv.policies.attended import (
 )
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.gates import Gate
+from jaxkv.policies.head_filters import HeadFilters
 from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.keep import Keep
@@ -84,6 +85,7 @@ __all__ = [
     "GiniLayers",
     "GlobalLayers",
     "GroupReduce",
+    "HeadFilters",
     "HeadKinds",
     "Importance",
     "Joined",

@@ -29,10 +29,17 @@ _WEIGHTS = "_weights"
 
 @dataclasses.dataclass(frozen=True)
 class LayerTensors:
-    """Stored tensors of one layer of a gate, by the ends of their names, and the beginning that these share."""
+    """Stored tensors of one layer of a gate, by the ends of their names, and the beginning that these share.
+
+    Attributes:
+        beginning: what the tensors' names begin with.
+        stored: the tensors.
+        taken: ends of the names of those that were read.
+    """
 
     beginning: str
     stored: Mapping[str, StoredTensor]
+    taken: set[str] = dataclasses.field(default_factory=set)
 
     def take(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
         """Reads a tensor as float32; ValueError for a missing one, another shape (None: any size), numbers not finite.
@@ -47,6 +54,7 @@ class LayerTensors:
         whole = self.beginning + name
         if name not in self.stored:
             raise ValueError(f"tensor {whole} is missing")
+        self.taken.add(name)
         stored = self.stored[name]
         fits = len(stored.shape) == len(shape) and all(
             size and want in (None, size) for size, want in zip(stored.shape, shape, strict=True)
@@ -57,10 +65,17 @@ class LayerTensors:
         read = stored.read(())
         if not jnp.issubdtype(read.dtype, np.floating):
             raise ValueError(f"tensor {whole} is of {read.dtype}, not of floating-point numbers")
-        array = np.asarray(read, np.float32)
+        # A number that float32 does not have becomes infinite, and is refused below.
+        with np.errstate(over="ignore"):
+            array = np.asarray(read, np.float32)
         if not np.isfinite(array).all():
             raise ValueError(f"tensor {whole} holds numbers that are not finite")
         return array
+
+    def require_all_taken(self) -> None:
+        """ValueError for a tensor that was not read: a gate without it would give other scores."""
+        if left := sorted(set(self.stored) - self.taken):
+            raise ValueError(f"tensor {self.beginning}{left[0]} belongs to no such gate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +121,11 @@ class Gate(Value, abc.ABC):
         path = Path(given).expanduser()
         try:
             stored = tensors(path) if path.is_dir() else read_header(path)
-            return cls.of_weights(tuple(cls.of_layer(each) for each in cls._by_layer(stored)))
+            layers = cls._by_layer(stored)
+            weights = tuple(cls.of_layer(each) for each in layers)
+            for each in layers:
+                each.require_all_taken()
+            return cls.of_weights(weights)
         except (OSError, ValueError) as error:
             raise refusal(name, os.fspath(given), f"no gate of {cls.__name__} in it: {error}") from None
 
@@ -152,7 +171,7 @@ class Gate(Value, abc.ABC):
         layers: dict[int, dict[str, StoredTensor]] = {}
         for name, tensor in stored.items():
             match = re.match(cls.beginning, name)
-            if match is None:
+            if match is None or match[1] != str(int(match[1])):
                 raise ValueError(f"tensor {name} belongs to no such gate")
             layers.setdefault(int(match[1]), {})[name[match.end() :]] = tensor
         if sorted(layers) != list(range(len(layers))) or not layers:

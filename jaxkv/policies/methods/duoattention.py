@@ -31,7 +31,8 @@ class DuoAttention(Method):
         pattern: how much each layer's kv heads need all rows, `[L][K]` numbers from 0 to 1, or the published folder.
         sparsity: share of kv heads that are streaming heads: those of the lowest numbers.
         sinks: first tokens that always stay; None: config.json's in the pattern's folder, 64 without one.
-        window: most recent tokens that stay in streaming heads; None: config.json's, 256 without one.
+        window: most recent tokens that stay in streaming heads, where rows of `protect` take the places of its oldest;
+            None: config.json's, 256 without one.
 
     References:
         Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads,

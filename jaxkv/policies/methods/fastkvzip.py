@@ -20,10 +20,10 @@ from jaxkv.policies.unseen import GateScores
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecentGateScores(GateScores, Value):
-    """Scores of a gate, and above them those of each text's last tokens, later ones higher.
+    """Scores of rows by a gate; rows of each text's last tokens score higher than all others, later ones highest.
 
     Attributes:
-        recent: share of each text that its last tokens are.
+        recent: share of each text's tokens that are its last ones.
     """
 
     recent: float = 0.02
@@ -43,8 +43,9 @@ class FastKVzip(Method):
     Attributes:
         gate: the model's gate: a safetensors file, or what `FastKVzipGate.read` returned.
         sinks: first tokens that always stay.
-        recent: share of a prompt whose last tokens come first; published for prompts below 32,000 tokens.
-        window: last tokens that always stay; published are 4,096, without `recent`, for longer prompts.
+        recent: share of a prompt, from its end, whose rows come before all others; 0.02 is published for prompts below
+            32,000 tokens.
+        window: last tokens that always stay; for longer prompts 4,096 is published, with `recent=0`.
         capacity: on a mesh, rows that the heads of one device may hold, over their even share.
 
     References:
