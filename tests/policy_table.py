@@ -443,7 +443,7 @@ TABLE += (
     Row(
         name="chunkkv-entropy",
         make=lambda budget, **kw: ChunkKV(
-            base=SnapKV(budget=budget, window=WINDOW, pooling=NoPool(), **kw), chunk=5, gate="entropy", peaks=2
+            base=SnapKV(budget=budget, window=WINDOW, pooling=NoPool(), **kw), chunk=5, gated=True, peaks=2
         ),
         oracle=t.each(t.chunkkv_entropy),
         window=WINDOW,

@@ -57,13 +57,12 @@ def test_uneven_chunks_keep_their_peaks(signed, forced):
 
 
 def test_a_gate_is_kvpress_numbers():
-    plain, gated = ChunkKV(budget=64).parts().heads, ChunkKV(budget=64, gate="entropy").parts().heads
+    plain, gated = ChunkKV(budget=64).parts().heads, ChunkKV(budget=64, gated=True).parts().heads
     assert (plain.chunk, plain.peaks, gated.chunk, gated.peaks) == (20, None, 10, 4)
     for options, remedy in (
-        ({"gate": "variance"}, "gate='variance': give 'entropy', or None"),
-        ({"peaks": 4}, "peaks=4: it needs gate='entropy'"),
-        ({"peaks": 10, "gate": "entropy"}, "peaks=10: chunks have 10 rows: give fewer"),
-        ({"peaks": 0, "gate": "entropy"}, "peaks=0: give 1 row or more"),
+        ({"peaks": 4}, "peaks=4: it needs gated=True"),
+        ({"peaks": 10, "gated": True}, "peaks=10: chunks have 10 rows: give fewer"),
+        ({"peaks": 0, "gated": True}, "peaks=0: give 1 row or more"),
     ):
         with pytest.raises(ValueError, match=remedy):
             ChunkKV(budget=64, **options)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv._checks import field, flag
 from jaxkv._errors import require
 from jaxkv.policies.chunked_heads import ChunkedHeads
 from jaxkv.policies.heads import SharedHeads, UniformHeads
@@ -18,14 +19,14 @@ class ChunkKV(Wrapper):
     """Keeps whole chunks of neighbouring rows, the same in all kv heads, by the mean of the base policy's scores.
 
     The sum of rows is the budget's: of the first chunk that does not fit, its best rows stay. Chunks that have rows of
-    the window, sinks or protected spans are completed before others. With `gate="entropy"`, chunks of high scores that
-    come from few of their rows keep only these, and the rows that this frees go to further chunks.
+    the window, sinks or protected spans are completed before others. With `gated=True`, chunks of high scores that come
+    from few of their rows keep only these, and the rows that this frees go to further chunks.
 
     Attributes:
         base: the policy whose scores, kept rows and layer budgets are used.
-        chunk: rows of a chunk; None: 20, or 10 with a gate.
-        gate: "entropy" keeps only the best rows of chunks whose mean score is at least the median and whose scores'
-            entropy is below the median; None keeps chunks whole.
+        chunk: rows of a chunk; None: 20, or 10 if `gated`.
+        gated: keep only the best rows of chunks whose mean score is at least the median and whose scores' entropy is
+            below the median; otherwise chunks stay whole.
         peaks: rows kept of such a chunk; 4, if None.
 
     References:
@@ -34,7 +35,7 @@ class ChunkKV(Wrapper):
     """
 
     chunk: int | None = None
-    gate: str | None = None
+    gated: bool = False
     peaks: int | None = None
 
     paper: ClassVar[str] = "ChunkKV, arXiv:2502.00299"
@@ -42,9 +43,8 @@ class ChunkKV(Wrapper):
     usual: ClassVar[str] = "snapkv"
 
     def _check(self) -> None:
-        known = self.gate is None or (isinstance(self.gate, str) and self.gate == "entropy")
-        require(known, "gate", self.gate, "give 'entropy', or None")
-        require(self.peaks is None or self.gate is not None, "peaks", self.peaks, "it needs gate='entropy'")
+        field(self, "gated", flag)
+        require(self.peaks is None or self.gated, "peaks", self.peaks, "it needs gated=True")
         for name in ("chunk", "peaks"):
             if getattr(self, name) is not None:
                 self._adopt(self.heads, name)
@@ -52,10 +52,9 @@ class ChunkKV(Wrapper):
 
     @property
     def heads(self) -> ChunkedHeads:
-        """The head budgets: chunks of `chunk` rows, `peaks` rows of uneven ones if there is a gate."""
-        gated = self.gate is not None
-        chunk = (10 if gated else 20) if self.chunk is None else self.chunk
-        return ChunkedHeads(chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if gated else None)
+        """The head budgets: chunks of `chunk` rows, `peaks` rows of uneven ones if `gated`."""
+        chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
+        return ChunkedHeads(chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None)
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Raises ValueError for bases with head budgets of their own, nested layers, or rows evicted one by one."""
