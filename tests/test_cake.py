@@ -5,7 +5,7 @@ import pytest
 import table_oracles as t
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policy_table import Row
+from policy_row import Row
 from table_oracles import WINDOW
 from test_oracle_agreement import check_agreement, lengths_of_two, seeds
 

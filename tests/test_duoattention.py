@@ -9,7 +9,8 @@ import oracles as o
 import pytest
 import slot_runs
 import tiny
-from policy_table import BY_NAME, Row
+from policy_row import Row
+from policy_table import BY_NAME
 from test_invariants import check_layout, check_rows
 
 import jaxkv

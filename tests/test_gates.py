@@ -12,7 +12,8 @@ import oracles as o
 import pytest
 import slot_runs
 import tiny
-from policy_table import BY_NAME, WINDOW, Row
+from policy_row import Row
+from policy_table import BY_NAME, WINDOW
 from safetensors.numpy import save, save_file
 from test_invariants import check_alone, check_prefill
 from test_replay import hidden

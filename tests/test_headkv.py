@@ -11,7 +11,8 @@ import slot_runs
 import tiny
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policy_table import BY_NAME, WINDOW, Row
+from policy_row import Row
+from policy_table import BY_NAME, WINDOW
 from test_invariants import check_alone, check_prefill
 from test_oracle_agreement import DIM, LAYERS, SHAPES, draw_layers, lengths_of_two, library_kept, seeds
 

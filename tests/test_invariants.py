@@ -14,7 +14,8 @@ import test_oracle_agreement as agreement
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_table import BY_NAME, DECODED, TABLE, Row
+from policy_row import Row
+from policy_table import BY_NAME, DECODED, TABLE
 
 import jaxkv
 from jaxkv.cache.packing import Unpacked, pack, pack_shared

@@ -8,7 +8,7 @@ import table_oracles as t
 import test_oracle_agreement as agreement
 import tiny
 from hypothesis import assume, given, settings
-from policy_table import Row
+from policy_row import Row
 
 from jaxkv import CAPKV, CurDKV, LagKV
 from jaxkv.policies import Observed, QueryMoments

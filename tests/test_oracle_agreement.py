@@ -9,7 +9,8 @@ import oracles as o
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policy_table import TABLE, Row
+from policy_row import Row
+from policy_table import TABLE
 from table_oracles import critical_norms, replayed
 
 from jaxkv import attention

@@ -5,7 +5,8 @@ import numpy as np
 import oracles as o
 import pytest
 import tiny
-from policy_table import BY_NAME, Row
+from policy_row import Row
+from policy_table import BY_NAME
 from safetensors.numpy import save_file
 from test_invariants import check_alone, check_prefill
 from test_oracle_agreement import DIM, LAYERS, draw_layers, library_kept

@@ -8,7 +8,8 @@ import numpy as np
 import oracles as o
 import pytest
 import tiny
-from policy_table import SPANS, TABLE, Row
+from policy_row import Row
+from policy_table import SPANS, TABLE
 from transforming import LENGTHS, SLOTS, SNAP, WINDOW, draw, kept, segments
 
 import jaxkv
