@@ -22,7 +22,7 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
         type=argument(positive),
         default=2048,
         metavar="N",
-        help="most tokens read of each text (default: %(default)s)",
+        help="most tokens read of each text, if the model has as many positions (default: %(default)s)",
     )
     most = "above 0: larger numbers make smaller weights, which fit these texts less (default: %(default)s)"
     add("--penalty", type=argument(real), default=1.0, metavar="X", help=most)
@@ -37,7 +37,8 @@ def run_fit(options: argparse.Namespace) -> int:
     texts = [read_long_text(name, "TEXT") for name in options.texts]
     enable_compilation_cache()
     params = load(options.model)
-    ids = [each[: options.tokens] for each in ids_of(params, options.model, texts)]
+    most = min(options.tokens, params.config.max_positions)
+    ids = [each[:most] for each in ids_of(params, options.model, texts)]
     fitted = fit_gate(params, ids, penalty=options.penalty)
     target.write(fitted.gate.to_bytes())
     to_stdout(f"gate of {options.model} from {fitted.tokens} tokens: {options.out}")
