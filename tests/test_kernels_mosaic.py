@@ -1,71 +1,44 @@
 """The Mosaic GPU kernel, simulated: its warpgroups, barriers, copies and masks, against plain loops in float64."""
 
 import functools
-import threading
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import oracles as o
 import pytest
-from test_kernels import DTYPES, draw, wide
+from simulated_mosaic import CASES
+from test_kernels import draw
 
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.pallas_kernels import mosaic
 
-# Under pytest the simulators of JAX 0.11 and 0.12 stand still; in a script of its own the kernel passes in both.
-simulated = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11),
-    reason="the simulator of JAX 0.11 and later hangs under pytest; the lock, and so CI, has 0.10",
-)
-TILES = mosaic.HopperTiles(queries=16, keys=16, stages=2)
+ROOT = Path(__file__).parent
+# The simulator's threads once ended their process (a segmentation fault in JAX, seen in CI): it may try again.
+_TRIES = 3
 
 
-@pytest.fixture(autouse=True)
-def _compiled_once(monkeypatch):
-    """The simulator compiles a kernel anew for every warpgroup and every program of the grid: here once."""
-    lock, programs = threading.Lock(), {}
-
-    def run(jaxpr, consts, *args):
-        with lock:
-            if id(jaxpr) not in programs:
-                jitted = jax.jit(functools.partial(jax.core.eval_jaxpr, jaxpr))
-                programs[id(jaxpr)] = jaxpr, jitted.lower(consts, *args).compile()
-        programs[id(jaxpr)][1](consts, *args)
-
-    monkeypatch.setattr("jax._src.pallas.mosaic.interpret.thread_map._run_jaxpr", run)
-
-
-def check(capsys, dim, dtype, *, group, queries, slots, first, length):
-    """Queries first .. first + T of each sequence, two kv heads."""
-    kind, tolerance = DTYPES[dtype]
-    batch, heads = len(first), 2
-    rows = (batch, heads, slots, dim)
-    q, k, v = draw(dim, (batch, heads, group, queries, dim), rows, rows, dtype=kind)
-    at = (jnp.asarray(first, jnp.int32), jnp.asarray(length, jnp.int32))
-    out, lse = mosaic.flash(q, k, v, *at, tiles=TILES, interpret=True)
-    assert out.dtype == kind and lse.dtype == jnp.float32
-    # JAX before 0.11 says that warpgroups race, later ones raise.
-    assert "RACE" not in capsys.readouterr().out
-    for b, tokens in enumerate(length):
-        positions = [p if p < tokens else -1 for p in range(first[b], first[b] + queries)]
-        folded = wide(q[b]).reshape(heads * group, queries, dim)
-        theirs = o.attend_rows(folded, wide(k[b]), wide(v[b]), [range(tokens)] * heads, positions)
-        for ours, want in zip((out[b], lse[b]), theirs, strict=True):
-            np.testing.assert_allclose(wide(ours), want.reshape(ours.shape), rtol=tolerance * 4, atol=tolerance * 4)
+@pytest.fixture(scope="module")
+def simulated():
+    """What each case of the simulation came to."""
+    path = os.pathsep.join([str(ROOT.parent), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""}
+    command = [sys.executable, str(ROOT / "simulated_mosaic.py")]
+    for _ in range(_TRIES):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode >= 0:
+            break
+    assert done.returncode == 0, done.stderr
+    return {found.pop("case"): found for found in map(json.loads, done.stdout.splitlines())}
 
 
-@simulated
-@pytest.mark.parametrize(("dim", "dtype", "group"), [(64, "bfloat16", 2), (128, "float16", 1)])
-def test_whole_prompts(capsys, dim, dtype, group):
-    """Two unequal prompts of no multiple of a block: more blocks of keys than the ring holds, and a tile of padding."""
-    check(capsys, dim, dtype, group=group, queries=40, slots=40, first=[0, 0], length=[39, 20])
-
-
-@simulated
-def test_an_offset(capsys):
-    """The last queries alone, some before the beginning, some past the end, and a sequence of no tokens."""
-    check(capsys, 64, "float16", group=1, queries=9, slots=50, first=[41, -3, 20, 0], length=[50, 5, 24, 0])
+@pytest.mark.parametrize("case", CASES)
+def test_simulated(simulated, case):
+    """Warpgroups, barriers, copies and masks give what plain loops in float64 give, and no warpgroup races another."""
+    assert simulated[case] == {"dtypes": [CASES[case]["dtype"], "float32"], "race": False}
 
 
 def test_refused(monkeypatch):
