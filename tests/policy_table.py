@@ -32,6 +32,7 @@ from jaxkv import (
     OmniKV,
     PyramidInfer,
     PyramidKV,
+    Quest,
     Random,
     RoCo,
     SnapKV,
@@ -438,6 +439,12 @@ TABLE += (
         uniform=False,
         level=False,
         like="layerdefensivekv",
+    ),
+    Row(
+        name="quest",
+        make=lambda budget, **kw: Quest(budget=budget, page=4, dense_layers=1),
+        oracle=t.each(lambda layer, q, k, budget: o.full(*k.shape[:2])),
+        keeps_all=True,
     ),
     Row(
         name="omnikv",

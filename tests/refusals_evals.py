@@ -14,7 +14,7 @@ from test_analysis import a_map
 from test_analysis_doors import POLICY, counted
 
 import jaxkv
-from jaxkv import D2O, AdaKV, OmniKV, SnapKV, StreamingLLM
+from jaxkv import D2O, AdaKV, OmniKV, Quest, SnapKV, StreamingLLM
 from jaxkv.analysis import (
     Similarity,
     best_filters,
@@ -173,6 +173,10 @@ TASKS = [
                 TEXTS[0][-4:],
             ),
             "policy='OmniKV'",
+        ),
+        (
+            lambda: visible_attention(tiny.tiny(CONFIG), Quest(dense_layers=1), TEXTS[0][:-4], TEXTS[0][-4:]),
+            "policy='Quest': Quest chooses pages",
         ),
         (
             lambda: visible_attention(tiny.tiny(CONFIG), AdaKV(base=SnapKV(budget=12, window=4)), TEXTS[0][:-4], []),

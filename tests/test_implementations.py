@@ -69,6 +69,8 @@ POLICIES = {
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
     "omnikv, windowed": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4),
     "omnikv, all tokens": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, include_generated=True),
+    "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
+    "quest, compressed": jaxkv.Quest(budget=12, page=4, dense_layers=0, base=jaxkv.PyramidKV(budget=20, window=4)),
     "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
     "omnikv, compressed": jaxkv.OmniKV(
         budget=12, filter_layers=(0,), adjacent=0, base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8))

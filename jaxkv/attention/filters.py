@@ -1,4 +1,4 @@
-"""Scores of positions by a filter layer (OmniKV): attention that they receive, maximum over heads."""
+"""Scores of what layers read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
 
 import dataclasses
 
@@ -127,6 +127,27 @@ def by_position(
 
     first = received(0)
     return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + received(i), first)
+
+
+def by_page(
+    q: Float[Array, "B K G D"], low: Float[Array, "B n D"], high: Float[Array, "B n D"], axes: Axes | None
+) -> Float[Array, "B K p"]:
+    """Upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over all query heads of a kv head.
+
+    Tang et al., Quest, algorithm 1: sum over channels of max(q * low, q * high). `low` and `high` are the element-wise
+    minimum and maximum of the keys of n = K p pages, head after head. On a mesh the maximum is over all devices' heads.
+    """
+    batch, heads, _, dim = q.shape
+    wide = q.astype(jnp.float32)
+
+    def product(part: Array, of: Array) -> Array:
+        """Float32 inner products `[B, K, G, p]` of a part of the queries with one bound of all pages."""
+        keys = of.astype(jnp.float32).reshape(batch, heads, -1, dim)
+        return jnp.einsum("bkgd,bkpd->bkgp", part, keys, precision=lax.Precision.HIGHEST)
+
+    # The larger product of a channel is that with the maximum where q is positive, with the minimum elsewhere.
+    bound = product(jnp.maximum(wide, 0), high) + product(jnp.minimum(wide, 0), low)
+    return most_of_devices(bound.max(axis=2), "G", axes)
 
 
 def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:

@@ -12,9 +12,18 @@ from jaxkv.cache import Cache, KVCache, Tables
 from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
 from jaxkv.engine import staged
-from jaxkv.engine.bookkeeping import Scratch, faded, likely_keys, of_whole_groups, segments_of, within_limits
+from jaxkv.engine.bookkeeping import (
+    Scratch,
+    faded,
+    likely_keys,
+    of_whole_groups,
+    scratch_of,
+    segments_of,
+    within_limits,
+)
 from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, run_layers
 from jaxkv.engine.ordering import behind
+from jaxkv.engine.pages import full_pages, rest_from
 from jaxkv.engine.sparse import new_tokens, rest_of
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, first_stream
@@ -58,6 +67,9 @@ def step(
     """
     tails, written = beside if isinstance(beside, Beside) else ((), None)
     scratch = beside if isinstance(beside, Scratch) else None
+    if beside is None and spec.page is not None and tokens.shape[1] == 1:
+        # A token that is read, not drawn in a loop: the pages' bounds are computed from all keys.
+        scratch = scratch_of(cache, spec)
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
     new = new_tokens(spec, tables, count, several, written)
@@ -80,7 +92,8 @@ def step(
             tail=tails[layer] if tails else None,
             ring=None if ring is None or state is None else state.rings[ring],
             likely=None if likely is None else likely[layer],
-            norms=None if scratch is None else scratch.norms[at],
+            norms=None if scratch is None or not scratch.norms else scratch.norms[at],
+            bounds=None if scratch is None or not scratch.bounds else scratch.bounds[layer],
             asks=spec.chooses(layer, several),
             sparse=spec.sparse(layer, several),
             dealt=dealt,
@@ -106,7 +119,8 @@ def step(
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
     if scratch is not None:
         norms = tuple(each.norms for each in last if each.norms is not None)
-        scratch = dataclasses.replace(scratch, norms=norms)
+        bounds = tuple(each.bounds for each in after) if scratch.bounds else ()
+        scratch = dataclasses.replace(scratch, norms=norms, bounds=bounds)
     if spec.evicts and several == 1:
         products = [each.products for each in done if each.products is not None]
         cache, scratch = within_limits(cache, [each.out for each in done], products, scratch, spec)
@@ -122,7 +136,12 @@ def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
     sparse = np.asarray([spec.sparse(layer, 1) for layer in range(len(start))])
     if new.candidates is not None and sparse.any():
         # The kernel counts chosen rows as if they lay right before the rows that are always read, from row 0 on.
-        picked, rest, some = jnp.minimum(*new.candidates), rest_of(spec, tables), sparse[:, None, None]
+        some = sparse[:, None, None]
+        if spec.page is None:
+            picked, rest = jnp.minimum(*new.candidates), rest_of(spec, tables)
+        else:
+            full = full_pages(length, new.candidates.budget[:, None], spec.page)
+            picked, rest = full.max(axis=(0, 2)) * spec.page, rest_from(length, spec.page)
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     k = cache.pools[0].k

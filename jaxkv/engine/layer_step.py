@@ -19,6 +19,7 @@ from jaxkv.cache.pools import Pool, append, append_norms
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.ordering import behind
+from jaxkv.engine.pages import PageBounds, PageRows, chosen_pages, over_pages, with_row
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.sparse import Chosen, Loaded, chosen_at, over_chosen, over_rest, picks_of
 from jaxkv.engine.spec import Spec
@@ -75,6 +76,8 @@ class LayerRows:
         loaded: the chosen rows, if they come from host memory.
         dealt: table of a kernel that rotates, appends and attends at once; None runs separate steps.
         gate: weights of the layer's gate, by which new rows are scored; None without one.
+        bounds: of the keys of the layer's pages; None unless it chooses pages of its own to read.
+        pages: rows of the pages chosen for the new token; None before the choice, and without pages.
     """
 
     pool: Pool
@@ -91,6 +94,8 @@ class LayerRows:
     loaded: Loaded | None = None
     dealt: Dealt | None = None
     gate: Any = None
+    bounds: PageBounds | None = None
+    pages: PageRows | None = None
 
     @property
     def keys(self) -> Float[Array, "B P D"]:
@@ -152,6 +157,8 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
+    if rows.bounds is not None:
+        rows = _choosing_pages(spec, token, rows, new, rows.bounds)
     received = None
     if parts is not None and rows.dealt is not None:
         out, rows = _attend_fused(spec, token, rows, new, parts, rows.dealt)
@@ -166,6 +173,16 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         pool = with_received(rows.pool, received, rows.segments.start, counts)
         rows, products = dataclasses.replace(rows, pool=pool), received.products
     return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], products, chosen)
+
+
+def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, bounds: PageBounds) -> LayerRows:
+    """Layer's rows with the pages chosen for one new token, and with the token's key in its page's bounds."""
+    assert spec.page is not None and new.candidates is not None
+    length, (heads, budget) = rows.segments.length, (token.q.shape[1], new.candidates.budget)
+    pages = chosen_pages(spec, token.q[..., 0, :], bounds, length, budget, rows.pool.rows // heads)
+    return dataclasses.replace(
+        rows, pages=pages, bounds=with_row(bounds, token.stored[:, :, 0], length, new.count, spec.page)
+    )
 
 
 def attend(
@@ -187,6 +204,9 @@ def attend(
         some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
         return attention.merge(*some, *over_rest(spec, token.q, pool, rows.segments, length)), rows, None
     start = rows.segments.start
+    if rows.pages is not None:
+        out = over_pages(spec, token.q[..., 0, :], pool, start, length, rows.pages)
+        return out[..., None, :], rows, None
     if not spec.scored:
         return pool_attention(token.q, rows.keys, pool.v, start, length, spec)[0], rows, None
     assert pool.score is not None
@@ -221,6 +241,8 @@ def _attend_fused(
     if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
         places, held = picks_of(spec, pool, rows.segments, rows.chosen)
         picks = (places, dealt.picked, held, dealt.rest, dealt.start)
+    elif rows.pages is not None and dealt.picked is not None and dealt.rest is not None:
+        picks = (rows.pages.rows, dealt.picked, rows.pages.held, dealt.rest, dealt.start)
     out, k, v, pos, *score = spec.backend.decode_token(
         *parts,
         (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),

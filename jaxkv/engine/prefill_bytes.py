@@ -13,7 +13,7 @@ from jaxkv.engine.lengths import QUERY_BLOCK, long_block, ring_rows
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.reading import Reading
+from jaxkv.policies.reading import WHOLE, Reading
 from jaxkv.policies.scorer import Replay
 
 # Bytes of the workspace that XLA gives cuBLAS on Hopper.
@@ -24,6 +24,18 @@ def row_bytes(config: ModelConfig, parts: Parts, item: int) -> int:
     """Bytes of one row of a pool: key, value and position, and the score of policies that score while decoding."""
     ongoing = parts.ongoing
     return parts.store.row_bytes(config.head_dim, item) + 4 + (4 if ongoing is not None and ongoing.scored else 0)
+
+
+def bound_bytes(reading: Reading | None, config: ModelConfig, batch: int, item: int, pool_rows: tuple[int, ...]) -> int:
+    """Bytes of the minimum and maximum key of every page of the layers that choose pages (Quest); 0 without pages.
+
+    `pool_rows` is P of each layer's pool, and `config` the model's shape, on one device.
+    """
+    if reading is None or reading.page is None:
+        return 0
+    page, heads = reading.page, config.kv_heads
+    sparse = (rows for rows, source in zip(pool_rows, reading.sources, strict=True) if source != WHOLE)
+    return sum(heads * -(-rows // heads // page) for rows in sparse) * batch * 2 * config.head_dim * item
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +90,13 @@ class PrefillBytes:
         return 0 if self.reading is None else self.reading.loaded * self._token
 
     @property
+    def bounds(self) -> int:
+        """Bytes of the bounds of pages' keys (Quest) that decoding keeps beside the cache; 0 without pages."""
+        return bound_bytes(self.reading, self.config, self.batch, self.item, self.pool_rows)
+
+    @property
     def peak(self) -> int:
-        """Peak bytes on the device, weights excluded: of prefill, or of reading offloaded rows in decoding."""
+        """Peak bytes on the device, weights excluded: of prefill, or of offloaded rows and bounds in decoding."""
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
@@ -97,7 +114,7 @@ class PrefillBytes:
             turned = self._token * (reading.width if reading.filters else self.slots)
         # The rows of prompts that are read in chunks stay on the device until the last chunk.
         whole = self.host * (read is not None and read.by_chunks)
-        return cache + max(self.loaded + turned, beside) + whole
+        return cache + max(self.loaded + turned + self.bounds, beside) + whole
 
     @property
     def replay(self) -> Replay | None:

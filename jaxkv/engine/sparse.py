@@ -123,8 +123,13 @@ def choose(
         recent = known & (position > (now - reading.window)[:, None])
         keys = jnp.where(recent, jnp.uint32(0xFFFFFFFF), keys)
     count = jnp.minimum(candidates.budget, candidates.below)
-    at = (_sorted if by_sorting else _counted)(keys, count, min(reading.width, scores.shape[1]))
+    at = largest(keys, count, min(reading.width, scores.shape[1]), by_sorting=by_sorting)
     return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
+
+
+def largest(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int, *, by_sorting: bool) -> Int[Array, "B T"]:
+    """Indices of the `count` largest sort keys, ascending, ties to the lowest; T = `width`, later ones unused."""
+    return (_sorted if by_sorting else _counted)(keys, count, width)
 
 
 def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:

@@ -124,6 +124,11 @@ class Spec:
         """True if each new row beyond a segment's limit evicts a row."""
         return self.ongoing is not None and self.ongoing.evicts
 
+    @property
+    def page(self) -> int | None:
+        """Number of rows of the pages that sparse layers choose for themselves; None without pages."""
+        return None if self.reading is None else self.reading.page
+
     def streams(self, tokens: int) -> bool:
         """True if a step of this many tokens runs the backend's fused kernels `decode_token` and `add_norm`."""
         fused = self.backend.fused_step and self.config.alternates and self.fused

@@ -95,8 +95,8 @@ def visible_attention(
         read, per kv head and layer, averaged.
 
     Raises:
-        ValueError: for no tokens; for a policy that drops rows and chooses among the others; on a mesh, for one that
-            chooses what it reads.
+        ValueError: for no tokens; for a policy that chooses pages, or drops rows and chooses among the others; on a
+            mesh, for one that chooses what it reads.
     """
     for name, ids in (("prompt", prompt), ("answer", answer)):
         require(len(ids) >= 1, name, ids, "give at least 1 token")
@@ -147,10 +147,11 @@ def _held(
 def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
     """`_Choice` for a policy with filter layers, None for one without; refuses one that also drops rows."""
     parts, layers = policy.parts(), params.config.layers
-    reading = parts.reading(layers, bucket(prompt))
+    reading, name = parts.reading(layers, bucket(prompt)), type(policy).__name__
+    remedy = f"{name} chooses pages in every layer, which is not measured: give a policy with filter layers, or none"
+    require(reading is None or reading.page is None, "policy", name, remedy)
     if reading is None or not reading.filters:
         return None
-    name = type(policy).__name__
     require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
     require(parts.scorer is None, "policy", name, "it drops rows and chooses among the others: give one alone")
     assert parts.read is not None

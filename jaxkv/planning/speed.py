@@ -146,6 +146,10 @@ def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
     reading = parts.reading(layers, planned.slots)
     if reading is not None:
         whole = np.asarray([source == WHOLE for source in reading.sources])
+        if reading.page is not None:
+            # The bounds of a page are read like one row: a minimum and a maximum, in place of a key and a value.
+            held = kept + behind
+            return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
         return np.where(whole, kept, np.minimum(reading.width, kept)) + behind, tuple(reading.filters)
     grows = parts.ongoing is None or not parts.evicts
     period = parts.every or 2 * behind

@@ -33,6 +33,7 @@ from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
+from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method, Policy
 from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
@@ -108,6 +109,7 @@ __all__ = [
     "Observed",
     "OfficialLayers",
     "OfficialVarianceLayers",
+    "PagedReads",
     "Parts",
     "Policy",
     "PoolOrder",

@@ -61,8 +61,10 @@ class Reading:
         offloaded: layers whose prompt lies in host memory.
         ahead: offloaded layers that are loaded ahead of the one in use.
         slots: the prompts' bucket.
-        width: largest number of chosen tokens, a shape.
+        width: largest number of chosen tokens, or of rows in the pages read; a shape.
         several: True if filters choose for several new tokens together; otherwise several tokens read everything.
+        page: number of rows of the pages that each sparse layer chooses itself (Quest), whose source is the layer's own
+            index; None where filter layers choose.
     """
 
     filters: tuple[int, ...]
@@ -76,6 +78,7 @@ class Reading:
     slots: int
     width: int
     several: bool = False
+    page: int | None = None
 
     @property
     def loaded(self) -> int:

@@ -31,6 +31,7 @@ from oracles.lagkv import *
 from oracles.merging import *
 from oracles.policies import *
 from oracles.qfilters import *
+from oracles.quest import *
 from oracles.replay import *
 from oracles.scores import *
 from oracles.select import *

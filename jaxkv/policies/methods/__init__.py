@@ -32,6 +32,7 @@ from jaxkv.policies.methods.kvzap import KVzap
 from jaxkv.policies.methods.fastkvzip import FastKVzip
 from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
+from jaxkv.policies.methods.quest import Quest
 from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
 # isort: on
 
@@ -66,6 +67,7 @@ __all__ = [
     "PyramidInfer",
     "PyramidKV",
     "QFilters",
+    "Quest",
     "Random",
     "RoCo",
     "SnapKV",

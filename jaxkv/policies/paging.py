@@ -1,0 +1,86 @@
+"""The part `read` of Quest: each kv head of a layer reads the pages of rows whose keys promise the largest logits."""
+
+import dataclasses
+from fractions import Fraction
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxkv._checks import field, whole
+from jaxkv._errors import require
+from jaxkv._values import ENDLESS, Value
+from jaxkv.policies.checks import as_budget
+from jaxkv.policies.reading import WHOLE, Reading, Selector
+
+# The default budget, in rows.
+_ROWS = 1024
+# Least number of pages that a layer reads, in the published code.
+_PAGES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedReads(Value):
+    """Quest's reads: at each new token every kv head of a layer reads its pages of largest bound, and the last page.
+
+    Fields are those of `Quest`.
+    """
+
+    page: int
+    dense_layers: int
+    budget: int | float | None
+
+    queries = 0
+    by_chunks = False
+    whole_prompts = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("page", 1), ("dense_layers", 0)):
+            field(self, name, whole, f"give a number, at least {least}", least=least)
+        budget = as_budget(_ROWS if self.budget is None else self.budget)
+        if isinstance(budget, int):
+            remedy = f"below the {_PAGES} pages of {self.page} rows that are always read: give at least {self._least}"
+            require(budget >= self._least, "budget", budget, remedy)
+            budget = min(budget, ENDLESS)
+        object.__setattr__(self, "budget", budget)
+
+    @property
+    def _least(self) -> int:
+        """Least number of rows that a layer reads: those of three pages."""
+        return _PAGES * self.page
+
+    def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
+        """Number `[B]` of rows, those after the prompt included, that a kv head of a sparse layer reads at each token.
+
+        Args:
+            lengths: tokens of each prompt.
+            layers: L.
+
+        Returns:
+            The budget in rows, or the share's whole number of each prompt; at least three pages of rows.
+        """
+        lengths, budget = np.asarray(lengths, np.int64), self.budget
+        if isinstance(budget, int):
+            return np.full_like(lengths, budget)
+        share = Fraction(repr(budget))
+        wanted = [n * share.numerator // share.denominator for n in lengths.tolist()]
+        return np.maximum(np.asarray(wanted, np.int64), self._least)
+
+    def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
+        """Returns the static config in which layers above the dense ones read pages that they choose themselves."""
+        return Reading(
+            filters=(),
+            sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),
+            selector=Selector.LAST,
+            window=1,
+            include_generated=True,
+            every_row=every_row,
+            offloaded=(),
+            ahead=0,
+            slots=slots,
+            width=int(self.tokens(np.asarray([slots]), layers)[0]),
+            page=self.page,
+        )
+
+    def described(self) -> str:
+        """Text for people that says how many rows are read, in pages of how many rows, and which layers read all."""
+        return f"budget={self.budget!r}, in pages of {self.page} rows; all in the first {self.dense_layers} layers"

@@ -1,0 +1,49 @@
+"""Quest's pages and what is attended to, in float64: the bound of a page, query head by query head, key by key."""
+
+import math
+
+import numpy as np
+
+from oracles.select import cut_gap
+
+
+def page_bound(query, keys):
+    """The most that one query `[D]` can have as inner product with a key between the least and greatest of `[n, D]`."""
+    least, greatest = np.min(keys, axis=0).astype(np.float64), np.max(keys, axis=0).astype(np.float64)
+    return sum(max(float(q) * low, float(q) * high) for q, low, high in zip(query, least, greatest, strict=True))
+
+
+def quest_rows(q, k, *, budget, page=16):
+    """Rows that each kv head reads for one token.
+
+    Args:
+        q: [H, D] the token's queries, after RoPE.
+        k: [K, n, D] keys, after RoPE, the token's own last.
+        budget: rows.
+        page: rows of a page.
+
+    Returns:
+        The K ascending lists of rows, and the smallest gap at a cut (inf where all pages are read).
+    """
+    heads, n = np.shape(k)[:2]
+    group, kept, gap = len(q) // heads, [], math.inf
+    *older, newest = [range(first, min(first + page, n)) for first in range(0, n, page)]
+    count = (budget - len(newest)) // page
+    for head in range(heads):
+        asked = q[head * group : (head + 1) * group]
+        bounds = [max(page_bound(query, k[head, list(rows)]) for query in asked) for rows in older]
+        ranked = sorted(range(len(older)), key=lambda index, of=bounds: (-of[index], index))
+        gap = min(gap, cut_gap([bounds[at] for at in ranked[:count]], [bounds[at] for at in ranked[count:]]))
+        kept.append(sorted(row for rows in [newest, *(older[at] for at in ranked[:count])] for row in rows))
+    return kept, gap
+
+
+def attention_over(q, k, v, rows):
+    """Attention output `[H, D]` of one token's queries `[H, D]` over the given rows of each kv head's `[K, n, D]`."""
+    group, out = len(q) // len(k), []
+    for head, query in enumerate(np.asarray(q, np.float64)):
+        mine = rows[head // group]
+        logits = k[head // group, mine].astype(np.float64) @ query / math.sqrt(query.size)
+        weights = np.exp(logits - logits.max())
+        out.append(weights @ v[head // group, mine].astype(np.float64) / weights.sum())
+    return np.stack(out)

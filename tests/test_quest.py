@@ -1,0 +1,195 @@
+"""Quest: every row is kept, and drawn tokens read the pages whose keys bound their logits highest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+import running
+import slot_runs as runs
+import tiny
+from test_sharded_parts import agree
+
+import jaxkv
+from jaxkv import FullKV, PyramidKV, Quest, SnapKV
+from jaxkv.attention.filters import by_page
+from jaxkv.engine import layer_step
+from jaxkv.engine.bookkeeping import scratch_of
+from jaxkv.engine.pages import bounds_of, full_pages, with_row
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.engine.spec import spec_for
+
+CONFIG, LENGTHS, NEW = tiny.MODELS["gqa3"], (60, 33), 20
+
+
+def quest(budget=20, **options):
+    return Quest(**{"budget": budget, "page": 4, "dense_layers": 1} | options)
+
+
+# --- bounds and budgets ----------------------------------------------------------------------------------------------
+
+
+def test_the_bound_is_the_oracles_and_never_below_a_logit():
+    rng = np.random.default_rng(0)
+    q, keys = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(2, 12, 8)).astype(np.float32)
+    low, high = (getattr(keys.reshape(2, 3, 4, 8), name)(axis=2).reshape(1, 6, 8) for name in ("min", "max"))
+    found = np.asarray(by_page(jnp.asarray(q.reshape(1, 2, 3, 8)), jnp.asarray(low), jnp.asarray(high), None))[0]
+    for head in range(2):
+        logits = (q[head * 3 : head * 3 + 3] @ keys[head].T).reshape(3, 3, 4)
+        assert (found[head] >= logits.max(axis=(0, 2)) - 1e-5).all()
+        pages = [keys[head, 4 * page : 4 * page + 4] for page in range(3)]
+        expected = [max(o.page_bound(each, page) for each in q[head * 3 : head * 3 + 3]) for page in pages]
+        np.testing.assert_allclose(found[head], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bounds_grown_row_by_row_are_those_of_all_rows(dtype):
+    """Segments of unequal lengths; one sequence gets no more rows, and no page beyond a segment's rows counts."""
+    rng, page, each = np.random.default_rng(1), 4, 18
+    keys = jnp.asarray(rng.normal(size=(2, 2 * each, 8)), dtype)
+    pool = jaxkv.cache.pools.dense_pool(keys, keys, jnp.zeros((2, 2 * each), jnp.int32))
+    length, count = jnp.asarray([[7, 8], [5, 4]]), jnp.asarray([1, 0])
+    bounds = bounds_of(pool, length, page)
+    for _ in range(10):
+        key = jnp.take_along_axis(keys.reshape(2, 2, each, 8), length[..., None, None], axis=2)[:, :, 0]
+        bounds = with_row(bounds, key.astype(jnp.float32), length, count, page)
+        length = length + count[:, None]
+    expected = bounds_of(pool, length, page)
+    for sequence, head in np.ndindex(2, 2):
+        some = slice(5 * head, 5 * head + -(-int(length[sequence, head]) // page))
+        for mine, its in ((bounds.low, expected.low), (bounds.high, expected.high)):
+            np.testing.assert_array_equal(np.asarray(mine[sequence, some]), np.asarray(its[sequence, some]))
+
+
+def test_no_more_rows_are_read_than_the_budget():
+    """Of a budget that is a multiple of the page as many pages as in the published code, else as many as fit."""
+    for budget in (12, 13, 16, 50):
+        length = jnp.arange(100)
+        read = np.asarray(full_pages(length, jnp.int32(budget), 4) * 4 + length % 4 + 1)
+        assert (read <= budget).all() and (read[:budget] == np.arange(1, budget + 1)).all()
+        assert budget % 4 or (read[budget:] > budget - 4).all()
+
+
+def test_rows_read_are_the_budget_and_a_share_is_of_each_prompt():
+    lengths = np.asarray([1000, 100])
+    assert Quest().parts().read.tokens(lengths, 8).tolist() == [1024, 1024]
+    assert Quest(budget=0.1).parts().read.tokens(lengths, 8).tolist() == [100, 48]
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Of every token and layer that chose, in order: queries, rows before it, chosen rows, count, and output."""
+    seen, choose, over = [], layer_step.chosen_pages, layer_step.over_pages
+
+    def chosen_pages(spec, q, bounds, length, budget, each):
+        chosen = choose(spec, q, bounds, length, budget, each)
+        keep = lambda *arrays: seen.append([np.asarray(each) for each in arrays])  # noqa: E731
+        jax.debug.callback(keep, q, length, chosen.rows, chosen.held, ordered=True)
+        return chosen
+
+    def over_pages(*given):
+        out = over(*given)
+        jax.debug.callback(lambda a: seen[-1].append(np.asarray(a)), out, ordered=True)
+        return out
+
+    monkeypatch.setattr(layer_step, "chosen_pages", chosen_pages)
+    monkeypatch.setattr(layer_step, "over_pages", over_pages)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("base", [None, SnapKV(budget=24, window=4)], ids=["full", "compressed"])
+def test_pages_and_attention_are_the_oracles(record, base, dtype):
+    """Each head's rows at every drawn token, by the keys that the cache holds in the end: rows never move."""
+    jax.clear_caches()
+    budget, session = 14, jaxkv.Session(tiny.tiny(CONFIG, dtype=dtype), quest(14, base=base))
+    cache = session.prefill(tiny.prompts(7, LENGTHS), new=NEW)
+    cache, _ = session.draw(cache, NEW, donate=True)
+    jax.effects_barrier()
+    jax.clear_caches()
+    held_rows = {part[:3]: part for part in tiny.segments(cache)}
+    drawn = [each for each in record if len(each) == 5][-NEW * 2 :]
+    assert len(drawn) == NEW * 2
+    compared = chosen_by = 0
+    for at, (q, length, chosen, held, out) in enumerate(drawn):
+        layer = 1 + at % 2
+        for sequence in range(2):
+            n = int(length[sequence, 0]) + 1
+            parts = [held_rows[layer, sequence, head] for head in range(2)]
+            keys, values = (np.stack([getattr(part, name)[:n] for part in parts]).astype(np.float64) for name in "kv")
+            queries = q[sequence].reshape(6, 8).astype(np.float64)
+            expected, gap = o.quest_rows(queries, keys, budget=budget, page=4)
+            if gap < 1e-5:
+                continue
+            for head in range(2):
+                full = chosen[sequence, head, : held[sequence, head]].tolist()
+                assert full + list(range((n - 1) // 4 * 4, n)) == expected[head]
+            result = o.attention_over(queries, keys, values, expected)
+            np.testing.assert_allclose(
+                out[sequence].reshape(6, 8).astype(np.float64), result, atol=2e-5 if dtype == "float32" else 0.05
+            )
+            compared, chosen_by = compared + 1, chosen_by + (expected[0] != expected[1])
+    assert compared > 3 * NEW and chosen_by > NEW
+
+
+@pytest.mark.parametrize("budget", [82, 1.0])
+def test_a_budget_of_the_whole_text_gives_the_full_cache(budget):
+    """Rows of the answer count, too: a share of the whole prompt reads all until the first page no longer fits."""
+    model, ids, new = tiny.tiny(CONFIG), tiny.prompts(2, LENGTHS), 22 if budget == 82 else 1
+    steps = np.random.default_rng(3).integers(0, tiny.VOCAB, (new, 2)).tolist()
+    full, logits, _ = tiny.run(model, ids, FullKV())
+    cache, mine, _ = tiny.run(model, ids, quest(budget))
+    assert running.gap(mine, logits) < 1e-5
+    expected, found = (tiny.decode(model, each, steps, room=new)[0] for each in (full, cache))
+    assert running.gap(found, expected) < 1e-4 if budget == 82 else running.gap(found, expected) > 1e-3
+
+
+def test_questions_attend_to_every_row_and_the_answer_to_pages():
+    model, ids, question = tiny.tiny(CONFIG), tiny.prompts(4, LENGTHS), tiny.prompts(5, (9, 5))
+    ours, full = (jaxkv.Session(model, policy) for policy in (quest(12), FullKV()))
+    caches = [each.extend(each.prefill(ids), question, new=NEW) for each in (ours, full)]
+    assert running.gap(caches[0].logits, caches[1].logits) < 1e-4
+    # A token that is read alone reads pages, as a drawn one does.
+    token, out = ours.draw(caches[0], 1), ours.draw(caches[0], NEW)[1]
+    read = ours.extend(caches[0], token[1].tolist(), chunk=1)
+    np.testing.assert_array_equal(ours.draw(read, NEW - 1)[1], out[:, 1:])
+    assert out.tolist() != full.draw(caches[1], NEW)[1].tolist()
+
+
+def test_a_saved_cache_reads_the_same_pages(tmp_path):
+    """In the middle of an answer: the bounds are computed from the keys, and stored nowhere."""
+    session = jaxkv.Session(tiny.tiny(CONFIG), quest(0.3))
+    cache, _ = session.draw(session.prefill(tiny.prompts(6, LENGTHS), new=NEW), 7, new=NEW)
+    cache.save(tmp_path / "cache")
+    loaded = jaxkv.load_cache(tmp_path / "cache")
+    assert loaded.policy == session.policy
+    np.testing.assert_array_equal(session.draw(loaded, NEW)[1], session.draw(cache, NEW)[1])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_pages_are_the_same_on_all_devices(kv_heads):
+    """With two kv heads their query heads are spread over devices, and choose together."""
+    agree(quest(12, base=PyramidKV(budget=20, window=4) if kv_heads == 4 else None), kv_heads=kv_heads)
+
+
+def test_slots_answer_as_alone():
+    runs.check(tiny.tiny(tiny.TWO_LAYERS), quest(0.3), runs.requests(1, 12))
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_bounds_weigh_what_is_planned():
+    """A minimum and a maximum for each page of the layers that choose; on a mesh those of one device's heads."""
+    model, policy = tiny.tiny(CONFIG), quest()
+    cache, _, needed = tiny.run(model, tiny.prompts(8, LENGTHS), policy, room=24)
+    assert cache.nbytes == needed.cache_bytes
+    made = scratch_of(cache.arrays, spec_for(model.flat, cache))
+    assert made.bounds[0] is None
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    assert size == 2 * 2 * (2 * -(-(64 + 24) // 4)) * 2 * 8 * 4
+    long = plan_prefill(tiny.shape(layers=32, kv_heads=2, group=1, dim=8), policy, [60] * 4, room=2048)
+    assert long.peak_bytes - long.cache_bytes == 31 * 4 * (2 * -(-(64 + 2048) // 4)) * 2 * 8 * 4
