@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import gc
 import re
 from typing import NamedTuple
 from unittest import mock
 
+import compiling
 import jax
 import numpy as np
 import tiny
@@ -139,6 +141,18 @@ _read: set[bytes] = set()
 def shapes(text: str) -> list[tuple[int, ...]]:
     """Of all arrays in some of a program's text."""
     return [tuple(int(n) for n in each.split(",") if n) for each in _SHAPE.findall(text)]
+
+
+def forget() -> None:
+    """Clears what earlier files ran on meshes, their programs with it: those of other models and lengths count no more."""
+    run.cache_clear()
+    compiling.forget()
+    jax.clear_caches()
+    gc.collect()
+    for kept in (COMPILED, MOVED, _read):
+        kept.clear()
+    # Some of them may live on.
+    new_programs((2, 4))
 
 
 def read_programs(mesh: tuple[int, int]) -> None:

@@ -11,6 +11,12 @@ AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evi
 EVERY = 3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_other_files():
+    """Programs that other files compiled are not these tests' to judge."""
+    meshes.forget()
+
+
 @pytest.mark.parametrize("name", [row.name for row in TABLE])
 def test_every_policy(name):
     assert run(name, 4, mesh=(2, 4)) == run(name, 4)

@@ -164,6 +164,12 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         out, rows = _attend_fused(spec, token, rows, new, parts, rows.dealt)
     else:
         out, rows, received = attend(spec, token, rows, new)
+    if rows.bounds is not None:
+        # Only now that the pages are chosen: a write beside that read would cost a copy of all bounds.
+        key = behind(token.stored[:, :, 0], out[:, :, 0, 0, :1])
+        assert spec.page is not None
+        bounds = with_row(rows.bounds, key, rows.segments.length, new.count, spec.page)
+        rows = dataclasses.replace(rows, bounds=bounds)
     # Read the pool after its update: a reader of the pool before it would cost a copy.
     chosen = chosen_at(spec, rows.pool, rows.segments, token.q, rows.ring, new) if rows.asks else None
     stream, products = block_output(block, x, out, spec), None
@@ -176,13 +182,11 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
 
 
 def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, bounds: PageBounds) -> LayerRows:
-    """Layer's rows with the pages chosen for one new token, and with the token's key in its page's bounds."""
+    """Layer's rows with the pages chosen for one new token."""
     assert spec.page is not None and new.candidates is not None
-    length, (heads, budget) = rows.segments.length, (token.q.shape[1], new.candidates.budget)
-    pages = chosen_pages(spec, token.q[..., 0, :], bounds, length, budget, rows.pool.rows // heads)
-    return dataclasses.replace(
-        rows, pages=pages, bounds=with_row(bounds, token.stored[:, :, 0], length, new.count, spec.page)
-    )
+    length, budget = rows.segments.length, new.candidates.budget
+    each = rows.pool.rows // token.q.shape[1]
+    return dataclasses.replace(rows, pages=chosen_pages(spec, token.q[..., 0, :], bounds, length, budget, each))
 
 
 def attend(
