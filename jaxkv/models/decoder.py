@@ -192,19 +192,30 @@ class Took(NamedTuple):
     running_seconds: float
 
 
-def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
+def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:
+    """Yields (attributes, name, part) for each module and parameter within a module, a module before what it holds."""
+    held = vars(module)
+    for name, part in held.items():
+        if isinstance(part, (nnx.Param, nnx.Module)):
+            yield held, name, part
+        if isinstance(part, nnx.Module):
+            yield from parts_of(part)
+
+
+def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
     """Yields (path, parameter) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
-    for name, part in enumerate(module) if isinstance(module, nnx.List) else vars(module).items():
+    for name, part in vars(module).items():
         if isinstance(part, nnx.Param):
             yield f"{prefix}{name}", part
-        elif isinstance(part, (nnx.Module, nnx.List)):
+        elif isinstance(part, nnx.Module):
             yield from named_parameters(part, f"{prefix}{name}.")
 
 
-def parameters(module: Any) -> Iterator[Array]:
+def parameters(module: nnx.Module) -> Iterator[Array]:
     """Yields the current array of every parameter; much cheaper than splitting the module."""
-    for _, parameter in named_parameters(module):
-        yield parameter.get_value()
+    for _, _, part in parts_of(module):
+        if isinstance(part, nnx.Param):
+            yield part.get_raw_value()
 
 
 class Flat:
@@ -228,7 +239,8 @@ class Flat:
         self.took: dict[tuple, Took] = {}
         self.filled: set[tuple] = set()
         self.on_mesh: dict[Axes, Any] = {}
-        self._source = tuple(parameters(decoder))
+        self._decoder, self._parts = decoder, tuple(parts_of(decoder))
+        self._source = tuple((part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param))
         ends_graph, ends = nnx.split(Ends(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
         parts = [nnx.split(block) for block in decoder.blocks]
@@ -257,8 +269,9 @@ class Flat:
 
     def is_of(self, decoder: Decoder) -> bool:
         """True if the decoder still holds these arrays; training replaces them."""
-        now = tuple(parameters(decoder))
-        return len(now) == len(self._source) and all(a is b for a, b in zip(now, self._source, strict=True))
+        # At every step of a server: lookups alone, no walk through the modules.
+        same = decoder is self._decoder and all(held.get(name) is part for held, name, part in self._parts)
+        return same and all(parameter.get_raw_value() is array for parameter, array in self._source)
 
 
 class Graph:
