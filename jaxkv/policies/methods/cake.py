@@ -41,11 +41,7 @@ class VaryingAttention(WindowAttention):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention `[B, K, S]` on each row, mean plus `gamma` times variance over queries, reduced over the group."""
-
-        def over_queries(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-            return mean_over_window(p, position) + self.gamma * _variance(p, position)
-
-        return self.reduced(seen, over_queries)
+        return self.reduced(seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

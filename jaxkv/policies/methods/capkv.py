@@ -23,8 +23,7 @@ _EPSILON = 1e-6
 _RIDGE = 1e-6
 # Largest number of a value that counts, so that sums of products stay finite.
 _MOST = 1e14
-# Not TF32, on GPUs.
-_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on GPUs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,7 @@ class ValueCapacity(Scorer, Value):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: weighted leverage of each row's value, mean over the group's query heads."""
-        if seen.moments is None:
-            raise TypeError("ValueCapacity needs the mean of the queries")
+        assert seen.moments is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = jnp.broadcast_to((index >= self.sinks) & (index < seen.length[:, None, None]), seen.k.shape[:3])
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)

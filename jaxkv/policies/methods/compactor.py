@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, flag, real, whole
@@ -60,13 +59,11 @@ def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S
     """Leverage scores `[B, K, S]` of centred keys after a projection `[K, D, m]`: squared lengths, once whitened."""
     k = jnp.where(inside, k.astype(jnp.float32), 0.0)
     mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(jnp.float32)
-    y = jnp.einsum("bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision=lax.Precision.HIGHEST)
-    gram = jnp.einsum("bksm,bksn->bkmn", y, y, precision=lax.Precision.HIGHEST)
-    # More than the usual ridge of 0.01 where rounding of large keys would swallow it.
+    y = jnp.einsum("bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision="highest")
+    gram = jnp.einsum("bksm,bksn->bkmn", y, y, precision="highest")
     ridge = jnp.maximum(0.01, 4e-6 * jnp.trace(gram, axis1=2, axis2=3))[..., None, None]
-    factor = lax.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[-1], dtype=jnp.float32))
-    white = lax.linalg.triangular_solve(factor, y, left_side=False, lower=True, transpose_a=True)
-    return (white * white).sum(axis=-1)
+    factor = jax.lax.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[-1], dtype=jnp.float32))
+    return (jax.lax.linalg.triangular_solve(factor, y, lower=True, transpose_a=True) ** 2).sum(axis=-1)
 
 
 def _normalised(x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None) -> Float[Array, "B K S"]:
@@ -108,8 +105,8 @@ class Compactor(Method):
     paper: ClassVar[str] = "Compactor, arXiv:2507.08143"
 
     def _check(self) -> None:
-        for name in ("block", "sketch"):
-            field(self, name, whole, "give 1 or more")
+        field(self, "block", whole, "give 1 or more tokens")
+        field(self, "sketch", whole, "give 1 or more columns")
         field(self, "published", flag)
         if self.blending is not None:
             field(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
@@ -119,5 +116,5 @@ class Compactor(Method):
         keep = Keep(sinks=self.sinks, window=self.window)
         asked = BlockAttention(size=self.block, first=keep.sinks, last=keep.window, zeros=self.published)
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
-        blending = usual if self.blending is None else self.blending
-        return self.compose(scorer=BlockAndLeverage(blocks=asked, blending=blending, sketch=self.sketch), keep=keep)
+        weight = usual if self.blending is None else self.blending
+        return self.compose(scorer=BlockAndLeverage(blocks=asked, blending=weight, sketch=self.sketch), keep=keep)
