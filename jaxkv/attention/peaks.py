@@ -41,9 +41,11 @@ def chunk_peaks(
         queries, lse, key, row_weight, real, there, query_weight = inputs
         logits = rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
         logits = jnp.where(there, logits, MASKED)
-        whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse)
-        p = jnp.exp(logits - whole[..., None]) * row_weight[:, None] * query_weight[:, None]
-        return jnp.where((jnp.arange(tokens, dtype=jnp.int32) < real)[:, None] & there, p, 0.0).max(axis=(0, 1))
+        whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse) - jnp.log(query_weight)
+        # The largest of exponentials is that of the largest: one for each row, not for each logit.
+        off = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < real, whole, jnp.inf)
+        most = (logits - off[..., None]).max(axis=1) + jnp.log(row_weight)
+        return jnp.where(there, jnp.exp(most.max(axis=0)), 0.0)
 
     spread = tuple(jnp.repeat(each, heads, axis=0) for each in (count, inside, by_query))
     flat = tuple(each.reshape(batch * heads, *each.shape[2:]) for each in (q, own_lse, keys, by_row))
