@@ -35,6 +35,7 @@ from jaxkv import (
     Quest,
     Random,
     RoCo,
+    SimLayerKV,
     SnapKV,
     StreamingLLM,
     VarianceLayers,
@@ -269,6 +270,15 @@ TABLE += (
         window=WINDOW,
         level=False,
         like="pyramidkv-entropy",
+    ),
+    Row(
+        name="simlayerkv",
+        make=lambda budget, **kw: SimLayerKV(budget=budget, window=3, sinks=2, recent=WINDOW, **kw),
+        oracle=lambda qs, ks, budget: o.simlayerkv(qs, ks, budget, window=3, sinks=2, recent=WINDOW),
+        sinks=2,
+        window=WINDOW,
+        level=False,
+        like="cake",
     ),
     Row(
         name="criticalkv",

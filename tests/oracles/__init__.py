@@ -35,6 +35,7 @@ from oracles.quest import *
 from oracles.replay import *
 from oracles.scores import *
 from oracles.select import *
+from oracles.simlayerkv import *
 from oracles.theorems import *
 from oracles.unseen import *
 from oracles.variance import *

@@ -8,6 +8,7 @@ from jaxkv.policies.methods.full import FullKV
 from jaxkv.policies.methods.streaming import StreamingLLM
 from jaxkv.policies.methods.snapkv import SnapKV
 from jaxkv.policies.methods.pyramidkv import PyramidKV
+from jaxkv.policies.methods.simlayerkv import SimLayerKV
 from jaxkv.policies.methods.cake import CAKE
 from jaxkv.policies.methods.headkv import HeadKV
 from jaxkv.policies.methods.duoattention import DuoAttention
@@ -70,6 +71,7 @@ __all__ = [
     "Quest",
     "Random",
     "RoCo",
+    "SimLayerKV",
     "SnapKV",
     "StreamingLLM",
     "TOVA",
