@@ -18,7 +18,7 @@ from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import as_policy
+from jaxkv.policies.registry import policy_for
 from jaxkv.results import Generation, Stream
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.text.prompts import Prompt, encode
@@ -186,7 +186,7 @@ def generate(
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:
-        policy = None if policy is None else as_policy(policy).for_model(params.config.layers, params.filter_layers)
+        policy = None if policy is None else policy_for(policy, params.config, params.filter_layers)
         arguments.require_ours(params, cache, policy)
         policy = cache.policy
     session = Session(params, policy, implementation=implementation, key=key)

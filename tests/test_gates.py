@@ -233,6 +233,7 @@ def test_gates_are_compared_by_their_weights(tmp_path):
     assert one == same and hash(one) == hash(same) and one.gate is not same.gate
     assert one != zap(CONFIG, 7) and one != KVzap(gate=None, window=WINDOW, sinks=2)
     assert dataclasses.replace(one, budget=5000).gate is one.gate
+    assert dataclasses.replace(one.gate) == one.gate and dataclasses.replace(one.gate).weights is one.gate.weights
     (tmp_path / "folder").mkdir()
     other.rename(tmp_path / "folder" / "model.safetensors")
     assert KVzapGate.read("gate", tmp_path / "folder") == one.gate
@@ -251,8 +252,19 @@ def test_saved_caches_have_the_digest(tmp_path):
         after, expected = (tiny.decode(model, each, [[5] * 3] * 2)[0] for each in (loaded, cache))
         np.testing.assert_array_equal(after, expected)
     alone = jaxkv.load_cache(tmp_path / "cache").policy
-    with pytest.raises(ValueError, match=r"^gate=KVzapGate\(.*its weights are in no saved cache"):
+    with pytest.raises(ValueError, match=r"^gate=KVzapGate\(.*a digest without arrays, which are in no saved cache"):
         tiny.run(model, ids, alone)
+
+
+def test_the_last_two_gates_stay_on_the_device():
+    model, (ids,) = tiny.tiny(CONFIG), tiny.prompts(3, (20,))
+    model.flat.gates.clear()
+    made = [KVzap(gate=KVzapGate.of_weights(zap(CONFIG).gate.weights[:1] * CONFIG.layers), window=WINDOW)]
+    made += [zap(CONFIG, budget=12), zap(CONFIG, 7, budget=12)]
+    for policy in (*made, made[1]):
+        tiny.run(model, [ids], policy)
+    assert list(model.flat.gates) == [made[2].gate, made[1].gate]
+    assert all(list(kept) == list(range(CONFIG.layers)) for kept in model.flat.gates.values())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +284,7 @@ def test_saved_caches_have_the_digest(tmp_path):
 def test_files_are_refused_by_name(tmp_path, change, message):
     path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG) | change
     save_file({name: array for name, array in tensors.items() if array is not None}, path)
-    with pytest.raises(ValueError, match=rf"^gate='.*no gate of KVzapGate in it: .*{message}"):
+    with pytest.raises(ValueError, match=rf"^gate='.*no KVzapGate in it: .*{message}.*: give the gate of your model"):
         KVzap(gate=str(path))
 
 
@@ -291,15 +303,15 @@ def test_other_files_and_models_are_refused(tmp_path):
     for given, message in ((path, "a whole safetensors file"), (tmp_path / "none", "no such file")):
         with pytest.raises(ValueError, match=rf"^gate='.*{message}"):
             KVzap(gate=str(given))
-    with pytest.raises(TypeError, match=r"^gate=3: give a safetensors file"):
+    with pytest.raises(TypeError, match=r"^gate=3: give the gate of your model, a safetensors file"):
         KVzapGate.read("gate", 3)
     with pytest.raises(ValueError, match=r"^gate=None: give the gate of your model"):
         jaxkv.Session(tiny.tiny(CONFIG), KVzap())
-    with pytest.raises(ValueError, match=r"^gate='KVzapGate of 3 layers': the model has 4"):
+    with pytest.raises(ValueError, match=r"^gate='3 layers': the model has 4"):
         jaxkv.Session(tiny.tiny(tiny.MODELS["gqa4"]), AdaKV(base=zap(CONFIG)))
     heads = tiny.shape(layers=3, kv_heads=3, group=2, dim=8)
-    with pytest.raises(ValueError, match=r"^gate='KVzapGate of 2 kv heads': the model has 3"):
-        tiny.run(tiny.tiny(heads), tiny.prompts(0, (20,)), zap(CONFIG, budget=12))
+    with pytest.raises(ValueError, match=r"^gate='2 kv heads': the model has 3"):
+        jaxkv.Session(tiny.tiny(heads), zap(CONFIG, budget=12))
     k = jax.numpy.zeros((1, 2, 20, 8))
     with pytest.raises(ValueError, match="looks at hidden states"):
         jaxkv.compress(k, k, policy=zap(CONFIG, budget=12))

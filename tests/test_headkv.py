@@ -163,4 +163,8 @@ def test_what_does_not_fit_is_refused(as_users_call):
         (scores_of(2, 7), "7 heads.: the model has"),
     ):
         with pytest.raises(ValueError, match=message):
-            jaxkv.Session(model, HeadKV(budget=40, scores=scores)).prefill([list(range(50))])
+            jaxkv.Session(model, HeadKV(budget=40, scores=scores))
+    k = np.zeros((1, 2, 50, 8), np.float32)
+    with pytest.raises(ValueError, match="scores='7 heads': the model has 2: give a score for each layer and kv head"):
+        policy = HeadKV(budget=40, scores=scores_of(1, 7))
+        jaxkv.compress(k, k, queries=np.zeros((1, 4, 32, 8), np.float32), policy=policy, layer=0, layers=1)

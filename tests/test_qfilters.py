@@ -1,5 +1,7 @@
 """QFilters, whose filters belong to one model: the oracle, meshes, files, refusals."""
 
+import dataclasses
+
 import meshes
 import numpy as np
 import oracles as o
@@ -64,6 +66,8 @@ def test_meshes(monkeypatch, written):
 def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     model, config = tiny.tiny(tiny.TWO_LAYERS), tiny.TWO_LAYERS
     path, _ = written(config.layers, config.kv_heads, config.head_dim)
+    filters = QFilters(q_filters=tmp_path).q_filters
+    assert dataclasses.replace(filters).numbers is filters.numbers
     assert QFilters(q_filters=tmp_path) == QFilters(q_filters=f"{path}/model.safetensors") != QFilters()
     assert AdaKV(base=QFilters(budget=20, q_filters=path)).parts().scorer == QFilters(q_filters=path).parts().scorer
     for make, message in (
@@ -74,16 +78,19 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    with pytest.raises(TypeError, match="q_filters=3: give a safetensors file"):
+    with pytest.raises(TypeError, match="q_filters=3: give the filters of your model, a safetensors file"):
         QFilters(q_filters=3)
-    for shape, message in (((5, 2, 8), "5 layers.: the model has 2"), ((2, 7, 8), "7 kv heads of 8 channels.: the")):
-        policy = QFilters(budget=20, q_filters=written(*shape)[0])
+    for shape, message in (
+        ((5, 2, 8), "5 layers.: the model has 2"),
+        ((2, 7, 8), "7 kv heads.: the model has 2"),
+        ((2, 2, 4), "4 channels.: the model has 8"),
+    ):
         with pytest.raises(ValueError, match=message):
-            jaxkv.Session(model, policy).prefill([list(range(40))])
+            jaxkv.Session(model, QFilters(budget=20, q_filters=written(*shape)[0]))
     for shape, name in (((2, 2), "q_filters"), ((2, 2, 8), "filters")):
-        with pytest.raises(ValueError, match="q_filters=.*give a safetensors file of one tensor q_filters"):
+        with pytest.raises(ValueError, match="q_filters=.*: give the filters of your model, a safetensors"):
             QFilters(q_filters=written(*shape, name=name)[0])
-    with pytest.raises(ValueError, match="q_filters=.*give a safetensors file of one tensor q_filters"):
+    with pytest.raises(ValueError, match="q_filters=.*: give the filters of your model, a safetensors"):
         QFilters(q_filters=written(2, 2, 8, dtype=np.int8)[0])
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="q_filters=.*safetensors"):
@@ -104,7 +111,7 @@ def test_saved_caches_need_no_file(written, tmp_path):
     with pytest.raises(ValueError, match="another one compressed the cache"):
         jaxkv.load_cache(tmp_path / "cache", model, policy=other)
     alone = jaxkv.load_cache(tmp_path / "cache", model).policy
-    with pytest.raises(ValueError, match="their numbers are in no saved cache"):
+    with pytest.raises(ValueError, match=r"^q_filters=HeadFilters.*which are in no saved cache"):
         jaxkv.prefill(model, tiny.prompts(2, (70,)), policy=alone)
 
 

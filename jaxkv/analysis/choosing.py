@@ -22,7 +22,7 @@ from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import as_policy
+from jaxkv.policies.registry import as_policy, policy_for
 from jaxkv.policies.scorer import Needs
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.sharding.mesh import host, place
@@ -45,8 +45,7 @@ class Grid:
 def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
     """Validated `Grid` of every policy at every budget, bound to the model's number of layers and filter layers."""
     params, made = as_model(params), checked(policies, budgets)
-    layers, filters = params.config.layers, params.filter_layers
-    cells = tuple(tuple(cell.for_model(layers, filters) for cell in row) for row in made.cells)
+    cells = tuple(tuple(policy_for(cell, params.config, params.filter_layers) for cell in row) for row in made.cells)
     return dataclasses.replace(made, cells=cells)
 
 

@@ -15,10 +15,11 @@ from jaxkv._errors import require
 from jaxkv._values import shortened
 from jaxkv.cli.fields import Arity, Words, kinds_of, words_of
 from jaxkv.cli.numbers import real, whole
-from jaxkv.policies import AvgPool, Gate, HeadFilters, MaxPool, Merge, Method, NoPool
+from jaxkv.policies import AvgPool, MaxPool, Merge, Method, NoPool
 from jaxkv.policies.attended import Pooling
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
+from jaxkv.policies.of_model import FileArrays
 from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
 
 # Default base of AdaKV and CriticalKV, used without --base.
@@ -102,7 +103,7 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
         words = Words(read=lambda word: dataclasses.replace(default, beta=real(word)), metavar="X")
         flag = "--beta" if field.name == "allocation" else f"{flag}-beta"
         about = "steepness of the budgets over layers, 1 is flat"
-    elif any(isinstance(kind, type) and issubclass(kind, (Gate, HeadFilters)) for kind in kinds):
+    elif any(isinstance(kind, type) and issubclass(kind, FileArrays) for kind in kinds):
         words = Words(read=str, metavar="FILE")
     elif kinds == (Merger,):
         merge = Merge() if default is None else default

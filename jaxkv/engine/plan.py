@@ -22,8 +22,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import as_policy
-from jaxkv.policies.scorer import gate_of
+from jaxkv.policies.registry import policy_for
 from jaxkv.policies.survivors import bounded, rounding_rows
 from jaxkv.sharding.mesh import NAMES
 
@@ -130,10 +129,7 @@ def plan_prefill(
     lengths, room = [plain(each) for each in lengths], plain(room)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "every prompt needs at least one token")
-    parts = as_policy(policy).for_model(config.layers, None).parts()
-    gate, length = gate_of(parts.scorer), np.asarray(lengths, np.int64)
-    if gate is not None:
-        gate.require_fits(config)
+    parts, length = policy_for(policy, config).parts(), np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = by_length(parts, length, layers)

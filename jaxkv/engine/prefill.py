@@ -28,7 +28,7 @@ from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.replay import Padded, replayed
-from jaxkv.engine.spec import reading_state
+from jaxkv.engine.spec import gate_weights, reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
 from jaxkv.models.values import Rope
@@ -134,7 +134,7 @@ def observed(
         blocks=next((each for each in out.blocks if each.asked == blocks), None),
         unrotated=None if blocks is None else out.unrotated,
         hidden=None if gate is None else out.hidden,
-        gate=None if gate is None else gate.placed(index, flat.config, flat.axes),
+        gate=None if gate is None else gate_weights(flat, gate, index),
         implementation=implementation,
         axes=flat.axes,
         group_axes=flat.axes,

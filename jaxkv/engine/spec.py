@@ -29,7 +29,11 @@ from jaxkv.policies.gates import Gate
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import Axes, tree_placed
+from jaxkv.sharding.record import recorder
+
+# Gates whose weights stay on a model's devices.
+_GATES = 2
 
 
 def reading_state(
@@ -49,6 +53,25 @@ def reading_state(
         choosable=jnp.copy(choosable),
         rings=rings,
     )
+
+
+def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
+    """One layer's weights of a gate as arrays where the model lies; kept with the model, of the two gates used last.
+
+    Abstract arrays if asked for, and while programs are recorded.
+    """
+    # Read first: a gate of a saved cache has no weights, even if an equal gate's are kept.
+    weights, axes = gate.weights[layer], flat.axes
+    if abstract or recorder() is not None:
+        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), weights)
+        return weights if axes is None else tree_placed(weights, type(weights), axes)
+    kept = flat.gates[gate] = flat.gates.pop(gate, {})
+    while len(flat.gates) > _GATES:
+        del flat.gates[next(iter(flat.gates))]
+    if layer not in kept:
+        arrays = jax.tree.map(jnp.asarray, weights)
+        kept[layer] = arrays if axes is None else tree_placed(arrays, type(arrays), axes)
+    return kept[layer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +132,7 @@ class Spec:
         if self.gate is None:
             return flat.blocks
         abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.gate
-        weights = [gate.placed(layer, flat.config, flat.axes, abstract=abstract) for layer in range(len(flat.blocks))]
+        weights = [gate_weights(flat, gate, layer, abstract=abstract) for layer in range(len(flat.blocks))]
         return tuple((*own, *jax.tree.leaves(more)) for own, more in zip(flat.blocks, weights, strict=True))
 
     def parted(self, leaves: Leaves) -> tuple[Leaves, Any]:

@@ -15,7 +15,7 @@ from jaxkv.evals.records import as_json
 from jaxkv.evals.task import TASKS, How, Sample, Task
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import POLICIES, as_policy, policy_class, takes_budget
+from jaxkv.policies.registry import POLICIES, policy_class, policy_for, takes_budget
 
 
 def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dict[str, Method]:
@@ -83,8 +83,9 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
     require(bool(policies), "policies", {}, "give at least one")
     odd = [name for name in policies if not (isinstance(name, str) and name.strip() == name and name.isprintable())]
     require(not any(odd) and all(policies), "policies", odd, "rows have names of one line, such as 'adakv@128'")
-    made = {name: as_policy(policy, field=f"policies[{name!r}]") for name, policy in policies.items()}
-    return {name: policy.for_model(params.config.layers, params.filter_layers) for name, policy in made.items()}
+    config, filters = params.config, params.filter_layers
+    fields = {name: f"policies[{name!r}]" for name in policies}
+    return {name: policy_for(each, config, filters, field=fields[name]) for name, each in policies.items()}
 
 
 def seed_of(seed: int, name: str) -> int:

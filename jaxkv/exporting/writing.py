@@ -36,7 +36,7 @@ from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import as_policy
+from jaxkv.policies.registry import policy_for
 from jaxkv.sampling import Greedy, Sampling, argument
 
 FORMAT, VERSION = "jaxkv export", 3
@@ -101,7 +101,7 @@ def export(
         raise ImportError("jax.export writes its files with flatbuffers: pip install flatbuffers") from error
     params = as_model(params, mesh)
     layers, positions = params.config.layers, params.config.max_positions
-    chosen = as_policy(policy).for_model(layers, params.filter_layers)
+    chosen = policy_for(policy, params.config, params.filter_layers)
     longest = _counts("lengths", lengths)
     batches, new = _counts("batch", batch), whole("new", new, "draw at least 1 token")
     question = whole("question", question, "give tokens, 0 for none", least=0)

@@ -231,6 +231,7 @@ class Flat:
         took: seconds that batches of these signatures took in `generate`.
         filled: signatures of batches that were padded with copies to a size that is compiled.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
+        gates: weights of gates of policies on the parameters' devices, by gate and layer; the last used gate is last.
     """
 
     def __init__(self, decoder: Decoder):
@@ -239,6 +240,7 @@ class Flat:
         self.took: dict[tuple, Took] = {}
         self.filled: set[tuple] = set()
         self.on_mesh: dict[Axes, Any] = {}
+        self.gates: dict[Any, dict[int, Any]] = {}
         self._decoder, self._parts = decoder, tuple(parts_of(decoder))
         self._source = tuple((part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param))
         ends_graph, ends = nnx.split(Ends(decoder))

@@ -19,7 +19,7 @@ from jaxkv.planning.setting import HostSetting, Request, Setting
 from jaxkv.planning.sizes import sizes_of
 from jaxkv.planning.speed import estimate
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import POLICIES, as_policy
+from jaxkv.policies.registry import POLICIES, as_policy, policy_for
 from jaxkv.policies.wrapper import with_budget
 
 # Remedies offer budgets in multiples of _STEP, from _LEAST_BUDGET on, and other policies in the order of _OTHERS.
@@ -121,7 +121,7 @@ def setting_of(
         filters = known.likely_filters
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
-    given = given.for_model(known.config.layers, filters)
+    given = policy_for(given, known.config, filters)
     if dtype is None:
         dtype = "float32" if here else "bfloat16"
     request = Request(

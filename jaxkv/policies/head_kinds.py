@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Int
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value, namespace
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
+from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.topk import sortable, top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadKinds(LayerBudgets, Value):
+class HeadKinds(OfModel, LayerBudgets, Value):
     """Budgets of layers and heads at once, in place of a policy's: all rows for some kv heads, `reach` for others.
 
     A plan's rows per kv head are the mean over a layer's heads, rounded up.
@@ -24,6 +25,8 @@ class HeadKinds(LayerBudgets, Value):
         reach: rows of the other heads, first and most recent ones together.
     """
 
+    of_field: ClassVar[str] = "pattern"
+    wanted: ClassVar[str] = "a number for each layer and kv head, a table [L][K] or the published folder"
     uniform: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     needs_norms: ClassVar[bool] = False
@@ -32,15 +35,21 @@ class HeadKinds(LayerBudgets, Value):
     retrieval: tuple[tuple[bool, ...], ...]
     reach: int
 
-    def require_layers(self, layers: int) -> None:
-        """Raises ValueError unless the kinds of so many layers' heads are known."""
-        require(bool(self.retrieval), "pattern", None, "give the model's, a table [L][K] or the published folder")
-        require(len(self.retrieval) == layers, "pattern", f"{len(self.retrieval)} layers", f"the model has {layers}")
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model; ValueError where no head's kind is known."""
+        require(bool(self.retrieval), "pattern", None, f"give the model's: {self.wanted}")
+        return len(self.retrieval)
+
+    @property
+    def heads(self) -> int:
+        """Number of kv heads of the model."""
+        return len(self.retrieval[0])
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`, whatever the budget: mean over a layer's heads, rounded up."""
-        self.require_layers(layers)
-        xp, heads = namespace(length), len(self.retrieval[0])
+        self.require_sizes(layers=layers)
+        xp, heads = namespace(length), self.heads
         length = xp.asarray(length, xp.int64)
         few = xp.minimum(length, xp.maximum(xp.asarray(forced, xp.int64), self.reach))
         full = xp.asarray([[sum(row)] for row in self.retrieval], dtype=xp.int64)
@@ -64,9 +73,8 @@ class HeadKinds(LayerBudgets, Value):
         self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]`: every candidate of heads that keep all; of others, the best up to `reach` with `forced`."""
-        kinds, heads = np.asarray(self.retrieval, bool), scores.shape[1]
-        remedy = f"the model has {heads}: give one number for each"
-        require(kinds.shape[1] == heads, "pattern", f"{kinds.shape[1]} kv heads", remedy)
+        self.require_sizes(heads=scores.shape[1])
+        kinds = np.asarray(self.retrieval, bool)
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
         few = top(keys, jnp.maximum(jnp.int32(self.reach) - forced, 0)[:, None])
         return candidates & (few | jnp.asarray(kinds)[layer][None, :, None])

@@ -23,12 +23,7 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
     all 0; `field` is the name in the message.
     """
     table = _content(field, given, _REMEDY) if isinstance(given, (str, os.PathLike)) else given
-    try:
-        array = np.asarray(_of_names(table) if isinstance(table, dict) else table)
-        # Text and bools are no numbers; JAX's 16-bit floats are of numpy's kind "V".
-        array = array.astype(np.float64) if array.dtype.kind in "iufV" else np.zeros(0)
-    except (AttributeError, OverflowError, TypeError, ValueError):
-        array = np.zeros(0)
+    array = _numbers(table)
     fits = array.ndim == 2 and bool((array >= 0).all() and 0 < array.sum() < np.inf)
     require(fits, field, given, _REMEDY)
     return tuple(map(tuple, array.tolist()))
@@ -48,16 +43,23 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
         beside = os.path.join(os.path.dirname(path), "config.json")
         config = _content(field, beside, remedy) if os.path.exists(beside) else {}
         table = [line.split("\t") for line in _text(field, path, remedy).splitlines() if line.strip()]
-    try:
-        array = np.asarray(table)
-        # Only a file's numbers are text.
-        known = array.dtype.kind in "iufV" or (table is not given and array.dtype.kind == "U")
-        array = array.astype(np.float64) if known else np.zeros(0)
-    except (OverflowError, TypeError, ValueError):
-        array = np.zeros(0)
+    # Only a file's numbers are text.
+    array = _numbers(table, "iufV" if table is given else "U")
     fits = array.ndim == 2 and array.size > 0 and bool(np.isfinite(array).all()) and isinstance(config, dict)
     require(fits, field, given, remedy)
     return tuple(map(tuple, array.clip(0, 1).tolist())), config
+
+
+def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
+    """Float64 array of a table or of {"layer-head": [numbers]}; an empty one for what is none of numpy's `kinds`.
+
+    Text and bools are no numbers; JAX's 16-bit floats are of numpy's kind "V".
+    """
+    try:
+        array = np.asarray(_of_names(table) if isinstance(table, dict) else table)
+        return array.astype(np.float64) if array.dtype.kind in kinds else np.zeros(0)
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        return np.zeros(0)
 
 
 def _text(field: str, path: str | os.PathLike[str], remedy: str) -> str:

@@ -12,6 +12,7 @@ from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value, namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import as_budget
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
 from jaxkv.policies.keep import Keep
@@ -180,6 +181,11 @@ class Parts(Value):
             require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
             remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
             require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
+        for part in (self.scorer, self.layers, self.heads):
+            getattr(part, "require_fits", lambda config: None)(config)
 
     @property
     def layout(self) -> Layout:

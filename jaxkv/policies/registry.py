@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._errors import require
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 
 # Classes by name, in order of registration.
@@ -74,6 +75,18 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
     if needed:
         raise TypeError(f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)")
     return cls(**(options or {}))
+
+
+def policy_for(
+    given: Any, config: ModelConfig, filters: tuple[int, ...] | None = None, *, field: str = "policy"
+) -> Method:
+    """`as_policy`, with fields filled in that depend on the model, such as `filters`, the filter layers found in it.
+
+    Raises ValueError if the model cannot honour the policy.
+    """
+    policy = as_policy(given, field=field).for_model(config.layers, filters)
+    policy.parts().require_fits(config)
+    return policy
 
 
 def defaults(cls: type[Method]) -> dict[str, str]:

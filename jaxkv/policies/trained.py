@@ -11,7 +11,8 @@ import safetensors.numpy
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from jaxkv.policies.gates import Gate, LayerTensors
+from jaxkv.policies.gates import Gate
+from jaxkv.policies.of_model import NamedTensors
 
 _NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
 _EPSILON = 1e-6
@@ -43,7 +44,7 @@ class KVzapGate(Gate):
     beginning: ClassVar[str] = r"layers\.(\d+)\."
 
     @classmethod
-    def of_layer(cls, found: LayerTensors) -> KVzapWeights:
+    def of_layer(cls, found: NamedTensors) -> KVzapWeights:
         """Weights of one layer, linear or of two layers, by the names of its tensors."""
         if "weight" in found.stored:
             weight = found.take("weight", None, None)
@@ -102,7 +103,7 @@ class FastKVzipGate(Gate):
     beginning: ClassVar[str] = r"(\d+)\."
 
     @classmethod
-    def of_layer(cls, found: LayerTensors) -> FastKVzipWeights:
+    def of_layer(cls, found: NamedTensors) -> FastKVzipWeights:
         """Weights of one layer by the names of its tensors, query and key maps split by kv head."""
         base = found.take("k_base", None, 1, None, None)[:, 0]
         heads, _, width = base.shape

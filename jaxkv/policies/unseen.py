@@ -14,8 +14,10 @@ from jaxkv._errors import require
 from jaxkv._values import Value
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.attention.xla import logit_divisor
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.gates import Gate
+from jaxkv.policies.of_model import given
 from jaxkv.policies.rank import ByAge, Rank
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
@@ -284,20 +286,13 @@ class GateScores(Scorer, Value):
         """`GateRank` of the gate: rows keep the scores that they began with; None without a gate."""
         return None if self.gate is None else GateRank(gate=self.gate)
 
-    def require_gate(self, layers: int) -> None:
-        """ValueError without a gate, or with the gate of a model of another number of layers."""
-        self._given().require_layers(layers)
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError without a gate, or with the gate of a model of other sizes."""
+        given(self.gate, Gate).require_fits(config)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]` by the gate."""
-        gate = self._given()
+        gate = given(self.gate, Gate)
         if seen.hidden is None:
             raise TypeError("GateScores needs the hidden states that enter attention")
         return gate.scores(seen.gate, seen.hidden)
-
-    def _given(self) -> Gate:
-        """The gate; ValueError without one."""
-        remedy = "give the gate of your model, a safetensors file: jaxkv fit-gate makes one"
-        require(self.gate is not None, "gate", self.gate, remedy)
-        assert self.gate is not None
-        return self.gate

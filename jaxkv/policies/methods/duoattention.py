@@ -68,11 +68,6 @@ class DuoAttention(Method):
         kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
         return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "DuoAttention":
-        """Returns this policy; raises ValueError if it has no pattern, or that of a model of other layers."""
-        HeadKinds(retrieval=self.kinds(), reach=1).require_layers(layers)
-        return self
-
     def parts(self) -> Parts:
         """Returns `Parts` that keep all rows of retrieval heads; in others a row goes by age for each new one."""
         assert self.sinks is not None and self.window is not None

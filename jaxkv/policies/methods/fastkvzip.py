@@ -67,11 +67,6 @@ class FastKVzip(Method):
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
         self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy; raises ValueError without a gate, or with that of a model of other layers."""
-        self._scorer.require_gate(layers)
-        return self
-
     @property
     def _scorer(self) -> RecentGateScores:
         """The scorer (`RecentGateScores`) with this policy's gate."""

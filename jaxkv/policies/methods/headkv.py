@@ -13,8 +13,8 @@ from jaxkv._values import Value, namespace
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, round_remainders, round_to_sum
 from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.topk import sortable, top
 
@@ -23,7 +23,7 @@ _PARTS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Importance(LayerBudgets, Value):
+class Importance(OfModel, LayerBudgets, Value):
     """HeadKV's budgets, of layers and of heads at once: rows in proportion to each head's share; exact sums.
 
     Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
@@ -31,6 +31,9 @@ class Importance(LayerBudgets, Value):
     budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no rows for.
     """
 
+    of_field: ClassVar[str] = "scores"
+    wanted: ClassVar[str] = "a score for each layer and kv head, or query head"
+    words: ClassVar[dict[str, str]] = {}
     uniform: ClassVar[bool] = False
     needs_norms: ClassVar[bool] = False
     needs_layer: ClassVar[bool] = True
@@ -47,13 +50,23 @@ class Importance(LayerBudgets, Value):
         scores = np.asarray(self.scores)
         return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
 
-    def require_layers(self, layers: int) -> None:
-        """Raises ValueError unless there are scores of so many layers."""
-        require(len(self.scores) == layers, "scores", f"{len(self.scores)} layers", f"the model has {layers}")
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return len(self.scores)
+
+    @property
+    def heads(self) -> int:
+        """Number of heads with a score in each layer: the model's kv heads or query heads."""
+        return len(self.scores[0])
+
+    def agrees(self, name: str, size: int) -> bool:
+        """True if there are scores of `size` layers, or as many in a layer for each of `size` kv heads."""
+        return self.heads % size == 0 if name == "heads" else self.layers == size
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
-        self.require_layers(layers)
+        self.require_sizes(layers=layers)
         xp = namespace(budget)
         rest = layers * (xp.asarray(budget, xp.int64) - forced)
         share = xp.asarray(self.shares().sum(axis=1)[:, None])
@@ -64,8 +77,7 @@ class Importance(LayerBudgets, Value):
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
         shares, heads = self.shares(), scores.shape[1]
-        remedy = f"the model has {heads} kv heads: give a score for each, or for each query head"
-        require(shares.shape[1] % heads == 0, "scores", f"{shares.shape[1]} heads", remedy)
+        self.require_sizes(heads=heads)
         each = shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300  # even parts of a layer without a share
         parts = jnp.asarray(round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32)[layer]
         total = heads * base[:, None]
@@ -101,13 +113,6 @@ class HeadKV(WindowMethod):
         if self.scores is not None:
             self._adopt(budgets, "scores")
             require(self.allocation == UniformLayers(), "allocation", self.allocation, "leave it out: scores say it")
-
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy; raises ValueError if its scores are those of a model of another number of layers."""
-        own = self.parts().layers
-        if isinstance(own, Importance):
-            own.require_layers(layers)
-        return self
 
     def parts(self) -> Parts:
         """Returns SnapKV's `Parts`, with budgets of layers and heads by `scores` if there are any."""

@@ -41,11 +41,6 @@ class KVzap(Method):
             object.__setattr__(self, "gate", KVzapGate.read("gate", self.gate))
         self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy; raises ValueError without a gate, or with that of a model of other layers."""
-        self._scorer.require_gate(layers)
-        return self
-
     @property
     def _scorer(self) -> GateScores:
         """The scorer (`GateScores`) with this policy's gate."""

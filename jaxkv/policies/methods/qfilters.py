@@ -9,7 +9,9 @@ from jaxtyping import Array, Float
 
 from jaxkv._errors import require
 from jaxkv._values import Value
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.head_filters import HeadFilters
+from jaxkv.policies.of_model import given
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -34,20 +36,15 @@ class FilteredKeys(Scorer, Value):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: minus the product of each row's key and its head's filter."""
-        (_, heads, _, dim), axes, filters = seen.k.shape, seen.axes, self.given()
-        whole = heads if axes is None else heads * axes.size("K")
-        given, wanted = f"{filters.heads} kv heads of {filters.dim} channels", f"the model has {whole} of {dim}"
-        require((filters.heads, filters.dim) == (whole, dim), "q_filters", given, wanted)
+        (_, heads, _, dim), axes, filters = seen.k.shape, seen.axes, given(self.filters, HeadFilters)
+        filters.require_sizes(heads=heads if axes is None else heads * axes.size("K"), dim=dim)
         mine = own(jnp.asarray(filters.numbers)[seen.layer], "K", 0, axes)
         keys = seen.k.astype(jnp.float32)
         return -jnp.einsum("bksd,kd->bks", keys, mine, precision=lax.Precision.HIGHEST)
 
-    def given(self) -> HeadFilters:
-        """The filters; ValueError without any."""
-        remedy = "give the filters of your model, a safetensors file of one tensor q_filters, [L, K, D]"
-        require(self.filters is not None, "q_filters", None, remedy)
-        assert self.filters is not None
-        return self.filters
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError without filters, or with those of a model of other sizes."""
+        given(self.filters, HeadFilters).require_fits(config)
 
 
 @register
@@ -75,12 +72,6 @@ class QFilters(Method):
         require(self.every is None, "every", self.every, "filters are compared with keys of prompts: leave it out")
         if self.q_filters is not None:
             object.__setattr__(self, "q_filters", HeadFilters.read("q_filters", self.q_filters))
-
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy; raises ValueError if it has no filters, or those of a model of other layers."""
-        known = self._scorer.given().layers
-        require(known == layers, "q_filters", f"{known} layers", f"the model has {layers}")
-        return self
 
     @property
     def _scorer(self) -> FilteredKeys:

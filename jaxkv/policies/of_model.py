@@ -1,0 +1,174 @@
+"""Values that belong to one model: `OfModel` refuses other models by their sizes, `FileArrays` are read from a file."""
+
+import abc
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxkv._errors import refusal, require
+from jaxkv._values import Value
+from jaxkv.checkpoints import StoredTensor
+from jaxkv.checkpoints.safetensors_files import read_header, tensors
+from jaxkv.models.config import ModelConfig
+
+Kind = TypeVar("Kind", bound="FileArrays")
+
+
+class OfModel:
+    """Base of values that belong to one model; their sizes are attributes: `layers`, `heads`, perhaps `embed`, `dim`.
+
+    Subclasses name the policy's field that holds the value in `of_field`, and what to give there in `wanted`.
+    """
+
+    of_field: ClassVar[str]
+    wanted: ClassVar[str]
+    words: ClassVar[dict[str, str]] = {"heads": "kv heads", "embed": "numbers in a hidden state", "dim": "channels"}
+
+    def agrees(self, name: str, size: int) -> bool:
+        """True if the value's size of this name fits a model's `size`: if both are equal, by default."""
+        return getattr(self, name) == size
+
+    def require_sizes(self, **of_model: int) -> None:
+        """Raises ValueError unless the value's sizes fit a model's of these names; sizes that it does not have fit."""
+        for name, size in of_model.items():
+            if hasattr(self, name):
+                own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
+                require(self.agrees(name, size), self.of_field, f"{own} {self.words.get(name, name)}", remedy)
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError unless the value's sizes fit a model's."""
+        self.require_sizes(layers=config.layers, heads=config.kv_heads, embed=config.embed, dim=config.head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileArrays(OfModel, Value, abc.ABC):
+    """Base of arrays of one model, read from safetensors files: their sizes, and a digest, by which they are compared.
+
+    The arrays are no field: programs are kept by a policy's fields, and a saved cache has the digest alone.
+
+    Attributes:
+        digest: SHA-256 of the arrays, in hexadecimal.
+        layers: L.
+        heads: K.
+    """
+
+    digest: str
+    layers: int
+    heads: int
+    # Not among the fields, but `dataclasses.replace` hands it to copies.
+    held: dataclasses.InitVar[Any] = None
+
+    def __post_init__(self, held: Any) -> None:
+        object.__setattr__(self, "held", held)
+
+    @classmethod
+    def read(cls: type[Kind], name: str, given: Any) -> Kind:
+        """Reads the arrays from a safetensors file, or from a folder with `model.safetensors`.
+
+        Args:
+            name: the field, for error messages.
+            given: the path, or an instance, which is returned as it is.
+
+        Returns:
+            The instance.
+
+        Raises:
+            TypeError: for anything else.
+            ValueError: for a file that cannot be read or holds other tensors; these are named.
+        """
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, (str, os.PathLike)):
+            raise TypeError(f"{name}={given!r}: give {cls.wanted}")
+        path = Path(given).expanduser()
+        try:
+            return cls.of_tensors(tensors(path) if path.is_dir() else read_header(path))
+        except (OSError, ValueError) as error:
+            raise refusal(name, os.fspath(given), f"no {cls.__name__} in it: {error}: give {cls.wanted}") from None
+
+    @classmethod
+    @abc.abstractmethod
+    def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
+        """Makes an instance of a file's tensors, by name; ValueError names a tensor that is missing or does not fit."""
+
+    @classmethod
+    def of_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
+        """Makes an instance of a pytree of numpy arrays; `heading`, text, and the arrays enter the digest."""
+        told = hashlib.sha256(heading.encode())
+        for leaf in jax.tree.leaves(arrays):
+            told.update(np.ascontiguousarray(leaf, np.float32).tobytes())
+        return cls(digest=told.hexdigest(), held=arrays, **sizes)
+
+    @property
+    def arrays(self) -> Any:
+        """Pytree of the arrays, on the host; ValueError for a value of a saved cache, which has the digest alone."""
+        found = vars(self)["held"]
+        remedy = "a digest without arrays, which are in no saved cache: load it with policy=..., made of their file"
+        require(found is not None, self.of_field, self, remedy)
+        return found
+
+
+def given(value: Kind | None, kind: type[Any]) -> Kind:
+    """The arrays of a field that may be None; ValueError if it is."""
+    require(value is not None, kind.of_field, None, f"give {kind.wanted}")
+    assert value is not None
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTensors:
+    """Stored tensors by the ends of their names, and the beginning that these share.
+
+    Attributes:
+        beginning: what the tensors' names begin with.
+        stored: the tensors.
+        taken: ends of the names of those that were read.
+    """
+
+    beginning: str
+    stored: dict[str, StoredTensor]
+    taken: set[str] = dataclasses.field(default_factory=set)
+
+    def take(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
+        """Reads a tensor as float32; ValueError for a missing one, another shape (None: any size), numbers not finite.
+
+        Args:
+            name: the end of the tensor's name.
+            *shape: the size of each axis, None for any.
+
+        Returns:
+            The tensor.
+        """
+        whole = self.beginning + name
+        if name not in self.stored:
+            raise ValueError(f"tensor {whole} is missing")
+        self.taken.add(name)
+        stored = self.stored[name]
+        fits = len(stored.shape) == len(shape) and all(
+            size and want in (None, size) for size, want in zip(stored.shape, shape, strict=True)
+        )
+        wanted = ", ".join("any" if each is None else str(each) for each in shape)
+        if not fits:
+            raise ValueError(f"tensor {whole} has the shape {list(stored.shape)}, not [{wanted}]")
+        read = stored.read(())
+        if not jnp.issubdtype(read.dtype, np.floating):
+            raise ValueError(f"tensor {whole} is of {read.dtype}, not of floating-point numbers")
+        # A number that float32 does not have becomes infinite, and is refused below.
+        with np.errstate(over="ignore"):
+            array = np.asarray(read, np.float32)
+        if not np.isfinite(array).all():
+            raise ValueError(f"tensor {whole} holds numbers that are not finite")
+        return array
+
+    def require_all_taken(self) -> None:
+        """ValueError for a tensor that was not read: a gate without it would give other scores."""
+        if left := sorted(set(self.stored) - self.taken):
+            raise ValueError(f"tensor {self.beginning}{left[0]} belongs to no such gate")
