@@ -50,9 +50,9 @@ _HOMES = {
     "jaxkv.policies.methods": (
         "AdaKV BrutalOffload CAKE CAPKV CaM ChunkKV Compactor CriticalKV "
         "CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip FullKV "
-        "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LagKV "
-        "LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Quest Random "
-        "RoCo SimLayerKV SnapKV StreamingLLM TOVA"
+        "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LUKV "
+        "LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Quest "
+        "Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

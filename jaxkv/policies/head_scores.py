@@ -1,4 +1,4 @@
-"""Numbers of heads, by which HeadKV and DuoAttention divide rows: read from tables and from files as published."""
+"""Numbers of heads, by which HeadKV, DuoAttention and LU-KV divide rows: from tables and from files as published."""
 
 import json
 import math
@@ -48,6 +48,26 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
     fits = array.ndim == 2 and array.size > 0 and bool(np.isfinite(array).all()) and isinstance(config, dict)
     require(fits, field, given, remedy)
     return tuple(map(tuple, array.clip(0, 1).tolist())), config
+
+
+def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """LU-KV's curves `[count][L][K]` as nested tuples, from a table or from a .npy file, as published.
+
+    Raises ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of
+    numbers from 0 to 1, in each of which some head keeps a share of its rows.
+    """
+    remedy, table = f"give {count} tables of a number from 0 to 1 for each layer and kv head, or a .npy file", given
+    if isinstance(given, (str, os.PathLike)):
+        try:
+            table = np.load(os.path.expanduser(given), mmap_mode="r", allow_pickle=False)
+        except OSError as error:
+            raise refusal(field, given, f"it cannot be read ({error.strerror or error}): {remedy}") from None
+        except (EOFError, ValueError) as error:
+            raise refusal(field, given, f"no .npy file ({shortened(str(error))}): {remedy}") from None
+    array = _numbers(table) if getattr(table, "nbytes", 0) <= _MOST_BYTES else np.zeros(0)
+    fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
+    require(fits and bool((array.min(axis=(1, 2)) < 1).all() and (array <= 1).all()), field, given, remedy)
+    return tuple(tuple(map(tuple, each)) for each in array.tolist())
 
 
 def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:

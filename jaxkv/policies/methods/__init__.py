@@ -11,6 +11,7 @@ from jaxkv.policies.methods.pyramidkv import PyramidKV
 from jaxkv.policies.methods.simlayerkv import SimLayerKV
 from jaxkv.policies.methods.cake import CAKE
 from jaxkv.policies.methods.headkv import HeadKV
+from jaxkv.policies.methods.lukv import LUKV
 from jaxkv.policies.methods.duoattention import DuoAttention
 from jaxkv.policies.methods.adakv import AdaKV
 from jaxkv.policies.methods.heavy import H2O, RoCo, TOVA
@@ -61,6 +62,7 @@ __all__ = [
     "KVzap",
     "KVzip",
     "KeyDiff",
+    "LUKV",
     "LagKV",
     "LayerDefensiveKV",
     "LocalWindow",

@@ -1,0 +1,79 @@
+"""LU-KV: budgets of kv heads by curves of a file, which say how much each head drops at each total share."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.policies.head_scores import as_curves
+from jaxkv.policies.heads import UniformHeads, inner_budgets, within_stages
+from jaxkv.policies.layers import UniformLayers
+from jaxkv.policies.methods.headkv import Importance
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.wrapper import Wrapper
+
+# Shares of curves that are written: 1 % to 99 %.
+_SHARES = 99
+_CURVE = tuple[tuple[tuple[float, ...], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurveBudgets(Importance):
+    """LU-KV's budgets of layers and kv heads at one total share: rows in proportion to what each head keeps."""
+
+    of_field: ClassVar[str] = "curves"
+    wanted: ClassVar[str] = "curves for each layer and kv head of this model"
+
+    beta: int | float = 1.0
+
+    def agrees(self, name: str, size: int) -> bool:
+        """True if there are curves of `size` layers, or of `size` kv heads in a layer."""
+        return getattr(self, name) == size
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LUKV(Wrapper):
+    """Keeps the base policy's best rows, as many in each kv head as its curve keeps at the budget, all layers together.
+
+    Curves belong to one model and one scorer. The one nearest to the budget is taken, and its shares are scaled to the
+    budget: sums over heads are exact. What a head has no rows for goes to its layer's others, by score.
+
+    Attributes:
+        curves: share of rows that each kv head drops where all together drop 1 %, 2 %, to 99 %: a .npy file of
+            `[99, L, K]` numbers in [0, 1], as published, or a table of them; None: all heads alike.
+        base: the policy whose scores are used, and its budget, a share; by default ExpectedAttention. The curves
+            published for it go with `base=ExpectedAttention(budget=..., epsilon=0.02)`.
+
+    References:
+        LU-KV, arXiv:2602.08585; curves as kvpress reads them.
+    """
+
+    curves: str | _CURVE | None = None
+
+    paper: ClassVar[str] = "LU-KV, arXiv:2602.08585"
+
+    usual: ClassVar[str] = "expectedattention"
+
+    def _check(self) -> None:
+        if self.curves is not None:
+            object.__setattr__(self, "curves", as_curves("curves", self.curves, _SHARES))
+        super()._check()
+
+    def check_base(self, base: Method, parts: Parts) -> None:
+        """Raises ValueError for curves and a number of rows, and for bases with budgets of layers or heads."""
+        remedy = "curves are of shares: give a share of the prompt, such as 0.25"
+        require(self.curves is None or isinstance(parts.budget, float), "budget", parts.budget, remedy)
+        own = isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
+        require(own, "base", base, "its layers or heads have budgets of their own already")
+        require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
+
+    def wrap(self, base: Parts) -> Parts:
+        """Returns the base's parts with budgets of layers and heads by curves, inside the base's two stages if any."""
+        if self.curves is None or not isinstance(base.budget, float):
+            return base
+        dropped = self.curves[min(max(round((1 - base.budget) * (_SHARES + 1)), 1), _SHARES) - 1]
+        assert not isinstance(dropped, str)
+        budgets = CurveBudgets(scores=tuple(tuple(1 - each for each in heads) for heads in dropped))
+        return dataclasses.replace(base, layers=budgets, heads=within_stages(base.heads, budgets))
