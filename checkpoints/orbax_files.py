@@ -166,7 +166,7 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Manifest entry of an array: name, shape, dtype, checksum, and the kind of its folder."""
+    """Manifest entry of an array: name, shape, dtype, CRC-32, and the kind (`Kind`) of Orbax folder that holds it."""
 
     name: str
     shape: tuple[int, ...]

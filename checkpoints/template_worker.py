@@ -22,7 +22,7 @@ _LONGEST_ERROR = 500
 
 
 def _bound_memory(size: int) -> None:
-    """Limits the address space of this process, with room for a request of `size` bytes."""
+    """Limits the address space of this process: 1 GiB, and 64 bytes for each byte of a request of `size` bytes."""
     try:
         import resource
     except ImportError:  # Windows: there, time alone is bounded

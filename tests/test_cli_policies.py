@@ -122,7 +122,7 @@ def test_every_simple_field_is_an_option():
         for field in {field.name for field in dataclasses.fields(cls)} - fields:
             left.setdefault(field, set()).add(name)
     assert left.keys() == {"base", "safeguard", "allocation", "budget", "min_budget", "protect", "every", "merge"}
-    assert left["base"] == {"adakv", "chunkkv", "criticalkv", "globalbudget", "omnikv", "quest"}
+    assert left["base"] == {"adakv", "chunkkv", "criticalkv", "globalbudget", "lukv", "omnikv", "quest"}
     assert left["budget"] == {"full", "brutaloffload", "duoattention"}
     assert left["merge"] == {"full", "brutaloffload", "omnikv", "quest"}  # they keep everything
 

@@ -153,7 +153,7 @@ class _Choices:
         self.below: Array | None = None
 
     def look(self, index: int, out: LayerOut) -> None:
-        """Scores the rows of one layer, and selects the kept rows unless layer budgets depend on scores."""
+        """Scores one layer's rows; stores its mask of kept rows, or scores where budgets need those of all layers."""
         parts, scorer = self.parts, self.parts.scorer
         if scorer is None:
             self.chosen.append(np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3]))

@@ -76,7 +76,7 @@ class EvictionLoss(PolicyFigure):
         return (one <= two).mean(axis=(1, 2, 3)), together.mean(axis=(1, 2))
 
     def picture(self, path: str | Path, budget: int = 0) -> None:
-        """Writes a picture file: loss and bound by layer, and the last policy's loss against the first one's.
+        """Writes a picture: eviction loss and its upper bound by layer; the last policy's loss against the first's.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -186,7 +186,7 @@ class LossMeasure(PolicyMeasure):
         return (np.stack([host(loss)[0, :-1], host(bound)[0, :-1]]),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of one text: losses `[C, L, w]`, bounds `[C, L, w]` and numbers of kept rows `[C]`."""
+        """Arrays of one text: losses and bounds `[C, L, w]` by cell, layer and query, and rows kept `[C]`."""
         loss, bound = np.moveaxis(np.stack([each for (each,) in layers]), 0, 2)
         return loss, bound, self.counts(text).sum(axis=(1, 2))
 

@@ -70,6 +70,7 @@ _ONE = {
     frozenset({str}): Words(read=str, metavar="WORD"),
     frozenset({str, tuple[int, ...]}): Words(read=str, metavar="TEXT"),
     frozenset({str, tuple[tuple[float, ...], ...]}): Words(read=str, metavar="FILE"),
+    frozenset({str, tuple[tuple[tuple[float, ...], ...], ...]}): Words(read=str, metavar="FILE"),
     frozenset({bool}): Words(read=bool, arity=Arity.SWITCH),
     frozenset({tuple[int, ...]}): Words(read=whole, metavar="N", arity=Arity.SEVERAL),
     frozenset({tuple[float, ...]}): Words(read=real, metavar="X", arity=Arity.SEVERAL),

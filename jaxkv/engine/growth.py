@@ -82,7 +82,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Returns the cache (donated) with room for more tokens: compresses due sequences, or copies to larger buffers.
+    """Returns the cache (donated) with room for at least one new token: as it is, compressed, or in larger buffers.
 
     At least one of the `new` tokens can be drawn on the result.
     """

@@ -146,7 +146,7 @@ def run_layers(
 
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
-    """Runs one block over N new tokens: appends their rows, attends to the layer's; returns hidden states and rows."""
+    """Runs one block over N new tokens, appends and attends; returns hidden states and the updated `LayerRows`."""
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:

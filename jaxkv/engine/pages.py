@@ -93,7 +93,7 @@ def chosen_pages(
     budget: Int[Array, " B"],
     each: int,
 ) -> PageRows:
-    """Rows of the full pages of largest bound for one new token, as many as the budget has room for.
+    """Row indices of each kv head's full pages of largest bound for one new token, as many as fit in `budget`.
 
     Tang et al., Quest, algorithm 1; a page's bound is the largest of its kv head's query heads, ties go to the lowest
     page. `length` are the rows before the token, `each` the rows that a segment can hold.

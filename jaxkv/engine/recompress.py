@@ -99,7 +99,7 @@ def recompress(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Static(Value):
-    """Static config of the programs that read one layer's rows: graphs, the policy's parts, layout, segment slots."""
+    """Static config of programs that read one layer's rows: graphs, policy parts, layout, most rows of a segment."""
 
     graphs: Graphs
     ongoing: Ongoing

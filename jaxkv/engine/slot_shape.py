@@ -23,7 +23,7 @@ class SlotShape:
 
     @property
     def longest(self) -> int:
-        """Number of tokens, rounded up to a bucket, of the longest prompt, question and answer together."""
+        """Most tokens of a slot's text: its limits of prompt, question and answer added, rounded up to a bucket."""
         return bucket(self.prompt + self.question + self.new)
 
 

@@ -82,7 +82,7 @@ def _finish(
 
 
 class Inputs(NamedTuple):
-    """Inputs of a stretch: its layers' parameters, query rings and indices; pool of the filter; loaded rows, positions.
+    """Inputs of a stretch: its layers' parameters, query rings and numbers; filter's pool; loaded rows, positions.
 
     If a filter layer is asked at the end of the stretch, its parameters, ring and index come last, and `filter` is its
     pool. `loaded` are chosen rows from host memory, `chosen` their positions.

@@ -53,7 +53,7 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Position of a table row on the budget axis, in cache rows; None for a row without a budget."""
+    """Rows at which plots place a policy: its budget, or for a share the mean rows kept; None without a budget."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
         # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.

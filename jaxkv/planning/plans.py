@@ -157,7 +157,7 @@ class Plan:
         printer.text(str(self))
 
     def _verdict(self) -> str:
-        """Sentence as text: whether the plan fits, with the bytes to spare or needed on each GPU."""
+        """Sentence: the plan fits, with bytes to spare; or does not, with the peak bytes needed of a GPU's memory."""
         peak, memory = self.sizes.peak, self.setting.memory
         if self.fits:
             return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each GPU"

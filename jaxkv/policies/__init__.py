@@ -33,6 +33,8 @@ from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
+from jaxkv.policies.methods.lukv import CurveBudgets
+from jaxkv.policies.methods.simlayerkv import LazyLayers
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method, Policy
@@ -72,6 +74,7 @@ __all__ = [
     "ByAge",
     "ByAttention",
     "CumulativeAttention",
+    "CurveBudgets",
     "Decision",
     "EntropyLayers",
     "Evict",
@@ -96,6 +99,7 @@ __all__ = [
     "KeyDifference",
     "KeyNorm",
     "LastAttention",
+    "LazyLayers",
     "LinearLayers",
     "LoadedReads",
     "MaxPool",

@@ -52,7 +52,7 @@ class Scope(enum.Enum):
 
 
 class Decision(enum.Enum):
-    """Enum of cosines compared with the threshold: each dropped row's (TOKEN), or a mean over heads (SHARED_POSITION).
+    """Cosine by which a dropped row merges: its own (TOKEN), or the mean of all heads' i-th ones (SHARED_POSITION).
 
     SHARED_POSITION, as in published code, judges the i-th dropped rows of all heads together.
     """
@@ -346,7 +346,7 @@ class ValueMerge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Adds values to later tokens' values, in sequences that drop any row; keys and thresholds stay the same."""
+        """Adds part of each value, kept or dropped, to the `window` values after it, in sequences that drop rows."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:

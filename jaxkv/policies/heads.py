@@ -219,7 +219,7 @@ class ProtectedHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(Value):
-    """CriticalKV: part of each head's rows is chosen by score, the rest by score times the projected value's norm.
+    """CriticalKV's budgets of heads: part of a head's rows by score, the rest by score times projected value's norm.
 
     Attributes:
         budgets: how the layer's rows spread over heads.

@@ -85,7 +85,7 @@ class LayerBudgets(Protocol):
         """
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
-        """Upper bound `[N]` of the rows per kv head summed over layers, for any weights: L times the budget."""
+        """Upper bound `[N]`, for N prompts, of rows per kv head summed over layers: L times the budget."""
         return layers * np.asarray(budget, np.int64)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
@@ -93,7 +93,7 @@ class LayerBudgets(Protocol):
         return np.asarray(length, np.int64)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """Most recent rows to keep per layer `[L, N]`, computed from the weights; None for a fixed share of rows."""
+        """Most recent rows to keep `[L, N]`, by layer and prompt; None, the default, for a fixed share of rows."""
         return None
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:

@@ -49,7 +49,7 @@ class PagedReads(Value):
         return _PAGES * self.page
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of rows, those after the prompt included, that a kv head of a sparse layer reads at each token.
+        """Rows `[B]`, new tokens' included, that each kv head reads at each token in a layer that reads pages alone.
 
         Args:
             lengths: tokens of each prompt.

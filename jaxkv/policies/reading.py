@@ -150,7 +150,7 @@ class Reads(Protocol):
         """
 
     def described(self) -> str:
-        """Text for people that says what is read."""
+        """Text that says in words which rows layers read at each new token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

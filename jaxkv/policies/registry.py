@@ -99,7 +99,7 @@ def takes_budget(cls: type[Method]) -> bool:
     if cls().parts().budget is not None:
         return True
     try:
-        cls(budget=1)
+        cls(budget=1.0)
     except ValueError:
         return False
     return True

@@ -355,7 +355,7 @@ def future_of(scorer: Scorer) -> FutureQueries | None:
 
 
 def two_stages(scorer: Scorer) -> bool:
-    """True if a scorer says by `first` which rows of a prompt stay before all others; False without the attribute."""
+    """True if a scorer has a first stage: rows ranked by its `first` stay before all others; False by default."""
     return getattr(scorer, "two_stages", False)
 
 

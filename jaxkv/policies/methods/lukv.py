@@ -15,7 +15,6 @@ from jaxkv.policies.wrapper import Wrapper
 
 # Shares of curves that are written: 1 % to 99 %.
 _SHARES = 99
-_CURVE = tuple[tuple[tuple[float, ...], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class LUKV(Wrapper):
         LU-KV, arXiv:2602.08585; curves as kvpress reads them.
     """
 
-    curves: str | _CURVE | None = None
+    curves: str | tuple[tuple[tuple[float, ...], ...], ...] | None = None
 
     paper: ClassVar[str] = "LU-KV, arXiv:2602.08585"
 
