@@ -67,7 +67,7 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
     array = _numbers(table) if getattr(table, "nbytes", 0) <= _MOST_BYTES else np.zeros(0)
     fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
     require(fits and bool((array.min(axis=(1, 2)) < 1).all() and (array <= 1).all()), field, given, remedy)
-    tables: list[list[list[float]]] = array.tolist()
+    tables: Any = array.tolist()
     return tuple(tuple(map(tuple, each)) for each in tables)
 
 
