@@ -51,8 +51,8 @@ _HOMES = {
         "AdaKV BrutalOffload CAKE CAPKV CaM ChunkKV Compactor CriticalKV "
         "CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip FullKV "
         "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LagKV "
-        "LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Random RoCo "
-        "SnapKV StreamingLLM TOVA"
+        "LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters RKV Random "
+        "RoCo SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

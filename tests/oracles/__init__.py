@@ -32,6 +32,7 @@ from oracles.merging import *
 from oracles.policies import *
 from oracles.qfilters import *
 from oracles.replay import *
+from oracles.rkv import *
 from oracles.scores import *
 from oracles.select import *
 from oracles.theorems import *
