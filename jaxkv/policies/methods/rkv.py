@@ -32,7 +32,8 @@ class Redundancy(WindowScorer):
     the last one is not charged with that cosine.
 
     Cosines are computed in blocks of rows of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or one
-    row of them if a text has more tokens than that, beside a float32 copy of the head's keys.
+    row of them if a text has more tokens than that, beside a copy of the head's keys. A prompt's take as many products
+    as causal attention of one more query head for each kv head.
 
     Attributes:
         window: number of the text's last queries that are read.
@@ -86,15 +87,18 @@ def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Arr
 def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: float) -> Float[Array, " S"]:
     """Mean `[S]` over a head's rows of each key's cosine with theirs, its own and those it is not charged with as 0."""
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
-    unit = jnp.where((column < length)[:, None], k.astype(jnp.float32), 0.0)
-    unit = unit / jnp.maximum(jnp.sqrt((unit * unit).sum(axis=-1, keepdims=True)), 1e-12)
+    k = jnp.where((column < length)[:, None], k, 0)
+    scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
     size = min(slots, max(1, _CELLS // slots))
 
     def add(index: Int[Array, ""], sums: Float[Array, " S"]) -> Float[Array, " S"]:
         row = index * size + jnp.arange(size, dtype=jnp.int32)
-        rows = jnp.where((row < length)[:, None], jnp.take(unit, jnp.minimum(row, slots - 1), axis=0), 0.0)
-        cosines = jnp.einsum("rd,sd->rs", rows, unit, precision=lax.Precision.HIGHEST)
-        cosines = jnp.where(column == row[:, None], 0.0, cosines)
+        at = jnp.minimum(row, slots - 1)
+        # Products of keys of 16 bits are exact in float32: normalised keys would be rounded, or slow, on GPUs.
+        exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": scale.dtype}
+        products = jnp.einsum("rd,sd->rs", k[at], k, **exact)
+        off = (column != row[:, None]) & (row < length)[:, None]
+        cosines = jnp.where(off, products * scale[at, None] * scale, 0.0)
         last = jnp.where(cosines > threshold, column, -1).max(axis=-1, keepdims=True)
         return sums + jnp.where(column == last, 0.0, cosines).sum(axis=0)
 
