@@ -95,8 +95,9 @@ def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: flo
         row = index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(row, slots - 1)
         # Products of keys of 16 bits are exact in float32: normalised keys would be rounded, or slow, on GPUs.
-        exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": scale.dtype}
-        products = jnp.einsum("rd,sd->rs", k[at], k, **exact)
+        products = jnp.einsum(
+            "rd,sd->rs", k[at], k, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
         off = (column != row[:, None]) & (row < length)[:, None]
         cosines = jnp.where(off, products * scale[at, None] * scale, 0.0)
         last = jnp.where(cosines > threshold, column, -1).max(axis=-1, keepdims=True)
