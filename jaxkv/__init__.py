@@ -52,7 +52,7 @@ _HOMES = {
         "CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip FullKV "
         "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LUKV "
         "LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Quest "
-        "Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
+        "RKV Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

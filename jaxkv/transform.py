@@ -327,7 +327,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (parts.read, f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate"),
         (parts.rolling, "it stores keys before RoPE, and here they come after it: leave rolling positions out"),
         (parts.evicts, f"{name} drops rows for new ones, and here none go: give SnapKV, or its mode='prefill' if any"),
-        (parts.every, "it compresses while tokens are drawn, and here a prompt only: leave every= out"),
+        (parts.every, "it compresses while tokens are drawn, and here a prompt only: give every=None"),
         (parts.store is not Dense, f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out"),
         (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
         (parts.needs.replay, f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill"),

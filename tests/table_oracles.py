@@ -250,6 +250,14 @@ def dropkv(layer, q, k, budget):
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
 
+def rkv(layer, q, k, budget):
+    n = k.shape[1]
+    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+    scores, gap = o.rkv_scores(q, k, WINDOW)
+    picked = [o.top_select(row, rows, forced, n) for row in scores]
+    return [kept for kept, _ in picked], min(gap, *(own for _, own in picked))
+
+
 def chunkkv(layer, q, k, budget):
     n = k.shape[1]
     forced = o.forced_positions(n, 2, WINDOW, ())

@@ -13,6 +13,7 @@ from jaxkv import (
     CAPKV,
     D2O,
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CaM,
@@ -70,6 +71,7 @@ POLICIES = {
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
     "globalbudget": GlobalBudget(base=KeyDiff(budget=ROWS, every=EVERY), alpha=0.3),
     "dropkv": DropKV(budget=ROWS, window=8, every=EVERY),
+    "rkv": RKV(budget=ROWS, every=EVERY),
     "chunkkv": ChunkKV(base=SnapKV(budget=ROWS, window=8, every=EVERY), chunk=5),
 }
 # Rows that go one by one while drawing, and many at once behind a question.

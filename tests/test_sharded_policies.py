@@ -44,8 +44,9 @@ TRAVELS = {
     "embed": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
     "layer": {"all-reduce": ["B R E", "B K R"]},
-    # What is observed, where a group's query heads lie apart; claims of heads, of n numbers each, on rows.
-    "_observe": {"all-reduce": ["B K R", "B R"], "all-gather": ["B K", "B K G", "B K G n"]},
+    # What is observed, and logits of window queries, where a group's query heads lie apart; claims of heads, of n
+    # numbers each, on rows.
+    "_observe": {"all-reduce": ["B K R", "B R", "B K w R"], "all-gather": ["B K", "B K G", "B K G n"]},
     # The second pass: embeddings, and two sums of hidden states a layer.
     "_embedded": {"all-reduce": ["B R E"]},
     "_layer_again": {"all-reduce": ["B R E"]},
@@ -53,8 +54,8 @@ TRAVELS = {
     "_choose": {"all-gather": ["B K R", "B J R"]},
     # Whether any head drops rows.
     "_merged": {"all-reduce": ["B"]},
-    # Norms of values and positions of the rows they belong to, where a position's norms are compared.
-    "_candidates": {"all-reduce": ["B K R"], "all-gather": ["B K R"]},
+    # The same of a cache; norms of values and positions of their rows, where a position's norms are compared.
+    "_candidates": {"all-reduce": ["B K R", "B K w R"], "all-gather": ["B K R"]},
     "_unpacked": {"all-reduce": ["B K R"]},
     # The next token, whether all have ended; TOVA's ranks, and what filters choose by.
     "_loop": {"all-reduce": ["B R E", "", "B K K R", "B w R", "B R"], "all-gather": ["B V"]},

@@ -14,6 +14,7 @@ from jaxkv import (
     CAPKV,
     D2O,
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CaM,
@@ -57,6 +58,7 @@ LOOKING = [
     OmniKV(filter_layers=(0,), adjacent=0, budget=16, base=SnapKV(**SMALL)),
     GlobalBudget(base=SnapKV(**SMALL)),
     DropKV(**SMALL),
+    RKV(**SMALL),
     ChunkKV(base=SnapKV(**SMALL), chunk=3),
     Policy(budget=16, scorer=WindowAttention(window=4)),
 ]

@@ -1,8 +1,8 @@
 """The one door to attention: functions of arrays that know neither caches nor policies.
 
 `backend_of` gives the `Backend` of an `Implementation`. Plain XLA whatever the backend: `causal` and `column_sums` of
-one sequence, `block_sums`, `pool_sums`, `probabilities`, `window_mass`, `chunk_peaks`, `filters`, and `merge` of two
-sets of keys.
+one sequence, `block_sums`, `pool_sums`, `probabilities`, `window_mass`, `group_logits`, `chunk_peaks`, `filters`, and
+`merge` of two sets of keys.
 """
 
 from jaxkv.attention.backend import Backend
@@ -20,6 +20,7 @@ from jaxkv.attention.columns import (
     add_received,
     block_sums,
     column_sums,
+    group_logits,
     pool_sums,
     probabilities,
     window_mass,
@@ -42,6 +43,7 @@ __all__ = [
     "choose",
     "chunk_peaks",
     "column_sums",
+    "group_logits",
     "merge",
     "merge_with_lse",
     "named",

@@ -135,6 +135,22 @@ def window_mass(
     return reduced.reshape(batch, heads, *reduced.shape[1:])
 
 
+def group_logits(q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K w S"]:
+    """Largest logit `f32[B, K, w, S]` of each query position's query heads on every key, later keys included.
+
+    All logits of one kv head are in memory at a time.
+    """
+
+    def head(inputs: tuple[Array, Array]) -> Float[Array, "w S"]:
+        """Largest logits of one kv head of one sequence."""
+        q_head, k_head = inputs
+        logits = rows_dot(q_head.reshape(-1, q_head.shape[-1]), k_head)
+        return logits.reshape(*q_head.shape[:2], -1).max(axis=0) * (1.0 / logit_divisor(q_head.shape[-1]))
+
+    most = lax.map(head, (q.reshape(-1, *q.shape[2:]), k.reshape(-1, *k.shape[2:])))
+    return most.reshape(*k.shape[:2], *most.shape[1:])
+
+
 def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
     """Mean of probabilities over the window's queries, `f32[G, S]`; padding queries (position < 0) left out."""
     exists = position >= 0

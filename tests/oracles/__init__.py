@@ -33,6 +33,7 @@ from oracles.policies import *
 from oracles.qfilters import *
 from oracles.quest import *
 from oracles.replay import *
+from oracles.rkv import *
 from oracles.scores import *
 from oracles.select import *
 from oracles.simlayerkv import *

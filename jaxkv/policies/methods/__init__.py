@@ -27,6 +27,7 @@ from jaxkv.policies.methods.capkv import CAPKV
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.dropkv import DropKV
+from jaxkv.policies.methods.rkv import RKV
 from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
@@ -71,6 +72,7 @@ __all__ = [
     "PyramidKV",
     "QFilters",
     "Quest",
+    "RKV",
     "Random",
     "RoCo",
     "SimLayerKV",

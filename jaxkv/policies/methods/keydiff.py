@@ -14,7 +14,8 @@ from jaxkv.policies.unseen import KeyDifference
 class KeyDiff(Method):
     """Keeps the rows whose keys are least like the mean of their head's unit keys; equally many per layer and head.
 
-    It looks at keys alone: no question has to be known, and no attention is computed.
+    It looks at keys alone: no question has to be known, and no attention is computed. The paper reads prompts in blocks
+    of 128 tokens and evicts behind each; prefill reads them whole, and `Session.extend` in blocks of `every` tokens.
 
     References:
         Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
