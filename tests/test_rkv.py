@@ -8,8 +8,7 @@ import pytest
 
 import jaxkv
 from jaxkv import RKV
-from jaxkv.policies import Observed
-from jaxkv.policies.methods import rkv
+from jaxkv.policies import Observed, redundant
 
 HEADS, GROUP, DIM, WINDOW, PADDING = 2, 3, 16, 8, 5
 
@@ -53,7 +52,7 @@ def check(policy, q, k, lengths, **options):
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 @pytest.mark.parametrize("cells", (1, 200, 1 << 22), ids=("rows", "blocks", "whole"))
 def test_scores_are_those_of_the_definition_however_many_rows_a_block_has(monkeypatch, cells, dtype):
-    monkeypatch.setattr(rkv, "_CELLS", cells)
+    monkeypatch.setattr(redundant, "_CELLS", cells)
     lengths = (30, 19)
     check(RKV(), *drawn(lengths, dtype), lengths)
 

@@ -18,8 +18,7 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 from jaxkv.policies.topk import sortable, top
 
-# Parts of a layer, of which kv heads get whole ones: exact in int32.
-_PARTS = 1 << 15
+_PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,9 @@ class Importance(OfModel, LayerBudgets, Value):
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
         self.require_sizes(layers=layers)
-        xp = namespace(budget)
+        xp, shares = namespace(budget), self.shares().sum(axis=1)[:, None]
         rest = layers * (xp.asarray(budget, xp.int64) - forced)
-        share = xp.asarray(self.shares().sum(axis=1)[:, None])
-        return forced + round_to_sum(share * rest.astype(xp.float64), rest, length - forced)
+        return forced + round_to_sum(xp.asarray(shares) * rest.astype(xp.float64), rest, length - forced)
 
     def choose(
         self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
