@@ -48,6 +48,7 @@ from jaxkv.policies.scorer import (
     Replay,
     Scorer,
 )
+from jaxkv.policies.threshold import ThresholdHeads
 from jaxkv.policies.trained import FastKVzipGate, KVzapGate
 from jaxkv.policies.unseen import (
     FutureAttention,
@@ -125,6 +126,7 @@ __all__ = [
     "Selector",
     "SharedHeads",
     "Statistic",
+    "ThresholdHeads",
     "TwoStageHeads",
     "Uniform01",
     "UniformHeads",
