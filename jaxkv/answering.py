@@ -141,7 +141,11 @@ def _stats(
     """`Stats` of one `generate` call, from its clocks, cache sizes and transfers."""
     session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
-    before = 0 if given is None else _moved(given) * cache.batch // given.batch
+    moved, cut = _tallied(cache)
+    if given is not None:
+        # The given cache's sequences may be repeated.
+        before = [rows * cache.batch // given.batch for rows in _tallied(given)]
+        moved, cut = moved - before[0], cut - before[1]
     return Stats(
         **dataclasses.asdict(sizes),
         prompt_tokens=int(request.encoded.lengths.sum()),
@@ -159,11 +163,13 @@ def _stats(
         transferred_bytes=session.drawn.bytes,
         loaded_bytes=session.read.bytes,
         filter_layers=() if reading is None else reading.filters,
-        moved_rows=_moved(cache) - before,
+        moved_rows=moved,
+        cut_rows=cut,
         copies=0 if batch is None else batch.copies,
     )
 
 
-def _moved(cache: KVCache) -> int:
-    """Total number of rows over all sequences that the policy's `capacity` moved to other devices."""
-    return 0 if cache.moved is None else int(host(cache.moved)[: cache.batch].sum())
+def _tallied(cache: KVCache) -> tuple[int, int]:
+    """Rows of all sequences that the policy's `capacity` moved to other devices, and that its budget cut."""
+    moved, cut = (0 if each is None else int(host(each)[: cache.batch].sum()) for each in (cache.moved, cache.cut))
+    return moved, cut

@@ -40,6 +40,8 @@ class Stats:
         filter_layers: indices of layers that choose which rows others read.
         moved_rows: rows that were kept in another device's heads than they scored best in, because of the policy's
             `capacity`, over all sequences; 0 without a mesh.
+        cut_rows: rows whose scores reached the policy's `threshold` and which were dropped because the budget was full,
+            over all sequences, layers and kv heads, while tokens were drawn as well; 0 without a threshold.
         copies: copies of the last sequence that ran beside those asked for: a batch of a size met for the first time is
             filled up to a size that programs were compiled for, if that takes less time. Seconds, and bytes at the
             peak, are those of all sequences; tokens and other bytes those of the sequences asked for.
@@ -65,6 +67,7 @@ class Stats:
     loaded_bytes: int = 0
     filter_layers: tuple[int, ...] = ()
     moved_rows: int = 0
+    cut_rows: int = 0
     copies: int = 0
 
     def __repr__(self) -> str:

@@ -223,6 +223,9 @@ def _as_many_as_planned(case: _Case) -> None:
         spare = case.model.config.kv_heads - 1 if sets_rows(case.parts.layers) else 0
         fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
         _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
+    elif case.parts.threshold is not None:
+        most = kept.shape[0] * case.model.config.kv_heads * needed.budget
+        _require((kept.sum(axis=0) <= most).all(), "all layers together keep the budget's rows at most", most.tolist())
     elif case.parts.layers.exact:
         wanted = kept.shape[0] * case.model.config.kv_heads * needed.budget
         _require((kept.sum(axis=0) == wanted).all(), "all layers together keep what the plan says", wanted.tolist())
@@ -257,8 +260,8 @@ def _draws_are_said(case: _Case) -> None:
 
 
 def _a_whole_budget_changes_nothing(case: _Case) -> None:
-    """Checks that with a budget of the whole text, the tokens are those of FullKV."""
-    if case.parts.budget is None or case.parts.rolling:
+    """Checks that with a budget of the whole text and no threshold, the tokens are those of FullKV."""
+    if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
     roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
     ours, whole = case.drawn(roomy), case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store)))

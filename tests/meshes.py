@@ -80,7 +80,7 @@ def check_planned(session, cache) -> None:
     room = first_room(session.policy.parts(), config.layers, np.asarray(LENGTHS), NEW)
     mesh = None if axes_of is None else axes_of.mesh
     planned = plan_prefill(config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh)
-    leaves = jax.tree.leaves(dataclasses.replace(cache, bank=None, logits=None, moved=None))
+    leaves = jax.tree.leaves(dataclasses.replace(cache, bank=None, logits=None, moved=None, cut=None))
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) == planned.cache_bytes
     waiting = 0 if cache.bank is None else sum(each.addressable_shards[0].data.nbytes for each in cache.bank.rows)
     assert waiting == planned.host_bytes

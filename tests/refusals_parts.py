@@ -10,7 +10,20 @@ from refusing import calls, door
 from test_user_policies import policy_of
 
 import jaxkv
-from jaxkv import Keep, Merge, Method, OmniKV, Policy, SnapKV
+from jaxkv import (
+    H2O,
+    ChunkKV,
+    DuoAttention,
+    FastKVzip,
+    Keep,
+    KVzap,
+    Merge,
+    Method,
+    OmniKV,
+    Policy,
+    SnapKV,
+    VarianceLayers,
+)
 from jaxkv.policies import (
     AdaptiveHeads,
     BlockAttention,
@@ -26,11 +39,14 @@ from jaxkv.policies import (
     Rank,
     Scorer,
     SharedHeads,
+    ThresholdHeads,
+    TwoStageHeads,
     UniformHeads,
     Wrapper,
 )
 
 GQA = tiny.MODELS["gqa3"]
+HIGH, KINDS = ThresholdHeads(threshold=0.5), DuoAttention(pattern=((0.5, 0.5),) * 3).parts().heads
 READS = OmniKV(budget=8, filter_layers=(1,)).parts().read
 
 
@@ -292,6 +308,30 @@ OWN = [
         ({"first": -1}, "first=-1: give 0 or more first tokens"),
         ({"last": None}, "last=None: give 0 or more last tokens"),
         ({"zeros": 1}, "zeros=1: give True or False"),
+    ),
+    *calls(
+        "a threshold",
+        (lambda: KVzap(threshold="low"), r"threshold='low': give the least score of a row that stays, or N"),
+        (lambda: KVzap(threshold=float("nan")), r"threshold=nan: give the least score of a row that stays, or None"),
+        (lambda: FastKVzip(threshold=-4), r"threshold=-4: give the least score of a row that stays, or None"),
+        (lambda: ThresholdHeads(threshold=None), r"threshold=None: give the least score of a row"),
+        (lambda: ThresholdHeads(threshold=1, budgets=HIGH), r"budgets=.*one threshold is enough: give UniformHeads"),
+        (lambda: ThresholdHeads(threshold=1, budgets=SharedHeads()), r"budgets=.*heads that keep the same rows"),
+        (lambda: ThresholdHeads(threshold=1, budgets=KINDS), r"budgets=.*heads with numbers of rows of their own"),
+        (lambda: Parts(heads=HIGH), r"threshold=0\.5: rows have no scores without a scorer: give one"),
+        (
+            lambda: Parts(budget=9, scorer=KeyNorm(), heads=TwoStageHeads(budgets=HIGH)),
+            r"heads=.*put the threshold around TwoStageHeads",
+        ),
+        (
+            lambda: dataclasses.replace(H2O(budget=9).parts(), heads=HIGH),
+            r"threshold=0\.5: rows that go one by one are compared with one another.*give every=64",
+        ),
+        (
+            lambda: dataclasses.replace(SnapKV(budget=64, allocation=VarianceLayers()).parts(), heads=HIGH),
+            r"threshold=0\.5: how many rows stay follows from VarianceLayers.*give UniformLayers",
+        ),
+        (lambda: ChunkKV(base=KVzap(threshold=-4)), r"base=.*its heads choose in a way of their own"),
     ),
     *calls("Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")),
     *door(

@@ -167,6 +167,13 @@ def keydiff(layer, q, k, budget):
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
 
+def threshold_keydiff(layer, q, k, budget):
+    n = k.shape[1]
+    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 2, WINDOW, ())
+    picked = [o.threshold_select([row], rows, -0.1, forced, n) for row in o.keydiff_scores(k)]
+    return [kept for (kept,), _, _ in picked], min(gap for _, gap, _ in picked)
+
+
 def _behind_sinks(scores, budget, n, gap=np.inf):
     """Each head's best rows by `scores`, behind four sinks that stay; the smaller of `gap` and that at the cuts."""
     forced = o.forced_positions(n, 4, 0, ())

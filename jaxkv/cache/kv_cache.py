@@ -45,7 +45,7 @@ class Turn(enum.Enum):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays", "bank", "logits", "moved"],
+    data_fields=["arrays", "bank", "logits", "moved", "cut"],
     meta_fields=["layout", "policy", "config", "slots", "extended", "model", "turn", "axes", "padding"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,8 @@ class KVCache:
         logits: `f32[B, V]` of the next token; None where no token is to be drawn. Not counted in `nbytes`.
         moved: `i32[B]` number of rows of each sequence that went to another device's heads because the policy's
             `capacity` was reached; None where it cannot be reached.
+        cut: `i32[B, K]` number of rows of each kv head, in all layers, whose scores reached the policy's `threshold`
+            and which were dropped because the budget was full; None without a threshold.
         layout: placement of segments in their pools.
         policy: the policy that compressed the cache.
         config: the model's shape.
@@ -76,6 +78,7 @@ class KVCache:
     bank: Bank | None = None
     logits: Float[Array, "B V"] | None = None
     moved: Int[Array, " B"] | None = None
+    cut: Int[Array, "B K"] | None = None
     layout: Layout
     policy: Any
     config: ModelConfig
@@ -173,8 +176,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all device arrays of the cache: rows, free rows, tables and policy state; logits left out."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(dataclasses.replace(self, bank=None, logits=None)))
+        """Bytes of the cache's rows, free rows, tables and policy state on devices; logits and counts are left out."""
+        held = dataclasses.replace(self, bank=None, logits=None, moved=None, cut=None)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
     @property
     def host_nbytes(self) -> int:

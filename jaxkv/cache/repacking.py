@@ -97,6 +97,7 @@ def repack(
         arrays=Cache(pools=tuple(pools), tables=tables),
         logits=None if cache.logits is None else repeat(cache.logits, 0),
         moved=None if cache.moved is None else repeat(cache.moved, 0),
+        cut=None if cache.cut is None else repeat(cache.cut, 0),
         padding=padding,
     )
     return dataclasses.replace(settle_down(dataclasses.replace(copy, bank=None), cache.axes), bank=cache.bank)

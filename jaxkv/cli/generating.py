@@ -207,6 +207,8 @@ def _print_stats(result: Generation) -> None:
         f"cache    {stats.full_bytes / 1e6:.2f} MB full, {stats.cache_bytes / 1e6:.2f} MB kept "
         f"({stats.kept:.1f} rows per kv head; {stats.slack_bytes / 1e6:.2f} MB unused)",
     ]
+    if stats.cut_rows:
+        lines.append(f"cut      {stats.cut_rows} rows reached the threshold, for which the budget had no room")
     if stats.filter_layers:
         lines.append(f"filters  layers {', '.join(map(str, stats.filter_layers))} choose what others read")
     if stats.host_bytes:

@@ -60,9 +60,9 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
     assert held is not None
     buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
     del held
-    (mask,), moved = choose([joined], wanted, recent, heads=parts.heads, axes=axes)
+    (mask,), tally = choose([joined], wanted, recent, heads=parts.heads, axes=axes)
     del joined
-    kept = counted(mask, layers=layers, axes=axes)
+    kept, cut = counted(mask, tally.cut, layers=layers, axes=axes)
     size = source.pool_rows(indices, kept)
     behind = None if room is None else tuple(room.tolist())
     start = placed(kept, layout=parts.layout, rows=size, room=behind, axes=axes)
@@ -71,7 +71,7 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
     pool = pack_chosen(pool, buffer, mask, start, axes=axes)
     wait(pool)
     yield 0.0
-    return Compressed((pool,), start, kept, None, moved)
+    return Compressed((pool,), start, kept, None, tally._replace(cut=cut))
 
 
 def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None) -> Survivors:
@@ -137,10 +137,13 @@ def thinned(
 
 
 @program(static=("layers", "axes"))
-def counted(mask: Bool[Array, "B J S"], *, layers: int, axes: Axes | None = None) -> Int[Array, "n B K"]:
-    """Number of rows kept in each segment, `i32[L, B, K]`, from the mask of all layers' heads, `[B, K * L, S]`."""
+def counted(
+    mask: Bool[Array, "B J S"], cut: Int[Array, "B J"] | None, *, layers: int, axes: Axes | None = None
+) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
+    """Number of rows kept in each segment, `i32[L, B, K]`, and of rows cut, from those of all layers' heads, K * L."""
     kept = mask.sum(axis=-1, dtype=jnp.int32)
-    return jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
+    kept = jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
+    return kept, None if cut is None else cut.reshape(len(cut), -1, layers).sum(axis=-1, dtype=jnp.int32)
 
 
 @program(static=("axes",), donate=("pool",))

@@ -19,6 +19,7 @@ from jaxkv.policies.heads import (
     within_capacity,
 )
 from jaxkv.policies.survivors import survivors
+from jaxkv.policies.threshold import ThresholdHeads, without_threshold
 from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
@@ -54,19 +55,26 @@ def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], 
     return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
 
 
-class Choice(NamedTuple):
-    """Masks of the rows to keep, one per layer, and each sequence's number of rows moved to other devices' heads.
+class Tally(NamedTuple):
+    """Numbers of rows, of all layers: `moved` to other devices' heads, and `cut` by the budget above a threshold.
 
-    The number is of all layers; None where no device's room limits the choice.
+    None where no device's room limits the choice, or where there is no threshold.
     """
 
+    moved: Int[Array, " B"] | None = None
+    cut: Int[Array, "B K"] | None = None
+
+    def plus(self, other: "Tally") -> "Tally":
+        """Sums of both numbers; a number of None is zero, and the sum of two Nones is None."""
+        pairs = zip(self, other, strict=True)
+        return Tally(*(its if mine is None else mine if its is None else mine + its for mine, its in pairs))
+
+
+class Choice(NamedTuple):
+    """Masks of the rows to keep, one per layer, and the `Tally` of moved rows and of rows cut."""
+
     masks: tuple[Bool[Array, "B K S"], ...]
-    moved: Int[Array, " B"] | None
-
-
-def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
-    """Sum `i32[B]` of two counts of moved rows; a count of None is zero, and the sum of two Nones is None."""
-    return other if one is None else one if other is None else one + other
+    tally: Tally
 
 
 def limits_of(
@@ -91,7 +99,7 @@ def choose(
     axes: Axes | None = None,
     index: int = 0,
 ) -> Choice:
-    """Masks of the rows to keep by score, one per layer (layers may share a budget), and the count of moved rows.
+    """Masks of the rows to keep by score, one per layer (layers may share a budget), and the `Tally` of other rows.
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
@@ -99,7 +107,7 @@ def choose(
     to the lowest position.
     """
     if layers[0].scores is None:
-        return Choice(tuple(layer.inside for layer in layers), None)
+        return Choice(tuple(layer.inside for layer in layers), Tally())
     layer = jnp.int32(index) if needs_layer(heads) else None
     return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=Typed(heads), axes=axes)
 
@@ -116,8 +124,8 @@ def _choose(
     heads: Typed,
     axes: Axes | None,
 ) -> Choice:
-    """Compiled `choose`: masks of the rows to keep, one per layer, and the count of rows moved to other devices."""
-    budgets, layer = heads.part, _joined(layers)
+    """Compiled `choose`: masks of the rows to keep, one per layer, and the `Tally` of rows moved and cut."""
+    budgets, layer = without_threshold(heads.part), _joined(layers)
     mine = layer.inside
     # Heads that compete need the scores of all devices' heads.
     over = None if chooses_apart(budgets) else axes
@@ -125,7 +133,8 @@ def _choose(
     scores, inside, forced, norms, first = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
-    base, anyway = _per_head(candidates, forced, rows)
+    limited = isinstance(heads.part, ThresholdHeads)
+    base, anyway = _per_head(candidates, forced, rows, uneven=limited)
     scores = _first_above(scores, first, base)
     of: dict[str, Any] = {} if index is None else {"layer": index}
     chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
@@ -136,21 +145,27 @@ def _choose(
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
-    moved, uneven, devices = None, own_budgets(budgets), 1 if over is None else over.size("K")
+    moved, cut, uneven, devices = None, None, own_budgets(budgets), 1 if over is None else over.size("K")
+    # When a cache is compressed again, heads may hold fewer rows than the budget has room for.
+    chosen = chosen & candidates if limited else chosen
     if uneven is not None and uneven.capacity < devices:
         # Keep only what each device's part of the pool has room for.
         heads_here = chosen.shape[1] // devices
         room = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
         chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
+    if limited:
+        chosen, cut = heads.part.above(chosen, scores, candidates)
+        cut = own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
     mask = own(forced | chosen, "K", 1, over)
     if due is not None:
         mask = jnp.where(due[:, None, None], mask, mine)
         moved = None if moved is None else jnp.where(due, moved, 0)
+        cut = None if cut is None else jnp.where(due[:, None], cut, 0)
     if len(layers) == 1:
-        return Choice((mask,), moved)
+        return Choice((mask,), Tally(moved, cut))
     batch, _, slots = mask.shape
-    return Choice(tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), moved)
+    return Choice(tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), Tally(moved, cut))
 
 
 def surviving(
@@ -198,11 +213,14 @@ def _first_above(
 
 
 def _per_head(
-    candidates: Bool[Array, "B #K S"], forced: Bool[Array, "B #K S"], rows: Int[Array, " B"]
+    candidates: Bool[Array, "B #K S"], forced: Bool[Array, "B #K S"], rows: Int[Array, " B"], *, uneven: bool = False
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Rows per head `[B]` to choose on average, and rows per head that are forced, of `rows` per head in all."""
-    anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
-    most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
+    """Rows per head `[B]` to choose on average, and rows per head that are forced, of `rows` per head in all.
+
+    At most as many as the heads have on average; with `uneven`, as many as the head that has most.
+    """
+    anyway, each = (mask.sum(axis=-1, dtype=jnp.int32) for mask in (forced[:, 0], candidates))
+    most = each.max(axis=-1) if uneven else each.sum(axis=-1, dtype=jnp.int32) // candidates.shape[1]
     return jnp.clip(rows - anyway, 0, most), anyway
 
 

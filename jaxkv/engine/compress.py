@@ -19,7 +19,7 @@ from jaxkv._values import Typed
 from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates, choose, moved_in_all
+from jaxkv.engine.choosing import Candidates, Tally, choose
 from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.layers import LayerBudgets
@@ -66,13 +66,13 @@ class Source(abc.ABC):
 
 
 class Compressed(NamedTuple):
-    """Result of `compress`: pools, first row and length of segments, merging thresholds, count of moved rows."""
+    """Result of `compress`: pools, first row and length of segments, merging thresholds, `Tally` of rows."""
 
     pools: tuple[Pool, ...]
     start: Int[Array, "L B K"]
     length: Int[Array, "L B K"]
     tau: Float[Array, "L B K n"] | None
-    moved: Int[Array, " B"] | None
+    tally: Tally
 
 
 def finished(walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None) -> Result:
@@ -102,10 +102,10 @@ def compress(
     """
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
-    taus, below, moved, under_way = list[Array](), None, None, deque[Pool]()
+    taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
     for group in layout.groups(source.indices):
         masks, more = yield from _chosen(source, group, parts, below, due)
-        moved, below = moved_in_all(moved, more), masks[-1][:, 0] if parts.nested else None
+        tally, below = tally.plus(more), masks[-1][:, 0] if parts.nested else None
         kept = _counted(masks)
         size, pool, start = source.pool_rows(group, kept), None, None
         if layout.one_pool:
@@ -142,7 +142,7 @@ def compress(
         lengths.append(kept)
         starts += [] if start is None else [start]
     tau = jnp.stack(taus) if taus else None
-    return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau, moved)
+    return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau, tally)
 
 
 def wait(pool: Pool) -> None:
@@ -159,8 +159,8 @@ def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
 
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
-) -> Walk[tuple[list[Array], Array | None]]:
-    """Generator: scores a group's layers; returns masks of the rows to keep and the count of moved rows or None.
+) -> Walk[tuple[list[Array], Tally]]:
+    """Generator: scores a group's layers; returns masks of the rows to keep and the `Tally` of other rows.
 
     `below` are the positions that the layer below kept, of which a nested policy chooses.
     """
@@ -171,15 +171,15 @@ def _chosen(
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
     if parts.layers.joint:
         choice = choose(seen, rows[0], recent[0], due=due, heads=parts.heads, axes=source.axes)
-        return list(choice.masks), choice.moved
-    masks, moved = list[Array](), None
+        return list(choice.masks), choice.tally
+    masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its rows have been chosen.
         one, heads, axes = [seen.pop(0)], parts.heads, source.axes
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=index)
         masks += choice.masks
-        moved, below = moved_in_all(moved, choice.moved), masks[-1][:, 0] if parts.nested else None
-    return masks, moved
+        tally, below = tally.plus(choice.tally), masks[-1][:, 0] if parts.nested else None
+    return masks, tally
 
 
 def observe(

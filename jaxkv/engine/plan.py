@@ -134,7 +134,8 @@ def plan_prefill(
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = by_length(parts, length, layers)
     # What layers compete for depends on the prompts' content.
-    rows = None if parts.layers.from_scores or numbers.rows is None else np.array(numbers.rows)
+    by_content = parts.layers.from_scores or parts.threshold is not None
+    rows = None if by_content or numbers.rows is None else np.array(numbers.rows)
     reading = parts.reading(layers, slots)
     away = () if reading is None else reading.offloaded
     if rows is not None:

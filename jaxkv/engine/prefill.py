@@ -223,7 +223,8 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state)
     cache = KVCache(
         arrays=Cache(pools=made.pools, tables=tables),
-        moved=made.moved,
+        moved=made.tally.moved,
+        cut=made.tally.cut,
         layout=needed.layout,
         policy=prompts.policy,
         config=flat.config,
@@ -366,8 +367,8 @@ class Prompts(Source):
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
     """Limits of all segments, and first `State` of a policy that evicts or compresses again after the prompt.
 
-    A limit is the number of rows kept; the budget if the prompt is shorter; a number never reached for layers that grow
-    without end; or what head budgets with limits of their own say.
+    A limit is the number of rows kept; the budget if the prompt is shorter and there is no threshold; a number never
+    reached for layers that grow without end; or what head budgets with limits of their own say.
     """
     parts, lengths, numbers, rows = prompts.parts, prompts.lengths, prompts.numbers, prompts.kept_rows
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
@@ -386,6 +387,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     limit = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
         return limit, state
+    short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
     return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes), state
 

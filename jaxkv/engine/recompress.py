@@ -15,7 +15,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
-from jaxkv.engine.choosing import Candidates, limits_of, moved_in_all
+from jaxkv.engine.choosing import Candidates, Tally, limits_of
 from jaxkv.engine.compress import Source, compress, finished, scored
 from jaxkv.engine.lengths import bucket, layer_rows
 from jaxkv.engine.moments import last_moments
@@ -91,9 +91,9 @@ def recompress(
         limit=jnp.where(now[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
     )
-    moved = moved_in_all(cache.moved, made.moved)
+    tally = Tally(cache.moved, cache.cut).plus(made.tally)
     # A head that competes with others may now hold more rows than the prompt had.
-    made_anew = dataclasses.replace(made_anew, moved=moved, extended=not parts.heads.uniform)
+    made_anew = dataclasses.replace(made_anew, moved=tally.moved, cut=tally.cut, extended=not parts.heads.uniform)
     return settle_down(made_anew, flat.axes)
 
 
@@ -219,7 +219,8 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
     """Rows `[L, B]` per kv head to keep in each layer: mean of its limits, or its schedule's rows for the text."""
     limit, traced = _numbers(cache.limit), is_traced(cache.limit)
     by_limits = parts.evicts and own_limits(parts.heads) is None
-    if by_limits or parts.layers.from_scores or cache.state is None:
+    # Segments under a threshold may hold fewer rows than their budget.
+    if by_limits or (parts.layers.from_scores and parts.threshold is None) or cache.state is None:
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
         if parts.layers.joint:

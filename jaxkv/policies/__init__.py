@@ -51,6 +51,7 @@ from jaxkv.policies.scorer import (
     Replay,
     Scorer,
 )
+from jaxkv.policies.threshold import ThresholdHeads
 from jaxkv.policies.trained import FastKVzipGate, KVzapGate
 from jaxkv.policies.unseen import (
     FutureAttention,
@@ -131,6 +132,7 @@ __all__ = [
     "Selector",
     "SharedHeads",
     "Statistic",
+    "ThresholdHeads",
     "TwoStageHeads",
     "Uniform01",
     "UniformHeads",

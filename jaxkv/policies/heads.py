@@ -218,7 +218,14 @@ class ProtectedHeads(_Uneven):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoStageHeads(Value):
+class HeadsAround(Value):
+    """Base of head budgets that choose among rows as others, `budgets`, divide them among heads."""
+
+    budgets: HeadBudgets = UniformHeads()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoStageHeads(HeadsAround):
     """CriticalKV's budgets of heads: part of a head's rows by score, the rest by score times projected value's norm.
 
     Attributes:
@@ -233,7 +240,6 @@ class TwoStageHeads(Value):
 
     needs_norms: ClassVar[bool] = True
 
-    budgets: HeadBudgets = UniformHeads()
     first: float = 0.5
     epsilon: float = 1e-4
 
@@ -288,8 +294,8 @@ def chooses_apart(heads: HeadBudgets) -> bool:
 
 
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
-    """The head budgets inside `TwoStageHeads`, at any depth; other head budgets are returned as they are."""
-    return inner_budgets(heads.budgets) if isinstance(heads, TwoStageHeads) else heads
+    """The head budgets inside two stages and thresholds, at any depth; other head budgets are returned as they are."""
+    return inner_budgets(heads.budgets) if isinstance(heads, HeadsAround) else heads
 
 
 def needs_layer(heads: HeadBudgets) -> bool:
@@ -304,8 +310,8 @@ def own_limits(heads: HeadBudgets) -> Int[np.ndarray, "L K"] | None:
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
-    """Returns `heads` with its inner budgets replaced by `budgets` if it is `TwoStageHeads`; else `budgets`."""
-    if not isinstance(heads, TwoStageHeads):
+    """Returns `budgets` inside the two stages and thresholds of `heads`, if it has some; else `budgets`."""
+    if not isinstance(heads, HeadsAround):
         return budgets
     return dataclasses.replace(heads, budgets=within_stages(heads.budgets, budgets))
 
@@ -323,7 +329,7 @@ def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
 
 def capacity_of(heads: HeadBudgets) -> float:
     """Largest ratio of the rows that one device's kv heads may hold to their even share; 1 for equal heads."""
-    if heads.uniform:
+    if inner_budgets(heads).uniform:
         return 1.0
     own = own_budgets(heads)
     return _UNLIMITED if own is None else own.capacity

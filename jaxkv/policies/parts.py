@@ -31,6 +31,7 @@ from jaxkv.policies.scorer import (
     replay_of,
     two_stages,
 )
+from jaxkv.policies.threshold import check_threshold, threshold_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,14 @@ class Parts(Value):
         require(not needy or bool(scorer and scorer.queries), "layers", self.layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not self.layers.joint or own_budgets(self.heads) is not None, "layers", self.layers, remedy)
+        check_threshold(self.heads)
+        some = self.threshold is not None
+        remedy = "rows have no scores without a scorer: give one"
+        require(not some or scorer is not None, "threshold", self.threshold, remedy)
+        remedy = "rows that go one by one are compared with one another, not with a threshold: give every=64, say"
+        require(not (some and isinstance(after, Evict)), "threshold", self.threshold, remedy)
+        remedy = f"how many rows stay follows from {self.layers}: give UniformLayers(), or GlobalLayers()"
+        require(not (some and self.claims), "threshold", self.threshold, remedy)
         one_set = shares_positions(self.heads)
         require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
         read = self.read
@@ -198,6 +207,11 @@ class Parts(Value):
     def claims(self) -> bool:
         """True if rows per layer depend on weights computed from each layer's attention, not on lengths alone."""
         return self.layers.from_scores and not self.layers.joint
+
+    @property
+    def threshold(self) -> float | None:
+        """The least score of a row that stays, where budgets are the most rows that may stay; else None."""
+        return threshold_of(self.heads)
 
     @property
     def needs(self) -> Needs:

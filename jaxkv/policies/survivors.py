@@ -4,11 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, own_budgets
+from jaxkv.policies.threshold import without_threshold
 from jaxkv.policies.topk import sortable, top
 
 
 def bounded(heads: HeadBudgets, devices: int) -> bool:
     """True if `survivors` can bound the choice of these head budgets, with kv heads spread over `devices` devices."""
+    heads = without_threshold(heads)
     own, outer = own_budgets(heads), heads
     while type(outer) is TwoStageHeads:
         outer = outer.budgets
@@ -43,6 +45,7 @@ def survivors(
     # all heads, stage by stage; every further candidate can only push rows down in that order, so this number, taken as
     # if no row came any more, is an upper bound, and a row beyond it is kept neither now nor later. Forced rows are no
     # candidates and stay anyway; the numbers sum to `room` at most, as shares of it beside guaranteed rows that fit in.
+    heads = without_threshold(heads)
     own, batch = own_budgets(heads), len(scores)
     assert own is not None
     keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))

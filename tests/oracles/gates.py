@@ -4,7 +4,33 @@ import math
 
 import numpy as np
 
-__all__ = ["fastkvzip_scores", "kvzap_scores"]
+from oracles.select import cut_gap, relative_gap
+
+__all__ = ["fastkvzip_scores", "kvzap_scores", "threshold_select"]
+
+
+def threshold_select(scores, rows, threshold, forced, n):
+    """KVzap's rule with a bound: the forced rows, and the best `rows` at most of those whose score reaches a threshold.
+
+    Args:
+        scores: heads that share the bound, [J, n] (only non-forced positions are read).
+        rows: rows that these heads hold together at most, forced ones included.
+        threshold: the least score of a row that stays without being forced.
+        forced: positions kept in every head.
+        n: length of the sequence.
+
+    Returns:
+        kept, J ascending lists; the gap, at the bound and at the threshold; [J] rows of such scores that had no room.
+    """
+    loose = [j for j in range(n) if j not in set(forced)]
+    gap = min((relative_gap(float(own[j]), threshold) for own in scores for j in loose), default=math.inf)
+    high = [(float(own[j]), g, j) for g, own in enumerate(scores) for j in loose if float(own[j]) >= threshold]
+    high.sort(key=lambda row: (-row[0], row[1], row[2]))
+    room = max(rows - len(scores) * len(forced), 0)
+    stays, cut = high[:room], high[room:]
+    kept = [sorted([*forced, *(j for _, g, j in stays if g == head)]) for head in range(len(scores))]
+    gap = min(gap, cut_gap([row[0] for row in stays], [row[0] for row in cut]))
+    return kept, gap, [sum(g == head for _, g, _ in cut) for head in range(len(scores))]
 
 
 def kvzap_scores(tensors, layer, hidden):

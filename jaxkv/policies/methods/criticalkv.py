@@ -9,6 +9,7 @@ from jaxkv.policies.heads import TwoStageHeads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
+from jaxkv.policies.threshold import threshold_of, with_threshold, without_threshold
 from jaxkv.policies.wrapper import Wrapper
 
 
@@ -48,5 +49,5 @@ class CriticalKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's parts with each head's rows chosen in two stages, `TwoStageHeads`."""
-        heads = TwoStageHeads(budgets=base.heads, first=self.first, epsilon=self.epsilon)
-        return dataclasses.replace(base, heads=heads)
+        heads = TwoStageHeads(budgets=without_threshold(base.heads), first=self.first, epsilon=self.epsilon)
+        return dataclasses.replace(base, heads=with_threshold(heads, threshold_of(base.heads)))

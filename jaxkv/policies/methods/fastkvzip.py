@@ -14,6 +14,7 @@ from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
+from jaxkv.policies.threshold import as_threshold, with_threshold
 from jaxkv.policies.trained import FastKVzipGate
 from jaxkv.policies.unseen import GateScores
 
@@ -42,6 +43,8 @@ class FastKVzip(Method):
 
     Attributes:
         gate: the model's gate: a safetensors file, or what `FastKVzipGate.read` returned.
+        threshold: the least score, between 0 and 1, of a row that stays, as in `KVzap`; rows of `recent` have more.
+            None keeps as many rows as the budget says.
         sinks: first tokens that always stay.
         recent: share of a prompt, from its end, whose rows come before all others; 0.02 is published for prompts below
             32,000 tokens.
@@ -54,6 +57,7 @@ class FastKVzip(Method):
 
     budget: int | float | None = 1024
     gate: str | FastKVzipGate | None = None
+    threshold: float | None = None
     sinks: int = 4
     recent: float = 0.02
     window: int = 0
@@ -64,6 +68,7 @@ class FastKVzip(Method):
     def _check(self) -> None:
         if self.gate is not None:
             object.__setattr__(self, "gate", FastKVzipGate.read("gate", self.gate))
+        as_threshold(self, 0.0, 1.0)
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
         self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
 
@@ -74,5 +79,6 @@ class FastKVzip(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by the gate, with one budget for the rows of all layers and heads."""
-        heads, keep = AdaptiveHeads(alpha=0.0, capacity=self.capacity), Keep(sinks=self.sinks, window=self.window)
+        heads = with_threshold(AdaptiveHeads(alpha=0.0, capacity=self.capacity), self.threshold)
+        keep = Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, heads=heads, layers=GlobalLayers())

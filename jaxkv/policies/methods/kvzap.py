@@ -3,10 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv.policies.heads import UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
+from jaxkv.policies.threshold import as_threshold, with_threshold
 from jaxkv.policies.trained import KVzapGate
 from jaxkv.policies.unseen import GateScores
 
@@ -16,12 +18,16 @@ from jaxkv.policies.unseen import GateScores
 class KVzap(Method):
     """Keeps the rows that a trained gate expects to be needed to repeat the prompt; no question has to be known.
 
-    The published policy keeps rows whose score is above a threshold, the same for all layers and heads: with a number
-    of rows in its place, `GlobalBudget(base=KVzap(...))`.
+    The published policy keeps all rows whose score reaches a `threshold`, the same for all layers and heads. Memory is
+    allocated before scores are known, so the budget bounds the number of these rows; `stats.cut_rows` counts those that
+    it had no room for. `GlobalBudget(base=KVzap(...))` has one bound for all layers and heads together.
 
     Attributes:
         gate: the model's gate: a safetensors file with the published names of tensors, or a folder with
             model.safetensors, or what `KVzapGate.read` returned.
+        threshold: the least score, a logarithm, of a row that stays; -3 to -9 are published. Rows below it are dropped
+            even if the budget has room for them, while tokens are drawn as well if there is an `every`. None keeps as
+            many rows as the budget says.
         sinks: first tokens that always stay.
         window: last tokens that always stay.
 
@@ -31,6 +37,7 @@ class KVzap(Method):
 
     budget: int | float | None = 1024
     gate: str | KVzapGate | None = None
+    threshold: float | None = None
     sinks: int = 0
     window: int = 128
 
@@ -39,6 +46,7 @@ class KVzap(Method):
     def _check(self) -> None:
         if self.gate is not None:
             object.__setattr__(self, "gate", KVzapGate.read("gate", self.gate))
+        as_threshold(self)
         self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
 
     @property
@@ -48,4 +56,5 @@ class KVzap(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by the gate, with sinks and window always kept."""
-        return self.compose(scorer=self._scorer, keep=Keep(sinks=self.sinks, window=self.window))
+        heads, keep = with_threshold(UniformHeads(), self.threshold), Keep(sinks=self.sinks, window=self.window)
+        return self.compose(scorer=self._scorer, keep=keep, heads=heads)

@@ -1,0 +1,94 @@
+"""Rows kept by the least score they must have: `ThresholdHeads`, around head budgets that bound their number."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._checks import field, real
+from jaxkv._errors import require
+from jaxkv.policies.heads import HeadBudgets, HeadsAround, needs_layer, own_limits, shares_positions
+
+_LEAST, _REMEDY = 1e30, "give the least score of a row that stays"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThresholdHeads(HeadsAround):
+    """KVzap's rule under a budget: of the rows that `budgets` choose, those stay whose score is at least `threshold`.
+
+    Attributes:
+        threshold: the least score of a row that stays. Rows that stay anyway, such as the window, may have less.
+        budgets: how the layer's rows spread over heads: the most rows that stay.
+
+    References:
+        Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
+    """
+
+    uniform: ClassVar[bool] = False
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        field(self, "threshold", real, _REMEDY, low=-_LEAST, high=_LEAST)
+        remedy = "give UniformHeads(), or AdaptiveHeads()"
+        inner = self.budgets
+        require(not isinstance(inner, ThresholdHeads), "budgets", inner, f"one threshold is enough: {remedy}")
+        require(not shares_positions(inner), "budgets", inner, f"heads that keep the same rows share scores: {remedy}")
+        require(own_limits(inner) is None, "budgets", inner, f"heads with numbers of rows of their own: {remedy}")
+
+    @property
+    def needs_norms(self) -> bool:
+        """True if the inner `budgets` read the norms of values."""
+        return self.budgets.needs_norms
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
+        layer: Int[Array, ""] | None = None,
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of the rows that `budgets` choose and whose scores are at least the threshold."""
+        of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
+        return self.above(self.budgets.choose(scores, candidates, base, forced, norms, **of), scores, candidates)[0]
+
+    def above(
+        self, chosen: Bool[Array, "B K S"], scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]
+    ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
+        """Mask of the chosen rows of scores from the threshold up; number of further candidates of such scores."""
+        high = scores >= jnp.float32(self.threshold)
+        return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
+
+
+def as_threshold(value: Any, low: float = -_LEAST, high: float = _LEAST) -> None:
+    """Makes a dataclass's field `threshold` a float in [low, high], unless it is None; ValueError for anything else."""
+    if value.threshold is not None:
+        field(value, "threshold", real, f"{_REMEDY}, or None", low=low, high=high)
+
+
+def threshold_of(heads: HeadBudgets) -> float | None:
+    """The least score of a row that stays under head budgets; None if they keep as many rows as their budget."""
+    return heads.threshold if isinstance(heads, ThresholdHeads) else None
+
+
+def without_threshold(heads: HeadBudgets) -> HeadBudgets:
+    """The head budgets inside `ThresholdHeads`; other head budgets are returned as they are."""
+    return heads.budgets if isinstance(heads, ThresholdHeads) else heads
+
+
+def with_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
+    """The head budgets under a threshold of scores; None for none."""
+    return heads if threshold is None else ThresholdHeads(threshold=threshold, budgets=heads)
+
+
+def check_threshold(heads: HeadBudgets) -> None:
+    """Raises ValueError for a threshold inside other head budgets, which choose by other numbers than scores."""
+    while isinstance(heads, HeadsAround):
+        inside = isinstance(heads.budgets, ThresholdHeads)
+        kind = type(heads).__name__
+        remedy = f"put the threshold around {kind}: ThresholdHeads(threshold=..., budgets={kind}(...))"
+        require(not inside, "heads", heads, remedy)
+        heads = heads.budgets

@@ -1,0 +1,189 @@
+"""Rows dropped below a threshold of scores: KVzap's and Fast KVzip's gates, under a budget that bounds their number."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import oracles as o
+import pytest
+import slot_runs
+import test_gates as gates
+import tiny
+from policy_table import BY_NAME, WINDOW
+from test_replay import hidden
+
+import jaxkv
+from jaxkv import AdaKV, CriticalKV, FastKVzip, GlobalBudget, Keep, Policy
+from jaxkv.policies import AdaptiveHeads, KeyNorm, ThresholdHeads, TwoStageHeads
+from jaxkv.testing import check_policy
+
+CONFIG, LENGTHS, BUDGET = gates.CONFIG, gates.LENGTHS, 20
+# Near the middle of a random gate's scores: some heads have more rows above it than the budget, some fewer.
+TAU = 0.2
+
+
+def zap(config=CONFIG, **options):
+    return gates.zap(config, **{"budget": BUDGET, "threshold": TAU, **options})
+
+
+def forced_of(n):
+    return o.forced_positions(n, 2, WINDOW, ())
+
+
+@pytest.mark.parametrize("over_layers", (False, True))
+def test_prefill_keeps_the_oracles_rows_and_counts_those_cut(over_layers):
+    model, ids, tensors = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), gates.zap_tensors(CONFIG)
+    cache, _, needed = tiny.run(model, ids, GlobalBudget(base=zap()) if over_layers else zap())
+    assert cache.nbytes == needed.cache_bytes
+    kept, cut, fewer = tiny.kept(cache), np.asarray(cache.cut)[: len(ids)], 0
+    for row, each in enumerate(ids):
+        scores = [o.kvzap_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)]
+        heads, n = [head for layer in scores for head in layer], len(each)
+        groups, rows = ([heads], len(heads) * BUDGET) if over_layers else ([[head] for head in heads], BUDGET)
+        picked = [o.threshold_select(group, min(rows, len(group) * n), TAU, forced_of(n), n) for group in groups]
+        assert min(gap for _, gap, _ in picked) > o.MIN_GAP
+        expected = [head for group, _, _ in picked for head in group]
+        assert [head for layer in kept for head in layer[row]] == expected
+        left = np.asarray([count for _, _, counts in picked for count in counts]).reshape(CONFIG.layers, -1)
+        np.testing.assert_array_equal(cut[row], left.sum(axis=0))
+        fewer += sum(len(head) < min(n, BUDGET) for head in expected)
+    # Both happen: heads with room left, and heads without room for rows above the threshold.
+    assert fewer > 0 and cut.sum() > 0 and (over_layers or not cut[-1].any())
+
+
+def test_fast_kvzip_keeps_the_oracles_rows():
+    model, ids, tensors, tau = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), gates.fast_tensors(CONFIG), 0.3
+    policy = FastKVzip(gate=gates.fast_file(CONFIG), budget=0.4, threshold=tau, sinks=2, recent=0.2)
+    cache, _, _ = tiny.run(model, ids, policy)
+    kept, cut = tiny.kept(cache), np.asarray(cache.cut)
+    for row, each in enumerate(ids):
+        n, rows = len(each), CONFIG.layers * CONFIG.kv_heads * o.resolve_budget(0.4, len(each))
+        scores = [o.fastkvzip_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)]
+        heads, first = [head for layer in scores for head in layer], n - int(0.2 * n)
+        for own in heads:
+            own[first:] = 1.0
+        forced = [j for j in range(n) if j < 2 or j >= first]
+        expected, gap, left = o.threshold_select(heads, rows, tau, forced, n)
+        assert gap > o.MIN_GAP
+        assert [head for layer in kept for head in layer[row]] == expected
+        assert cut[row].sum() == sum(left)
+    assert cut.sum() > 0
+
+
+@pytest.mark.parametrize("every", (1, 16))
+def test_drawing_keeps_the_oracles_rows(every):
+    """A prompt below the budget loses rows, and so do new tokens every `every`; the first layer's scores are known."""
+    config, n, steps = tiny.TWO_LAYERS, 18, 90
+    model, tensors, (ids,) = tiny.tiny(config), gates.zap_tensors(config), tiny.prompts(6, (n,))
+    session = jaxkv.Session(model, zap(config, every=every))
+    cache, drawn = session.draw(session.prefill([ids], new=steps), steps, new=steps)
+    scores = o.kvzap_scores(tensors, 0, hidden(model, 0, [*ids, *drawn[0].tolist()]))
+    stops, found = range(n + every, n + steps, every), tiny.kept(cache)[0][0]
+    for head, own in enumerate(scores):
+        (kept,), gap, _ = o.threshold_select([own], min(BUDGET, n), TAU, forced_of(n), n)
+        for seen in stops:
+            there = sorted({*kept, *range(seen - every, seen)})
+            must = [at for at, j in enumerate(there) if j < 2 or j >= seen - WINDOW]
+            (best,), own_gap, _ = o.threshold_select([own[there]], BUDGET, TAU, must, len(there))
+            kept, gap = [there[at] for at in best], min(gap, own_gap)
+        assert gap > o.MIN_GAP
+        assert [j for j in found[head] if j < stops[-1]] == kept
+
+
+def test_bases_of_other_head_budgets_keep_the_threshold():
+    """Under a budget of the whole prompt all policies keep the same rows: those from the threshold up."""
+    model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
+    alone = tiny.kept(tiny.run(model, ids, zap(budget=1.0))[0])
+    assert min(len(head) for head in alone[0][0]) < LENGTHS[0]
+    for policy in (AdaKV(base=zap(budget=1.0)), CriticalKV(base=AdaKV(base=zap(budget=1.0)))):
+        cache, _, _ = tiny.run(model, ids, policy)
+        assert tiny.kept(cache) == alone and not np.asarray(cache.cut).any()
+    assert policy.parts().heads == ThresholdHeads(threshold=TAU, budgets=TwoStageHeads(budgets=AdaptiveHeads()))
+
+
+def test_results_tell_what_the_budget_cut():
+    model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
+    drawn = {"max_new_tokens": 12, "stop_at_eos": False}
+    first = jaxkv.generate(model, ids, policy=zap(every=4), **drawn)
+    assert first.stats.cut_rows == int(first.cache.cut[: len(ids)].sum()) > 0
+    # What was cut before is not told once more of the answer on top.
+    again = jaxkv.generate(model, [[1, 2, 3]] * 3, cache=first.cache, **drawn)
+    assert again.stats.cut_rows == int(again.cache.cut[: len(ids)].sum()) - first.stats.cut_rows
+    one = jaxkv.Session(model, zap()).prefill(ids[:1])
+    twice = jaxkv.generate(model, [[1, 2, 3]] * 2, cache=one, **drawn)
+    assert twice.stats.cut_rows == 0 and int(twice.cache.cut[:2].sum()) == 2 * int(one.cut.sum()) > 0
+    roomy = jaxkv.generate(model, ids, policy=zap(budget=500, every=4), **drawn)
+    assert roomy.stats.cut_rows == 0 and roomy.cache.cut is not None
+    assert jaxkv.generate(model, ids, policy=zap(threshold=None), **drawn).cache.cut is None
+
+
+@pytest.mark.parametrize("over_layers", (False, True))
+def test_a_threshold_that_no_row_reaches(over_layers):
+    """Segments without a row are read, asked and compressed again like others; a low threshold changes nothing."""
+    model, ids, drawn = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), {"max_new_tokens": 9, "stop_at_eos": False}
+
+    def policy(threshold):
+        base = dataclasses.replace(zap(every=3, threshold=threshold), sinks=0, window=0)
+        return GlobalBudget(base=base) if over_layers else base
+
+    none = jaxkv.generate(model, ids, policy=policy(1e30), **drawn)
+    assert int(none.cache.kept.max()) <= 3 and none.stats.cut_rows == 0
+    assert np.isfinite(np.asarray(none.cache.logits if none.cache.logits is not None else 0.0)).all()
+    asked = jaxkv.generate(model, [[4, 5]] * 3, cache=none.cache, **drawn)
+    assert all((np.asarray(each) >= 0).all() for each in asked.tokens)
+    low, without = (jaxkv.generate(model, ids, policy=policy(tau), **drawn) for tau in (-1e30, None))
+    assert np.array_equal(low.tokens, without.tokens) and low.stats.cut_rows > 0
+
+
+@pytest.mark.parametrize(("kv_heads", "every"), ((4, None), (2, 3)))
+def test_meshes(monkeypatch, kv_heads, every):
+    config = meshes.model_of(kv_heads).config
+    row = dataclasses.replace(
+        gates.row_of(config), name="tau", make=lambda budget, **kw: zap(config, budget=budget, **kw)
+    )
+    monkeypatch.setitem(BY_NAME, "tau", row)
+    meshes.run.cache_clear()
+    of = {} if every is None else {"every": every}
+    assert meshes.run("tau", kv_heads, mesh=(2, 4), **of) == meshes.run("tau", kv_heads, **of)
+    meshes.run.cache_clear()
+
+
+def test_cut_rows_on_a_mesh():
+    model = meshes.model_of(4)
+    ids, policy = tiny.prompts(5, (61, 37)), GlobalBudget(base=zap(model.config), capacity=4.0)
+    here = jaxkv.Session(model, policy).prefill(ids)
+    there = jaxkv.Session(model.on(meshes.mesh_of(2, 4)), policy).prefill(ids)
+    np.testing.assert_array_equal(np.asarray(there.cut), np.asarray(here.cut))
+    assert np.asarray(here.cut).any()
+    np.testing.assert_array_equal(np.asarray(jaxkv.reshard(there, None).cut), np.asarray(here.cut))
+
+
+def test_slots():
+    config = tiny.TWO_LAYERS
+    slot_runs.check(tiny.tiny(config, dtype="bfloat16"), zap(config, every=4), slot_runs.requests(1, 8))
+
+
+def test_saved_caches_go_on(tmp_path):
+    model, ids, policy = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), zap(every=4)
+    cache = jaxkv.Session(model, policy).prefill(ids)
+    cache.save(tmp_path / "cache")
+    loaded = jaxkv.load_cache(tmp_path / "cache", policy=policy)
+    assert loaded.policy == policy and tiny.kept(loaded) == tiny.kept(cache)
+    more = {"max_new_tokens": 9, "stop_at_eos": False}
+    mine, theirs = (jaxkv.generate(model, [[4, 5]] * 3, cache=each, **more) for each in (loaded, cache))
+    assert np.array_equal(mine.tokens, theirs.tokens) and tiny.kept(mine.cache) == tiny.kept(theirs.cache)
+    assert mine.stats.cut_rows == theirs.stats.cut_rows
+
+
+def test_policies_of_a_threshold_pass_the_checks_for_users():
+    heads = ThresholdHeads(threshold=-4.5, budgets=AdaptiveHeads())
+    check_policy(Policy(budget=BUDGET, scorer=KeyNorm(), keep=Keep(sinks=2), heads=heads, every=5))
+
+
+def test_a_score_equal_to_the_threshold_stays():
+    scores = jnp.asarray([[[0.5, 0.25, 0.75, 0.5]]], jnp.float32)
+    chosen, cut = ThresholdHeads(threshold=0.5).above(
+        jnp.asarray([[[True, True, False, False]]]), scores, jnp.ones((1, 1, 4), bool)
+    )
+    assert chosen.tolist() == [[[True, False, False, False]]] and cut.tolist() == [[2]]
