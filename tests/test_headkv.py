@@ -160,7 +160,9 @@ def test_what_does_not_fit_is_refused(as_users_call):
         jaxkv.Session(model, CriticalKV(base=HeadKV(budget=40, scores=scores_of(5, 2))))
     for scores, message in (
         (scores_of(5, 2), "5 layers.: the model has 2"),
-        (scores_of(2, 7), "7 heads.: the model has"),
+        (scores_of(2, 7), "7 heads.: the model has 2 kv heads and 6 query heads: give a score"),
+        # Scores of another model, of twice as many query heads for each kv head, say.
+        (scores_of(2, 12), "12 heads.: the model has 2 kv heads and 6 query heads: give a score"),
     ):
         with pytest.raises(ValueError, match=message):
             jaxkv.Session(model, HeadKV(budget=40, scores=scores))

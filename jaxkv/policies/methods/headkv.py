@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from jaxkv._checks import field, real
 from jaxkv._errors import require
 from jaxkv._values import Value, namespace
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, round_remainders, round_to_sum
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -62,6 +63,12 @@ class Importance(OfModel, LayerBudgets, Value):
     def agrees(self, name: str, size: int) -> bool:
         """True if there are scores of `size` layers, or as many in a layer for each of `size` kv heads."""
         return self.heads % size == 0 if name == "heads" else self.layers == size
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
+        self.require_sizes(layers=config.layers)
+        remedy = f"the model has {config.kv_heads} kv heads and {config.heads} query heads: give {self.wanted}"
+        require(self.heads in (config.kv_heads, config.heads), self.of_field, f"{self.heads} heads", remedy)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
