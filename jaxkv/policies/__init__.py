@@ -14,6 +14,7 @@ from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, W
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.head_filters import HeadFilters
 from jaxkv.policies.head_kinds import HeadKinds
+from jaxkv.policies.head_shares import CurveBudgets, Importance
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import (
@@ -30,10 +31,8 @@ from jaxkv.policies.layers import (
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
-from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
-from jaxkv.policies.methods.lukv import CurveBudgets
 from jaxkv.policies.methods.simlayerkv import LazyLayers
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts

@@ -1,95 +1,14 @@
 """HeadKV: budgets of kv heads by how important each was found to be, the same for every prompt."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float
-
-from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv._values import Value, namespace
-from jaxkv.models.config import ModelConfig
-from jaxkv.policies.head_scores import as_head_scores
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, round_remainders, round_to_sum
+from jaxkv.policies.head_shares import Importance
+from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
-from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
-from jaxkv.policies.topk import sortable, top
-
-_PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Importance(OfModel, LayerBudgets, Value):
-    """HeadKV's budgets, of layers and of heads at once: rows in proportion to each head's share; exact sums.
-
-    Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
-    parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score. The published code
-    budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no rows for.
-    """
-
-    of_field: ClassVar[str] = "scores"
-    wanted: ClassVar[str] = "a score for each layer and kv head, or query head"
-    words: ClassVar[dict[str, str]] = {}
-    uniform: ClassVar[bool] = False
-    needs_norms: ClassVar[bool] = False
-    needs_layer: ClassVar[bool] = True
-
-    scores: str | tuple[tuple[float, ...], ...]
-    beta: int | float = 1.2
-
-    def __post_init__(self) -> None:
-        field(self, "scores", as_head_scores)
-        field(self, "beta", real, "give 1 (all rows go by the scores) or more", low=1.0, high=1e30)
-
-    def shares(self) -> Float[np.ndarray, "L H"]:
-        """Each head's share of all rows: 1/beta of them in proportion to scores, the rest in even parts."""
-        scores = np.asarray(self.scores)
-        return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of the model."""
-        return len(self.scores)
-
-    @property
-    def heads(self) -> int:
-        """Number of heads with a score in each layer: the model's kv heads or query heads."""
-        return len(self.scores[0])
-
-    def agrees(self, name: str, size: int) -> bool:
-        """True if there are scores of `size` layers, or as many in a layer for each of `size` kv heads."""
-        return self.heads % size == 0 if name == "heads" else self.layers == size
-
-    def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
-        self.require_sizes(layers=config.layers)
-        remedy = f"the model has {config.kv_heads} kv heads and {config.heads} query heads: give {self.wanted}"
-        require(self.heads in (config.kv_heads, config.heads), self.of_field, f"{self.heads} heads", remedy)
-
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
-        self.require_sizes(layers=layers)
-        xp, shares = namespace(budget), self.shares().sum(axis=1)[:, None]
-        rest = layers * (xp.asarray(budget, xp.int64) - forced)
-        return forced + round_to_sum(xp.asarray(shares) * rest.astype(xp.float64), rest, length - forced)
-
-    def choose(
-        self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
-    ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
-        shares, heads = self.shares(), scores.shape[1]
-        self.require_sizes(heads=heads)
-        each = shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300  # even parts of a layer without a share
-        parts = jnp.asarray(round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32)[layer]
-        total = heads * base[:, None]
-        rest, rows = total % _PARTS * parts, total // _PARTS * parts + total % _PARTS * parts // _PARTS
-        more = top((rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - rows.sum(axis=-1, dtype=jnp.int32))
-        rows, keys = rows + more.astype(jnp.int32), jnp.where(candidates, sortable(scores), jnp.uint32(0))
-        return top(keys, jnp.minimum(rows, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
 
 
 @register

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.head_scores import as_curves
+from jaxkv.policies.head_shares import CurveBudgets
 from jaxkv.policies.heads import UniformHeads, inner_budgets, within_stages
 from jaxkv.policies.layers import UniformLayers
-from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -15,20 +15,6 @@ from jaxkv.policies.wrapper import Wrapper
 
 # Shares of curves that are written: 1 % to 99 %.
 _SHARES = 99
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CurveBudgets(Importance):
-    """LU-KV's budgets of layers and kv heads at one total share: rows in proportion to what each head keeps."""
-
-    of_field: ClassVar[str] = "curves"
-    wanted: ClassVar[str] = "curves for each layer and kv head of this model"
-
-    beta: int | float = 1.0
-
-    def agrees(self, name: str, size: int) -> bool:
-        """True if there are curves of `size` layers, or of `size` kv heads in a layer."""
-        return getattr(self, name) == size
 
 
 @register
