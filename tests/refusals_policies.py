@@ -13,6 +13,7 @@ from test_policy_values import Mine
 
 import jaxkv
 from jaxkv import (
+    CAKE,
     CAPKV,
     D2O,
     H2O,
@@ -220,7 +221,8 @@ ROWS = [
         ({"merge": Merge()}, "merge"),
         ({"base": FullKV()}, "base=FullKV.*it compresses nothing"),
         ({"base": H2O(budget=40)}, "base=H2O.*goes on compressing"),
-        ({"base": AdaKV(base=SnapKV(budget=40))}, "base=AdaKV.*equal heads"),
+        ({"base": AdaKV(base=SnapKV(budget=40))}, "base=AdaKV.*heads keep unequal numbers.*equal heads"),
+        ({"base": CAKE(budget=40)}, "base=CAKE.*layers' rows depend on the text.*planned layers"),
         ({"base": OmniKV(base=SnapKV(budget=40))}, "base=OmniKV.*reads all it keeps"),
         ({"base": StreamingLLM(budget=40, rolling_positions=True)}, "rolling positions"),
     ),
