@@ -34,6 +34,7 @@ from jaxkv import (
     PyramidInfer,
     PyramidKV,
     Quest,
+    SimLayerKV,
     SnapKV,
     StreamingLLM,
 )
@@ -209,6 +210,11 @@ ROWS = [
             ({"filter_layers": layers}, r"filter_layers=.*: give one or more layers, ascending")
             for layers in (bytearray(b"ab"), memoryview(b"ab"), {0: 4}, "01", 3)
         ),
+    ),
+    *door(
+        "SimLayerKV",
+        lambda options: SimLayerKV(**options),
+        ({"budget": 48}, r"budget=48: below sinks \+ recent = 1028"),
     ),
     *door(
         "Quest",
