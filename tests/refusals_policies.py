@@ -13,6 +13,7 @@ from test_policy_values import Mine
 
 import jaxkv
 from jaxkv import (
+    CAKE,
     CAPKV,
     D2O,
     H2O,
@@ -34,6 +35,7 @@ from jaxkv import (
     PyramidInfer,
     PyramidKV,
     Quest,
+    SimLayerKV,
     SnapKV,
     StreamingLLM,
 )
@@ -216,6 +218,11 @@ ROWS = [
         ),
     ),
     *door(
+        "SimLayerKV",
+        lambda options: SimLayerKV(**options),
+        ({"budget": 48}, r"budget=48: below sinks \+ recent = 1028"),
+    ),
+    *door(
         "Quest",
         lambda options: Quest(**options),
         ({"budget": 47}, "budget=47: below the 3 pages of 16 rows"),
@@ -226,7 +233,8 @@ ROWS = [
         ({"merge": Merge()}, "merge"),
         ({"base": FullKV()}, "base=FullKV.*it compresses nothing"),
         ({"base": H2O(budget=40)}, "base=H2O.*goes on compressing"),
-        ({"base": AdaKV(base=SnapKV(budget=40))}, "base=AdaKV.*equal heads"),
+        ({"base": AdaKV(base=SnapKV(budget=40))}, "base=AdaKV.*heads keep unequal numbers.*equal heads"),
+        ({"base": CAKE(budget=40)}, "base=CAKE.*layers' rows depend on the text.*planned layers"),
         ({"base": OmniKV(base=SnapKV(budget=40))}, "base=OmniKV.*reads all it keeps"),
         ({"base": StreamingLLM(budget=40, rolling_positions=True)}, "rolling positions"),
     ),

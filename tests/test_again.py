@@ -177,6 +177,17 @@ def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
     assert (after.kept.sum(axis=(0, 2)) == 16 * GQA.layers * GQA.kv_heads).all()
 
 
+def test_layers_ranked_by_scores_hold_what_always_stays_once_a_short_prompt_has_grown():
+    """Layers' budgets are those of the prompt, here 3 rows each: fewer than the window."""
+    policy = SnapKV(budget=1.0, window=8, every=4, allocation=VarianceLayers())
+    out = jaxkv.generate(tiny.tiny(GQA), tiny.prompts(5, (40, 3)), policy=policy, max_new_tokens=20, stop_at_eos=False)
+    assert not due(out.cache).any()
+    # Compressed again for every fourth row beyond the 40 and the 8.
+    assert out.cache.kept[:, 1].max() <= 8 + 3
+    latest = [part.pos[-8:].tolist() for part in tiny.segments(out.cache) if part.sequence == 1]
+    assert latest == [list(range(15, 23))] * (GQA.layers * GQA.kv_heads)
+
+
 @dataclasses.dataclass(frozen=True)
 class Counting(Merger):
     """Its threshold counts how often it was asked."""

@@ -9,7 +9,7 @@ import cli_runs
 import pytest
 from cli_runs import refused
 
-from jaxkv import D2O, H2O, TOVA, AdaKV, Merge, Method, PyramidKV, SnapKV, StreamingLLM, cli
+from jaxkv import D2O, H2O, TOVA, AdaKV, Merge, Method, PyramidKV, Quest, SnapKV, StreamingLLM, cli
 from jaxkv.cli import generating
 from jaxkv.policies import (
     BrutalOffload,
@@ -150,6 +150,7 @@ def test_every_simple_field_is_an_option():
         ("--policy omnikv --filters 1 3 --selector uniform", OmniKV(filter_layers=(1, 3), selector=Selector.UNIFORM)),
         ("--policy omnikv --prefill-ratio 2 --prefill-chunk 64", OmniKV(prefill_ratio=2, prefill_chunk=64)),
         ("--policy omnikv --no-offload --include-generated", OmniKV(include_generated=True)),
+        ("--policy quest --budget 64 --page 8 --dense-layers 1", Quest(budget=64, page=8, dense_layers=1)),
         ("--policy brutaloffload --resident-layers 2 --ahead 0", BrutalOffload(resident_layers=2, ahead=0)),
     ],
 )

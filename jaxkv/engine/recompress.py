@@ -227,7 +227,12 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
             layers, _, heads = of_all.shape
             each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (layers * heads)
             return namespace(each).broadcast_to(each, of_all.shape[:2])
-        return of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
+        each = of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
+        if parts.evicts or cache.state is None:
+            return each
+        # A prompt shorter than the rows that always stay grows until it has these.
+        forced = parts.keep.counts(_numbers(cache.seen), _numbers(cache.state.prompt))
+        return namespace(each).maximum(each, forced)
     seen, budget, xp = _numbers(cache.seen), _numbers(cache.state.budget), namespace(limit)
     forced = parts.keep.counts(seen, _numbers(cache.state.prompt))
     now = xp.maximum(xp.minimum(budget, seen), forced)

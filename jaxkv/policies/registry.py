@@ -99,6 +99,7 @@ def takes_budget(cls: type[Method]) -> bool:
     if cls().parts().budget is not None:
         return True
     try:
+        # The whole prompt: a number may be too small, as 1 is for Quest's pages.
         cls(budget=1.0)
     except ValueError:
         return False

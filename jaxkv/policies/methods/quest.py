@@ -55,7 +55,8 @@ class Quest(Method):
         require(parts.scorer is not None, "base", base, "it compresses nothing: leave it out")
         require(parts.ongoing is None, "base", base, "it goes on compressing: give one that then appends")
         require(not parts.rolling, "base", base, "positions within the cache change: leave rolling positions out")
-        remedy = "its heads keep unequal numbers of rows, which have no pages: give one of equal heads, SnapKV say"
+        uneven = "layers' rows depend on the text" if parts.heads.uniform else "heads keep unequal numbers of rows"
+        remedy = f"its {uneven}, which have no pages: give one of equal heads and planned layers, SnapKV say"
         require(parts.layout is Layout.EQUAL, "base", base, remedy)
 
     @property

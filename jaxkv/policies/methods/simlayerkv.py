@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv._checks import field, whole
+from jaxkv._errors import require
 from jaxkv._values import Value, namespace
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.keep import Keep
@@ -110,6 +111,9 @@ class SimLayerKV(Method):
     def _check(self) -> None:
         field(self, "window", whole, "give at least 1 last query")
         self._adopt(LazyLayers(sinks=self.sinks, recent=self.recent), "sinks", "recent")
+        least = self.sinks + self.recent
+        enough = not isinstance(self.budget, int) or self.budget >= least
+        require(enough, "budget", self.budget, f"below sinks + recent = {least}: give at least that, or fewer recent")
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by recency; as many layers keep all of theirs as there is room."""
