@@ -28,12 +28,12 @@ from jaxkv.policies.layers import (
     OfficialLayers,
     UniformLayers,
 )
+from jaxkv.policies.lazy import LazyLayers
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
-from jaxkv.policies.methods.simlayerkv import LazyLayers
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method, Policy
