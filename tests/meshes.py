@@ -146,6 +146,7 @@ def shapes(text: str) -> list[tuple[int, ...]]:
 def forget() -> None:
     """Clears what earlier files ran on meshes, and their programs: those of other models and lengths count no more."""
     run.cache_clear()
+    model_of.cache_clear()
     compiling.forget()
     jax.clear_caches()
     gc.collect()

@@ -157,7 +157,7 @@ def test_ties_go_to_the_lowest_head_then_layer_then_position(alpha, seed, levels
     chosen = choosing.choose(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
     expected, _ = o.global_select(scores, base + len(FORCED), list(FORCED), N, alpha)
     assert [[np.flatnonzero(head).tolist() for head in np.asarray(mask)[0]] for mask in chosen.masks] == expected
-    assert chosen.moved is None
+    assert chosen.tally.moved is None
 
 
 def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():

@@ -28,7 +28,7 @@ def refusal(row: Row) -> str | None:
         return "RoPE"
     if row.evicts:
         return "none go"
-    if row.name == "omnikv":
+    if row.name in ("omnikv", "quest"):
         return "what is read"
     if row.name == "kvzip":
         return "reads the prompt twice"
