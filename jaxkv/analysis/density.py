@@ -106,7 +106,7 @@ class Density(Figure):
         whole_numbers(panel.xaxis)
 
     def records(self) -> list[dict[str, Any]]:
-        """Table rows as dictionaries, one per layer: mean, min and max variance over heads, and dense weights in %."""
+        """Table rows by layer: variance over keys (heads' mean, min, max), and % of weights that are not small."""
         heads = zip(self.variance.mean(axis=1), self.variance.min(axis=1), self.variance.max(axis=1), strict=True)
         return [
             {

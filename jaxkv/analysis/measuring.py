@@ -212,7 +212,7 @@ def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Seque
 
 
 def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:
-    """Token ids of each text; ValueError for texts too long for the model or not longer than `following` tokens."""
+    """Each text as an `Encoded`; ValueError for one too long for the model, or of `following` tokens or fewer."""
     listed = _checks.several("texts", texts, "give a list of one or more texts")
     one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
     require(not one, "texts", texts, "give a list of texts, each of them text or ids")

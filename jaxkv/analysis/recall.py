@@ -148,14 +148,14 @@ class RecallMeasure(PolicyMeasure):
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Attention of each query in one layer on each cell's kept rows, then on all prompt rows, `[H, w, C + 1]`."""
+        """Share of each query's attention on each cell's kept rows of a layer, then on all rows, `[H, w, C + 1]`."""
         q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
         return (mine.reshape(-1, *mine.shape[2:]).astype(np.float64),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of one text: recall and visible attention `[C, L, H]`, and numbers of kept rows `[C, L, K]`."""
+        """Recall, attention on kept rows and later tokens `[C, L, H]`, kept rows `[C, L, K]` of one text."""
         sets = np.moveaxis(np.stack([each for (each,) in layers]), -1, 0)
         kept, prompt = sets[:-1], sets[-1]
         recalled = kept.sum(axis=-1) / np.maximum(prompt.sum(axis=-1), 1e-30)

@@ -30,7 +30,7 @@ MOST = 512
 
 
 class Texts(NamedTuple):
-    """Token ids that are read before the chunks of a prompt: before the first, before later ones, and after both."""
+    """Token ids read before each chunk of a prompt: `first` or (later chunks) `following`, and then `closing`."""
 
     first: tuple[int, ...]
     following: tuple[int, ...]

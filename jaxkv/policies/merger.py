@@ -96,7 +96,7 @@ class Merger(Protocol):
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Tensors, "k" or "v", by whose cosines a row evicted while decoding finds its nearest kept row, in turn.
+        """Tensors ("k", "v"), in turn, by whose cosines a row evicted while decoding is merged into its nearest row.
 
         With () it merges prompts, and caches that are compressed again; rows dropped one by one are then not merged.
         """

@@ -272,7 +272,7 @@ class FilteredReads(Value):
         return whole_layers(self._filters, self.adjacent, layers)
 
     def _share(self, layers: int) -> Fraction:
-        """Share of a prompt's tokens to read, a Fraction: solved from `mem`, or the budget itself."""
+        """Share of a prompt's tokens that layers read of a filter's choice, a Fraction: from `mem`, or the budget."""
         if self.mem is None:
             return Fraction(repr(float(self.budget or 0)))
         whole, mem = Fraction(len(self.whole(layers)), layers), Fraction(repr(self.mem))

@@ -41,7 +41,7 @@ class CriticalKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases that use the values' norms, keep whole chunks, or evict rows while decoding."""
+        """Raises ValueError if the base's heads read value norms or keep whole chunks, or it evicts while decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
         rows = not isinstance(parts.heads, ChunkedHeads)
         require(rows, "base", base, "it keeps whole chunks, not the best rows: give a policy that chooses row by row")

@@ -49,7 +49,7 @@ class LagInformation(Scorer, Value):
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: rank within the partition over `lag`, in [0, 1); 1 and more for the last rows."""
+        """Scores `[B, K, S]`: rank in the partition over `lag`, or its mean; 1 and more for sinks and last rows."""
         slots, lag = seen.k.shape[2], self.lag
         index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
