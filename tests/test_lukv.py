@@ -101,3 +101,13 @@ def test_refusals(as_users_call, name):
     call, said = REFUSED[name]
     with pytest.raises(ValueError, match="(?s)" + said):
         call()
+
+
+@pytest.mark.parametrize(
+    "header", ["{'descr': '<f8',", "{'descr': '<f8', 'fortran_order': False, 'shape': (True, 2)}\n"]
+)
+def test_files_with_damaged_headers_are_refused_by_name(as_users_call, tmp_path, header):
+    path = tmp_path / "curves.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64))
+    with pytest.raises(ValueError, match="(?s)curves=.*no .npy file"):
+        LUKV(curves=str(path))

@@ -62,7 +62,7 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
             table = np.load(os.path.expanduser(given), mmap_mode="r", allow_pickle=False)
         except OSError as error:
             raise refusal(field, given, f"it cannot be read ({error.strerror or error}): {remedy}") from None
-        except (EOFError, ValueError) as error:
+        except Exception as error:  # numpy raises errors of ten kinds for damaged headers
             raise refusal(field, given, f"no .npy file ({shortened(str(error))}): {remedy}") from None
     array = _numbers(table) if getattr(table, "nbytes", 0) <= _MOST_BYTES else np.zeros(0)
     fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
