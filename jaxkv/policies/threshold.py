@@ -66,7 +66,8 @@ class ThresholdHeads(HeadsAround):
 def as_threshold(value: Any, low: float = -_LEAST, high: float = _LEAST) -> None:
     """Makes a dataclass's field `threshold` a float in [low, high], unless it is None; ValueError for anything else."""
     if value.threshold is not None:
-        field(value, "threshold", real, f"{_REMEDY}, or None", low=low, high=high)
+        between = "" if high == _LEAST else f", between {low:g} and {high:g}"
+        field(value, "threshold", real, f"{_REMEDY}{between}, or None", low=low, high=high)
 
 
 def threshold_of(heads: HeadBudgets) -> float | None:
