@@ -22,7 +22,7 @@ from jaxkv.policies.merger import Merger
 from jaxkv.policies.of_model import FileArrays
 from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
 
-# Default base of AdaKV and CriticalKV, used without --base.
+# Default base of wrapper policies that name none.
 _BASE = "snapkv"
 # Second spellings of flags.
 _ALIASES = {"--filter-layers": "--filters"}
@@ -60,7 +60,12 @@ def flags_of(cls: type[Method]) -> list[str]:
     """Flags that a policy class accepts on the command line; for a wrapper policy, the default base's flags too."""
     if not _takes_base(cls):
         return list(options_of(cls))
-    return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_BASE))]))
+    return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_usual_of(cls)))]))
+
+
+def _usual_of(cls: type[Method]) -> str:
+    """Name of the policy that a wrapper policy is built on without `--base`: the same as in Python."""
+    return getattr(cls, "usual", "") or _BASE
 
 
 @_cached
@@ -127,7 +132,11 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policy", "An option that the policy does not have is refused.")
     group.add_argument("--policy", default="full", metavar="NAME", help=f"{', '.join(POLICIES)} (default: full)")
     bases = ", ".join(name for name, cls in POLICIES.items() if _takes_base(cls))
-    group.add_argument("--base", metavar="NAME", help=f"{bases}: the policy it is built on (default: {_BASE})")
+    others = ", ".join(
+        f"{_usual_of(cls)} of {name}" for name, cls in POLICIES.items() if _takes_base(cls) and _usual_of(cls) != _BASE
+    )
+    about = f"{bases}: the policy it is built on (default: {_BASE}; {others})"
+    group.add_argument("--base", metavar="NAME", help=about)
     dropping = {name for name, cls in POLICIES.items() if _drops_rows(cls)}
     having: dict[str, dict[str, Option]] = {}
     for name, cls in POLICIES.items():
@@ -171,15 +180,16 @@ def policy_from(options: argparse.Namespace) -> Method:
     cls = policy_class(options.policy)
     nested = _takes_base(cls)
     require(options.base is None or nested, "--base", options.base, f"{options.policy} is not built on a policy")
-    name = (options.base or _BASE) if nested else options.policy
+    name = (options.base or _usual_of(cls)) if nested else options.policy
     inner = policy_class(name) if nested else cls
     own, theirs = _own_options_of(cls) if nested else {}, options_of(inner)
+    of = f"{options.policy} over {name}" if nested else name
     of_wrapper: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for flag, written, words in _given(options):
         option = own.get(flag) or theirs.get(flag)
         if option is None:
-            raise ValueError(f"{written}: {name} has no such option; leave it out")
+            raise ValueError(f"{written}: {of} has no such option; leave it out")
         try:
             value = option.words.value(words)
         except ValueError as error:

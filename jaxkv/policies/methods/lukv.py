@@ -24,6 +24,7 @@ class LUKV(Wrapper):
 
     Curves belong to one model and one scorer. The one nearest to the budget is taken, and its shares are scaled to the
     budget: sums over heads are exact. What a head has no rows for goes to its layer's others, by score.
+    Rows that stay anyway, such as the base's sinks, come first: the shares are of the others.
 
     Attributes:
         curves: share of rows that each kv head drops where all together drop 1 %, 2 %, to 99 %: a .npy file of
