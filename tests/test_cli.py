@@ -145,7 +145,7 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--policy", "streamingllm", "--window", "8"], "--window=8: streamingllm has no such option"),
         (["--policy", "knorm", "--sinks", "4"], "--sinks=4: knorm has no such option"),
         (["--policy", "knorm", "--pool-kernel", "5"], "--pool-kernel=5: knorm has no such option"),
-        (["--policy", "snapkv", "--beta", "20"], "--beta=20: adakv over snapkv has no such option"),
+        (["--policy", "snapkv", "--beta", "20"], "--beta=20: snapkv has no such option"),
         (["--policy", "snapkv", "--alpha", "0.2"], "--alpha=0.2: snapkv has no such option"),
         (["--policy", "snapkv", "--base", "knorm"], "--base='knorm': snapkv is not built on a policy"),
         (["--policy", "adakv", "--beta", "20"], "--beta=20: adakv over snapkv has no such option"),
