@@ -1,6 +1,7 @@
 """HeadKV, whose scores belong to one model: the oracle, meshes, slots, compressing again, refusals."""
 
 import json
+import os
 
 import jax
 import meshes
@@ -124,6 +125,9 @@ def test_files(as_users_call, tmp_path):
     path.write_text(json.dumps({name: named[name] for name in list(named)[:-1]}))
     with pytest.raises(ValueError, match="scores=.*for each layer and head"):
         HeadKV(scores=str(path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="scores=.*no regular file"):
+        HeadKV(scores=str(tmp_path / "pipe"))
 
 
 NO_TABLES = [(), (1.0,), ((1.0,), (1.0, 2.0)), ((-1.0, 2.0),), ((0.0,),), ((float("inf"),),), ((True,),), (("1",),)]

@@ -86,7 +86,7 @@ REFUSED = {
     "flat": (lambda: LUKV(curves=TABLE[:, 0]), "curves=.*give 99 tables"),
     "above 1": (lambda: LUKV(curves=TABLE + 1), "curves=.*from 0 to 1"),
     "nan": (lambda: LUKV(curves=TABLE * np.nan), "curves=.*from 0 to 1"),
-    "all dropped": (lambda: LUKV(curves=np.ones_like(TABLE)), "curves=.*give 99 tables"),
+    "all dropped": (lambda: LUKV(curves=np.ones_like(TABLE)), "curves=.*table 1 drops all rows"),
     "heads": (lambda: LUKV(base=AdaKV(budget=0.2)), "base=.*budgets of their own"),
     "rolling": (lambda: LUKV(base=StreamingLLM(budget=0.2, rolling_positions=True)), "base=.*rolling positions"),
     "model": (

@@ -58,15 +58,18 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
     """
     remedy, table = f"give {count} tables of a number from 0 to 1 for each layer and kv head, or a .npy file", given
     if isinstance(given, (str, os.PathLike)):
+        path = _file(field, given, remedy)
         try:
-            table = np.load(os.path.expanduser(given), mmap_mode="r", allow_pickle=False)
+            table = np.load(path, mmap_mode="r", allow_pickle=False)
         except OSError as error:
             raise refusal(field, given, f"it cannot be read ({error.strerror or error}): {remedy}") from None
         except Exception as error:  # numpy raises errors of ten kinds for damaged headers
             raise refusal(field, given, f"no .npy file ({shortened(str(error))}): {remedy}") from None
     array = _numbers(table) if getattr(table, "nbytes", 0) <= _MOST_BYTES else np.zeros(0)
     fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
-    require(fits and bool((array.min(axis=(1, 2)) < 1).all() and (array <= 1).all()), field, given, remedy)
+    require(fits and bool((array <= 1).all()), field, given, remedy)
+    full = [at + 1 for at, each in enumerate(array) if each.min() == 1]
+    require(not full, field, given, f"table {next(iter(full), 0)} drops all rows: some head must keep a share of them")
     tables: Any = array.tolist()
     return tuple(tuple(map(tuple, each)) for each in tables)
 
@@ -83,10 +86,19 @@ def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
         return np.zeros(0)
 
 
+def _file(field: str, given: str | os.PathLike[str], remedy: str) -> str:
+    """Path of a file, "~" expanded; ValueError for what is no file, such as a pipe, which may never end."""
+    path = os.path.expanduser(os.fspath(given))
+    other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    require(not other, field, given, f"it is no regular file: {remedy}")
+    return path
+
+
 def _text(field: str, path: str | os.PathLike[str], remedy: str) -> str:
     """Text of a file; ValueError names the file and what is wrong with it."""
+    there = _file(field, path, remedy)
     try:
-        with open(os.path.expanduser(path), "rb") as file:
+        with open(there, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
