@@ -35,6 +35,7 @@ from jaxkv import (
     Policy,
     PyramidInfer,
     PyramidKV,
+    QFilters,
     Quest,
     Random,
     RoCo,
@@ -365,6 +366,12 @@ TABLE += (
         make=lambda budget, **kw: CAPKV(budget=budget, **kw),
         oracle=t.capkv(),
         sinks=4,
+        like="knorm",
+    ),
+    Row(
+        name="qfilters",
+        make=lambda budget, **kw: QFilters(budget=budget, **kw),
+        oracle=t.qfilters,
         like="knorm",
     ),
     Row(

@@ -206,6 +206,16 @@ def capkv(**options):
     return each(select)
 
 
+@each
+def qfilters(layer, q, k, budget):
+    """QFilters without a file, with queries as they come: what a scorer is given here."""
+    group, n = len(q) // len(k), k.shape[1]
+    filters = [o.prompt_filter(q[head * group : (head + 1) * group]) for head in range(len(k))]
+    rows = o.resolve_budget(budget, n)
+    picked = [o.top_select(row, rows, [], n) for row in o.qfilter_scores(filters, k)]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
 def prompt_moments(q, sinks=4):
     """Mean and covariance of each query head's queries `[H, n, D]`, as they come: what a scorer is given here."""
     return [o.mean_and_covariance(head[sinks:]) for head in q]

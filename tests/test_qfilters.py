@@ -73,8 +73,6 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     for make, message in (
         (lambda: QFilters(every=4), "every=4: filters are compared with keys of prompts"),
         (lambda: QFilters(q_filters=str(tmp_path / "no")), "q_filters=.*no such file.*q_filters"),
-        (lambda: jaxkv.Session(model, QFilters()), "q_filters=None: give the filters of your model"),
-        (lambda: jaxkv.Session(model, AdaKV(base=QFilters())), "q_filters=None: give the filters of your model"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -32,7 +32,7 @@ def refusal(row: Row) -> str | None:
         return "what is read"
     if row.name == "kvzip":
         return "reads the prompt twice"
-    if "expected" in row.name or row.name in ("capkv", "compactor"):
+    if "expected" in row.name or row.name in ("capkv", "compactor", "qfilters"):
         return "before RoPE"
     return "output projection" if "critical" in row.name or "defensive" in row.name else None
 

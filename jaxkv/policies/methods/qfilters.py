@@ -1,22 +1,20 @@
-"""QFilters: keep the keys that point away from a direction found for each head beforehand."""
+"""QFilters: keep the keys that lie in the main direction of their head's queries, known beforehand or of the prompt."""
 
 import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
 from jaxkv._values import Value
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.head_filters import HeadFilters
-from jaxkv.policies.of_model import given
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.sharding.collectives import own
+from jaxkv.policies.scorer import FutureQueries, Observed, Scorer
+from jaxkv.sharding.collectives import mean_of_devices, own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,8 @@ class FilteredKeys(Scorer, Value):
     """QFilters' scorer: minus the product of a row's key and its head's filter.
 
     Attributes:
-        filters: the model's filters; None is refused where prompts are read.
+        filters: the model's filters; None finds them in each prompt: minus the first right singular vector of its
+            queries, all query heads of a kv head together, as if rotated to positions after it; on the mean's side.
     """
 
     filters: HeadFilters | None = None
@@ -34,17 +33,37 @@ class FilteredKeys(Scorer, Value):
         """Number of layers of the model that the filters belong to; None without filters."""
         return None if self.filters is None else self.filters.layers
 
+    @property
+    def future(self) -> FutureQueries | None:
+        """Settings (`FutureQueries`) of the query statistics that `observe` reads without filters of the model."""
+        return FutureQueries() if self.filters is None else None
+
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: minus the product of each row's key and its head's filter."""
-        (_, heads, _, dim), axes, filters = seen.k.shape, seen.axes, given(self.filters, HeadFilters)
-        filters.require_sizes(heads=heads if axes is None else heads * axes.size("K"), dim=dim)
-        mine = own(jnp.asarray(filters.numbers)[seen.layer], "K", 0, axes)
+        (_, heads, _, dim), axes = seen.k.shape, seen.axes
+        if self.filters is None:
+            mine = -_main_direction(seen)
+        else:
+            self.filters.require_sizes(heads=heads if axes is None else heads * axes.size("K"), dim=dim)
+            mine = own(jnp.asarray(self.filters.numbers)[seen.layer], "K", 0, axes)[None]
         keys = seen.k.astype(jnp.float32)
-        return -jnp.einsum("bksd,kd->bks", keys, mine, precision=lax.Precision.HIGHEST)
+        return -jnp.einsum("bksd,bkd->bks", keys, jnp.broadcast_to(mine, (len(keys), heads, dim)), precision="highest")
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError without filters, or with those of a model of other sizes."""
-        given(self.filters, HeadFilters).require_fits(config)
+        """Raises ValueError for filters of a model of other sizes."""
+        if self.filters is not None:
+            self.filters.require_fits(config)
+
+
+def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
+    """First right singular vector `[B, K, D]` of the queries of each kv head, on the side of their mean."""
+    assert seen.moments is not None and seen.moments.covariance is not None
+    mean = seen.moments.mean
+    each = seen.moments.covariance + mean[..., None] * mean[..., None, :]
+    # Of all query heads of a kv head, also where devices share them.
+    products, middle = (mean_of_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean))
+    direction = jnp.linalg.eigh(products)[1][..., -1]
+    return jnp.where((direction * middle).sum(axis=-1, keepdims=True) < 0, -direction, direction)
 
 
 @register
@@ -52,12 +71,12 @@ class FilteredKeys(Scorer, Value):
 class QFilters(Method):
     """Keeps the rows whose keys have the smallest products with their head's filter, a main direction of its queries.
 
-    Filters belong to one model and come from a file: the first right singular vectors of queries of many texts, signed
-    so that attention falls with the product, as published for several models.
+    Published filters belong to one model and come from a file: the first right singular vectors of queries of many
+    texts, signed so that attention falls with the product. Without a file each prompt's own queries take their place.
 
     Attributes:
         q_filters: a safetensors file with one tensor `q_filters`, `[L, K, D]`, or the folder of its model.safetensors,
-            or what `HeadFilters.read` returned.
+            or what `HeadFilters.read` returned; None for filters of each prompt's own queries.
 
     References:
         Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, arXiv:2503.02812.
