@@ -179,7 +179,7 @@ class _Choices:
         return np.stack(self.chosen)
 
     def _tables(self) -> tuple[Table, Table]:
-        """Numbers of kept rows and of most recent rows, two `[L, B]` tables, for budgets that need no scores."""
+        """Tables `[L, B]` of kept rows and of most recent rows, known before any scores; for budgets without scores."""
         assert self.told.rows is not None and self.told.recent is not None
         return self.told.rows, self.told.recent
 

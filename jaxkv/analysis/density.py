@@ -206,7 +206,7 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """Number of dense weights by head, and attention mass `[n, n]` from query bins to key bins, averaged over heads."""
+    """Number of weights of `least` x their query's largest or more, by head; mean attention `[n, n]` between bins."""
     queries = q.shape[3]
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, queries)

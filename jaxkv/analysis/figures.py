@@ -72,5 +72,5 @@ def mean_of(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def error(values: np.ndarray) -> float:
-    """Standard error of the mean of one value per text; NaN for a single text."""
+    """Standard error of the mean of `values`, one per text; NaN for a single one."""
     return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")

@@ -133,7 +133,7 @@ def empty_pool(
     store: type[Store] = Dense,
     axes: Axes | None = None,
 ) -> Pool:
-    """Makes a pool of zeros with P = `rows` (on a mesh, per device), and with an array of scores if `scored`."""
+    """Makes an empty pool: P = `rows` (on a mesh, per device), zeros, positions -1; with scores if `scored`."""
     axes = None if inside() else axes
     cells = (batch, rows if axes is None else rows * axes.size("K"))
     wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)

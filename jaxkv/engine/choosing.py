@@ -65,7 +65,7 @@ class Tally(NamedTuple):
     cut: Int[Array, "B K"] | None = None
 
     def plus(self, other: "Tally") -> "Tally":
-        """Sums of both numbers; a number of None is zero, and the sum of two Nones is None."""
+        """Sums of two tallies, field by field: None counts as zero, but None plus None is None."""
         pairs = zip(self, other, strict=True)
         return Tally(*(its if mine is None else mine if its is None else mine + its for mine, its in pairs))
 

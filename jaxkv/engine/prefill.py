@@ -284,7 +284,7 @@ class Prompts(Source):
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
-        """Generator: runs all layers and keeps what they return, then the second pass; yields shares of the layers."""
+        """Generator: runs all layers, then reads the prompt again for its attention; yields shares of the layers."""
         asked = self.parts.needs.replay
         assert asked is not None
         for index in self.indices:

@@ -153,7 +153,7 @@ class Spec:
         return None if self.reading is None else self.reading.page
 
     def streams(self, tokens: int) -> bool:
-        """True if a step of this many tokens runs the backend's fused kernels `decode_token` and `add_norm`."""
+        """True if a step of this many tokens, which must be 1, runs the fused kernels `decode_token` and `add_norm`."""
         fused = self.backend.fused_step and self.config.alternates and self.fused
         return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 

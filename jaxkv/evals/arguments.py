@@ -66,7 +66,7 @@ def as_task(task: Task | str) -> Task:
 
 
 def name_of(task: Task) -> str:
-    """Name under which a task's class is registered; the class name in lower case if it is not registered."""
+    """Registered name of a task's class, given the task; its class name in lower case if it is not registered."""
     cls = type(task)
     return next((name for name, each in TASKS.items() if each is cls), cls.__name__.lower())
 

@@ -47,7 +47,7 @@ class QuestionTask(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A model's answer to one sample: its text, the prompt's tokens, and rows and bytes of its cache.
+    """A model's answer to one sample: its text, the number of prompt tokens, and rows and bytes of its cache.
 
     Attributes:
         text: the answer, cut at the sample's stop strings.

@@ -153,7 +153,7 @@ def _lengths(evaluation: Evaluation) -> Any:
 
 
 def _step(values: Sequence[Any]) -> int:
-    """Step between the labelled values of an axis, so that it has at most `_MOST_TICKS` labels."""
+    """The n for which labelling every n-th value of an axis makes at most `_MOST_TICKS` labels."""
     return -(-len(values) // _MOST_TICKS)
 
 

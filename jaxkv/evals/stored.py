@@ -95,7 +95,7 @@ class StoredTask(QuestionTask):
 
     @abc.abstractmethod
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Dict {field: text} that fills in the part's prompt template, except for the context."""
+        """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
 
     def raw(self, name: str) -> bool:
         """True if the part's prompts get no chat template."""

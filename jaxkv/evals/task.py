@@ -182,7 +182,7 @@ def require_text(text: Text | None) -> Text:
 
 
 def _setting(hint: Any, value: Any, name: str) -> Any:
-    """Setting converted to its annotated type; unchanged if the command line has no way to write that type."""
+    """A field's value, checked by its annotation and made a plain bool, int, float, text or tuple; or as it is."""
     value = plain(value)
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):

@@ -81,7 +81,7 @@ def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Arr
 
 
 def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: float) -> Float[Array, " S"]:
-    """Mean `[S]` over a head's rows of each key's cosine with theirs, its own and those it is not charged with as 0."""
+    """Mean `[S]` over a head's rows of each key's cosine with theirs; 0 with itself, or as a row's last similar key."""
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)

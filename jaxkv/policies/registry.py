@@ -95,7 +95,7 @@ def defaults(cls: type[Method]) -> dict[str, str]:
 
 
 def takes_budget(cls: type[Method]) -> bool:
-    """True if a policy class takes a budget of rows kept or tokens read; False for FullKV and DuoAttention, say."""
+    """True if a policy class can be made with a budget, of rows kept or tokens read; False for FullKV, say."""
     if cls().parts().budget is not None:
         return True
     try:

@@ -282,7 +282,7 @@ def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
 
 
 def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
-    """Parses generation arguments: returns stop strings, number of new tokens (default `usual`) and sampling."""
+    """Reads lm-eval's generation arguments, a dict: returns stop strings, number of new tokens, and sampling."""
     unknown = [name for name in arguments if name not in _KNOWN]
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
     until = arguments.get("until") or ()

@@ -113,7 +113,7 @@ class Frequent(Recipe):
         return _LEAST_CODED
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with a coded text of at most `size` words, a few less by rounding."""
+        """Prompt that asks for the most frequent of at most `size` coded words, a few less by rounding."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Coded:
