@@ -1,6 +1,6 @@
 """What every policy recalls and loses on SmolLM2, with the question seen and unseen, at 5 to 40 % of the rows.
 
-    python -m benchmarks.recall_methods [--count 2] [--tokens 1024] [--out FILE]
+    python -m benchmarks.recall_methods [--count 1] [--tokens 1024] [--out FILE]
 
 Texts are RULER's samples with their right answers. Recall is the share of full attention on the prompt's rows that
 falls on kept rows; loss the L1 change of a layer's attention output, each layer's input being that of full attention.
@@ -73,7 +73,7 @@ def main():
     """Measures, prints tables and saves them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="of each text (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=2, help="texts of each of 11 tasks (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=1, help="texts of each of 11 tasks (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a Markdown file to write")
     asked = parser.parse_args()
     warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)

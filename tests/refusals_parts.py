@@ -315,6 +315,7 @@ OWN = [
         (lambda: KVzap(threshold=float("nan")), r"threshold=nan: give the least score of a row that stays, or None"),
         (lambda: FastKVzip(threshold=-4), r"threshold=-4: give the least score.* between 0 and 1, or None"),
         (lambda: ThresholdHeads(threshold=None), r"threshold=None: give the least score of a row"),
+        (lambda: ThresholdHeads(threshold=1, budgets=SharedHeads), r"budgets=.*SharedHeads.*: give head budgets"),
         (lambda: ThresholdHeads(threshold=1, budgets=HIGH), r"budgets=.*one threshold is enough: give UniformHeads"),
         (lambda: ThresholdHeads(threshold=1, budgets=SharedHeads()), r"budgets=.*heads that keep the same rows"),
         (lambda: ThresholdHeads(threshold=1, budgets=KINDS), r"budgets=.*heads with numbers of rows of their own"),

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, real
 from jaxkv._values import Value
+from jaxkv.policies.checks import instance
 from jaxkv.policies.topk import sortable, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
@@ -223,6 +224,17 @@ class HeadsAround(Value):
 
     budgets: HeadBudgets = UniformHeads()
 
+    def __post_init__(self) -> None:
+        instance("budgets", self.budgets, HeadBudgets, "give head budgets, UniformHeads() say")
+
+    def chosen_within(
+        self, rows: tuple[Array, Array, Array, Array], norms: Array | None, layer: Int[Array, ""] | None
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` that `budgets` choose; `rows` are scores, candidates, base, forced rows, as of `choose`."""
+        of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
+        scores, candidates, base, forced = rows
+        return self.budgets.choose(scores, candidates, base, forced, norms, **of)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(HeadsAround):
@@ -244,6 +256,7 @@ class TwoStageHeads(HeadsAround):
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         field(self, "first", real, "give a share between 0 and 1", high=1.0)
         field(self, "epsilon", real, "give 0 or a small number", high=1e30)
 
@@ -264,8 +277,7 @@ class TwoStageHeads(HeadsAround):
         """Mask `[B, K, S]` of rows chosen by score, then by score times norm; `budgets` gives each head's number."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
-        of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
-        count = self.budgets.choose(scores, candidates, base, forced, **of).sum(axis=-1, dtype=jnp.int32)
+        count = self.chosen_within((scores, candidates, base, forced), None, layer).sum(axis=-1, dtype=jnp.int32)
         return self.staged(scores, candidates, count, forced, norms)
 
     def staged(

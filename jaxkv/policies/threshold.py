@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv.policies.heads import HeadBudgets, HeadsAround, needs_layer, own_limits, shares_positions
+from jaxkv.policies.heads import HeadBudgets, HeadsAround, own_limits, shares_positions
 
 _LEAST, _REMEDY = 1e30, "give the least score of a row that stays"
 
@@ -30,6 +30,7 @@ class ThresholdHeads(HeadsAround):
     threshold: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         field(self, "threshold", real, _REMEDY, low=-_LEAST, high=_LEAST)
         remedy = "give UniformHeads(), or AdaptiveHeads()"
         inner = self.budgets
@@ -52,8 +53,8 @@ class ThresholdHeads(HeadsAround):
         layer: Int[Array, ""] | None = None,
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of the rows that `budgets` choose and whose scores are at least the threshold."""
-        of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
-        return self.above(self.budgets.choose(scores, candidates, base, forced, norms, **of), scores, candidates)[0]
+        chosen = self.chosen_within((scores, candidates, base, forced), norms, layer)
+        return self.above(chosen, scores, candidates)[0]
 
     def above(
         self, chosen: Bool[Array, "B K S"], scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]
