@@ -149,6 +149,8 @@ def forget() -> None:
     """Clears what earlier files ran on meshes, and their programs: those of other models and lengths count no more."""
     run.cache_clear()
     model_of.cache_clear()
+    # A model keeps its copies on meshes, whose making is looked at, too.
+    tiny.tiny.cache_clear()
     compiling.forget()
     jax.clear_caches()
     gc.collect()
