@@ -70,6 +70,7 @@ def test_a_table_says_what_was_asked_for(text, capsys):
     captured = capsys.readouterr()
     told, recalled = captured.out.split("\n\n")
     assert "text 1 of 1, the first 30 of 45 tokens" in captured.err
+    assert "recall and loss of attention are no answers" in captured.err and "jaxkv eval qa --data" in captured.err
     assert told.startswith("retained: ") and told.splitlines()[1].split()[:2] == ["keys", "%"]
     rows = [line.split() for line in recalled.splitlines()]
     assert rows[0][0] == "recall:" and [row[:4] for row in rows[2:4]] == [

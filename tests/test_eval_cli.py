@@ -157,9 +157,10 @@ def test_another_run_is_refused_before_anything_is_loaded(told, monkeypatch, tmp
     assert cli.main(["eval", "told", *RUN, "--out", out]) == 0
     capsys.readouterr()
     monkeypatch.setattr(command, "load", None)
-    assert "settings.count: 7, not 6; " in refused(capsys, "eval", "told", *RUN, "--out", out, "--count", "6", "--raw")
+    changed = refused(capsys, "eval", "told", *RUN, "--out", out, "--count", "6", "--raw")
+    assert "settings.count: 7 there, 6 asked for; " in changed
     message = refused(capsys, "eval", "told", *RUN, "--out", out, "--policies", "knorm")
-    assert "budgets.full: null, not nothing" in message
+    assert "budgets.full: null there, nothing asked for" in message
     for word in ("merge", "report"):
         there = ("--out", str(tmp_path / "x")) if word == "merge" else ()
         assert "no evaluation lies there" in refused(capsys, "eval", word, str(tmp_path), *there)

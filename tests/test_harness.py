@@ -147,7 +147,7 @@ def test_continuations_are_read_under_every_as_answers_are_drawn(made):
     drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=8, stop_at_eos=False).tokens.tolist()
     assert lm._score([ids], [drawn])[1].tolist() == [True]
     (value,), _ = lm._score([ids], [drawn])
-    losses, *_ = losses_of(lm.params, lm.policy, np.asarray([ids + drawn], np.int32), len(ids))
+    losses, *_ = losses_of(lm.params, lm.policy, [ids], np.asarray([drawn], np.int32))
     once, _ = made(policy="snapkv", budget=8, window=4)._score([ids], [drawn])
     assert value == pytest.approx(-losses.sum(), abs=1e-4) and abs(value - once[0]) > 1e-3
 
@@ -157,7 +157,8 @@ def test_whole_texts_are_read_on_one_cache(made):
     texts = [CONTEXT, CONTEXT[::-1] + " again"]
     found = lm.loglikelihood_rolling(requests(*((text,) for text in texts)), disable_tqdm=True)
     for value, text in zip(found, texts, strict=True):
-        losses, *_ = losses_of(lm.params, lm.policy, np.asarray([lm.tok_encode(text)], np.int32), 1)
+        first, *others = lm.tok_encode(text)
+        losses, *_ = losses_of(lm.params, lm.policy, [[first]], np.asarray([others], np.int32))
         assert value == pytest.approx(-losses.sum(), abs=1e-3) and losses.shape[1] == len(text)
 
 

@@ -11,7 +11,8 @@ import tiny
 
 import jaxkv
 from jaxkv.evals import TASKS, How
-from jaxkv.evals.perplexity import Loss, Perplexity, losses_of, texts_of
+from jaxkv.evals.perplexity import Loss, Perplexity, losses_of
+from jaxkv.evals.texts import texts_of
 
 TEXT = "The river ran past the mill, and Ada counted the boats that came up it. " * 3
 
@@ -25,7 +26,7 @@ def written(tmp_path, *texts):
 def test_loss_is_that_of_one_long_prompt():
     model = tiny.tiny(tiny.MODELS["gqa3"])
     ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found, before, after, nbytes = losses_of(model, jaxkv.FullKV(), ids, 32)
+    found, before, after, nbytes = losses_of(model, jaxkv.FullKV(), ids[:, :32].tolist(), ids[:, 32:])
     prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
     _, logits = running.prefill(model, prefixes)
     logits = logits.astype(np.float64).reshape(2, 8, -1)
@@ -51,7 +52,7 @@ def test_loss_is_that_of_one_long_prompt():
 def test_rows_stay_within_the_budget_where_the_policy_sees_to_it(policy, rows):
     model = tiny.tiny(tiny.TWO_LAYERS)
     ids = np.asarray(tiny.prompts(1, (40, 40)), np.int32)
-    found, before, after, _ = losses_of(model, policy, ids, 32)
+    found, before, after, _ = losses_of(model, policy, ids[:, :32].tolist(), ids[:, 32:])
     assert np.isfinite(found).all() and before.tolist() == [rows[0]] * 2
     assert after.tolist() == [rows[1]] * 2
 

@@ -287,7 +287,7 @@ def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):
     out = tmp_path / "out"
     lines = told(out)
     (out / "samples.jsonl").write_bytes(lines[:-1])
-    with pytest.raises(ValueError, match="41 lines.*42 lines make it complete"):
+    with pytest.raises(ValueError, match="holds 41 of the evaluation's 42 lines: run the same command"):
         jaxkv.report(out)
     for folder in (tmp_path, tmp_path / "none", out / "run.json"):
         with pytest.raises(ValueError, match="folder="):

@@ -13,9 +13,10 @@ import pytest
 from jaxkv.evals import TASKS, Task
 from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.perplexity import Perplexity, texts_of
+from jaxkv.evals.perplexity import Perplexity
 from jaxkv.evals.ruler import Ruler
 from jaxkv.evals.ruler.qa import read
+from jaxkv.evals.texts import texts_of
 from jaxkv.evals.turns import Turns
 from jaxkv.evals.visible import Visible
 
@@ -30,9 +31,10 @@ def test_what_is_no_such_thing_is_refused_by_name(name, field, as_users_call):
     odd = [*ODD, True] if hint is int else [*ODD, 1] if hint is bool else ODD
     # A number is never taken from a text, nor a text from a number, nor letters for a tuple of texts.
     odd = [*odd, "3" if hint in (int, float, bool) or "tuple" in str(hint) else 3]
+    given = {"data": "mine.jsonl"} if name in ("qa", "text") else {}
     for value in odd:
         with pytest.raises(ValueError, match=f"^{field}="):
-            TASKS[name](**{field: value})
+            TASKS[name](**(given | {field: value}))
 
 
 def test_numbers_of_numpy_lists_and_paths_are_as_good_as_plain_ones(as_users_call):

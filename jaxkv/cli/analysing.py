@@ -53,6 +53,11 @@ _OF_POLICIES: Mapping[str, Callable[[Grid], Measure]] = {
 }
 _KINDS = ("png", "svg", "pdf")
 _TOKENS = 4096
+# What the figures of policies are worth, in the words of docs/which_policy.md.
+_JUDGE = (
+    "recall and loss of attention are no answers, and order policies otherwise than answers do (docs/which_policy.md); "
+    "to choose one, ask questions: `jaxkv eval qa --data mine.jsonl`, or `jaxkv eval needle --question-agnostic`"
+)
 _USUAL = "snapkv --window 8,pyramidkv --window 8,adakv --window 8"
 
 ANALYZE_NOTES = """\
@@ -142,6 +147,8 @@ def run_analyze(options: argparse.Namespace) -> int:
         to_stdout(json.dumps(record, indent=2))
     else:
         to_stdout("\n\n".join(f"{name}: {FIGURES[name]}\n{_table(records)}" for name, records in tables.items()))
+        if not {"recall", "loss"}.isdisjoint(tables):
+            to_stderr(f"jaxkv: {_JUDGE}")
     if folder is not None:
         _write(folder, figures, record, kinds)
     return 0

@@ -7,7 +7,8 @@ from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.merging import merge
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
-from jaxkv.evals.perplexity import Loss, Perplexity
+from jaxkv.evals.perplexity import Loss, OwnTexts, Perplexity
+from jaxkv.evals.qa import DocumentQuestions
 from jaxkv.evals.records import Record, Run
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.ruler import Ruler
@@ -23,6 +24,7 @@ __all__ = [
     "Answer",
     "Cell",
     "Difference",
+    "DocumentQuestions",
     "Evaluation",
     "Failed",
     "How",
@@ -31,6 +33,7 @@ __all__ = [
     "Loss",
     "Needle",
     "Outcome",
+    "OwnTexts",
     "Perplexity",
     "Question",
     "QuestionTask",

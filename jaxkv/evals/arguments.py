@@ -62,7 +62,16 @@ def as_task(task: Task | str) -> Task:
     near = difflib.get_close_matches(task, TASKS, n=2)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}{meant}")
-    return TASKS[task]()
+    cls = TASKS[task]
+    needed = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
+    remedy = f"its settings {', '.join(needed)} have no default: give {cls.__name__}({', '.join(needed)}=...)"
+    require(not needed, "task", task, remedy)
+    return cls()
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    """Whether a dataclass's field has to be given."""
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def name_of(task: Task) -> str:

@@ -3,20 +3,30 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from jaxkv.cache import KVCache
 from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+from jaxkv.results import Generation
 from jaxkv.sharding.mesh import host
 from jaxkv.text.tokenizer import Text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
-    """Base of tasks whose answers are texts: a subclass defines `samples`, and `score` for a predicted text."""
+    """Base of tasks whose answers are texts: a subclass defines `samples`, and `score` for a predicted text.
+
+    Attributes:
+        shares_contexts: True if several samples have one context, which a question-agnostic run then compresses once
+            for all of them in a batch.
+    """
+
+    shares_contexts: ClassVar[bool] = False
 
     @abc.abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
@@ -32,7 +42,7 @@ class QuestionTask(Task):
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
         """Draws the answers to one batch of prompts and returns one Outcome per sample: score, text, rows and bytes."""
-        drawn = asked(params, policy, samples, how)
+        drawn = asked(params, policy, samples, how, shared=self.shares_contexts)
         return [
             Outcome(
                 score=self.score(sample, answer.text),
@@ -89,7 +99,9 @@ def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], ho
     return [answer.text for answer in asked(params, policy, samples, how)]
 
 
-def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Answer]:
+def asked(
+    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How, *, shared: bool = False
+) -> list[Answer]:
     """Draws a model's answers to a batch of samples over compressed caches; returns one `Answer` per sample.
 
     Args:
@@ -97,6 +109,7 @@ def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how:
         policy: the compression.
         samples: the batch.
         how: settings of the run: question-agnostic or not, chat template, seed.
+        shared: True compresses a context that several samples have once for all of them, in a question-agnostic run.
 
     Returns:
         One answer per sample, in order.
@@ -108,42 +121,73 @@ def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how:
     found: dict[int, Answer] = {}
     for kind in dict.fromkeys(kinds):
         at = [number for number, each in enumerate(kinds) if each == kind]
-        # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
-        filled = at + at[-1:] * (len(samples) - len(at))
-        drawn = _draw(params, policy, [samples[n] for n in filled], [pairs[n] for n in filled], how.seed, kind[0])
-        found |= zip(at, drawn, strict=False)
+        group = _Group(params, policy, [samples[n] for n in at], [pairs[n] for n in at], how.seed)
+        drawn = group.by_context() if shared and kind[0] else group.together(len(samples), agnostic=kind[0])
+        found |= zip(at, drawn, strict=True)
     return [found[at] for at in range(len(samples))]
 
 
-def _draw(
-    params: LanguageModel,
-    policy: Method,
-    samples: Sequence[Sample],
-    pairs: Sequence[tuple[list[int], list[int]]],
-    key: int,
-    agnostic: bool,
-) -> list[Answer]:
-    """Draws one `Answer` per sample, all of equal `new_tokens`; `agnostic` compresses contexts before questions."""
-    new_tokens = samples[0].new_tokens
-    if agnostic:
-        cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=False)
-        questions = [question for _, question in pairs]
-        out = generate(params, questions, cache=cache, max_new_tokens=new_tokens, key=key, progress=False)
-    else:
+class _Group(NamedTuple):
+    """Samples of equal `new_tokens`, the token ids of their contexts and questions, and the seed of the policy."""
+
+    params: LanguageModel
+    policy: Method
+    samples: Sequence[Sample]
+    pairs: Sequence[tuple[list[int], list[int]]]
+    key: int
+
+    def together(self, size: int, *, agnostic: bool) -> list[Answer]:
+        """Draws one `Answer` per sample in one batch, filled up to `size`; `agnostic` compresses contexts alone."""
+        at = [*range(len(self.samples))]
+        # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
+        at += at[-1:] * (size - len(at))
+        pairs = [self.pairs[n] for n in at]
+        if agnostic:
+            return self._draw(at, self._prefilled([context for context, _ in pairs]))[: len(self.samples)]
         whole = [context + question for context, question in pairs]
-        out = generate(params, whole, policy=policy, max_new_tokens=new_tokens, key=key, progress=False)
-    tokenizer = tokenizer_of(params)
-    # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
-    kept = np.minimum(host(out.cache.limit)[:, : len(pairs)], out.cache.kept)
-    ends = set(tokenizer.eos_ids)
-    found = []
-    for at, (sample, tokens) in enumerate(zip(samples, out.tokens, strict=True)):
-        text = tokenizer.decode([each for each in tokens.tolist() if each not in ends])
-        answer = Answer(
-            text=min((text.split(stop)[0] for stop in sample.stop), key=len, default=text),
-            tokens=sum(map(len, pairs[at])),
-            rows=float(kept[:, at].mean()),
-            nbytes=int(kept[:, at].sum()) * out.cache.row_bytes,
-        )
-        found.append(answer)
-    return found
+        new, key = self.samples[0].new_tokens, self.key
+        out = generate(self.params, whole, policy=self.policy, max_new_tokens=new, key=key, progress=False)
+        return self._answers(at, out)[: len(self.samples)]
+
+    def by_context(self) -> list[Answer]:
+        """Draws one `Answer` per sample: contexts are compressed once, then asked their first questions, second, ..."""
+        first = {sample.id: number for number, sample in reversed([*enumerate(self.samples)])}
+        asks: dict[tuple[int, ...], list[int]] = {}
+        for number in sorted(first.values()):
+            asks.setdefault(tuple(self.pairs[number][0]), []).append(number)
+        # Programs are compiled for a batch's size: there are few powers of two.
+        documents = [*asks]
+        documents += documents[-1:] * ((1 << (len(documents) - 1).bit_length()) - len(documents))
+        cache, found = self._prefilled([list(each) for each in documents]), dict[int, Answer]()
+        for turn in range(max(map(len, asks.values()))):
+            at = [asks[each][min(turn, len(asks[each]) - 1)] for each in documents]
+            found |= zip(at, self._draw(at, cache), strict=True)
+        return [found[first[sample.id]] for sample in self.samples]
+
+    def _prefilled(self, contexts: Sequence[list[int]]) -> KVCache:
+        """Compressed cache of contexts, given as token ids."""
+        return prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
+
+    def _draw(self, at: Sequence[int], cache: KVCache) -> list[Answer]:
+        """Answers to the questions of samples `at`, each on top of one context's cache, in order."""
+        questions, new = [self.pairs[n][1] for n in at], self.samples[0].new_tokens
+        out = generate(self.params, questions, cache=cache, max_new_tokens=new, key=self.key, progress=False)
+        return self._answers(at, out)
+
+    def _answers(self, at: Sequence[int], out: Generation) -> list[Answer]:
+        """One `Answer` for each sample `at` from the tokens that were drawn for them."""
+        tokenizer = tokenizer_of(self.params)
+        # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
+        kept = np.minimum(host(out.cache.limit)[:, : len(at)], out.cache.kept)
+        ends = set(tokenizer.eos_ids)
+        found = []
+        for row, (number, tokens) in enumerate(zip(at, out.tokens, strict=True)):
+            text = tokenizer.decode([each for each in tokens.tolist() if each not in ends])
+            answer = Answer(
+                text=min((text.split(stop)[0] for stop in self.samples[number].stop), key=len, default=text),
+                tokens=sum(map(len, self.pairs[number])),
+                rows=float(kept[:, row].mean()),
+                nbytes=int(kept[:, row].sum()) * out.cache.row_bytes,
+            )
+            found.append(answer)
+        return found

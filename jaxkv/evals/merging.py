@@ -53,7 +53,7 @@ def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
     """`Run` of the unsharded evaluation, from (folder, run) of its sorted shards; refuses other or missing shards."""
     first_folder, first = shards[0]
     for folder, run in shards:
-        found = differences(_compared(first), _compared(run), but=("shard",))
+        found = differences(_compared(first), _compared(run), ("in the first", "in the second"), but=("shard",))
         where = f"{first_folder} and {folder}"
         require(not found, "folders", where, f"they are no shards of one evaluation ({'; '.join(found)})")
     pairs = [run.shard for _, run in shards if run.shard is not None]

@@ -44,6 +44,51 @@ def answer_f1(prediction: str, answer: str) -> float:
     return f1(words_of(prediction), words_of(answer))
 
 
+def contains(prediction: str, answer: str) -> float:
+    """1 if the answer occurs in the prediction, in any case, and not inside of a word or number; else 0.
+
+    Runs of spaces and line ends count as one space. Words of scripts without case, such as Chinese, may touch others.
+    """
+    said, right = (" ".join(each.casefold().split()) for each in (prediction, answer))
+    at = said.find(right)
+    while right and at >= 0:
+        end = at + len(right)
+        joined = (at > 0 and _joined(said[at - 1], right[0])) or (end < len(said) and _joined(right[-1], said[end]))
+        if not joined:
+            return 1.0
+        at = said.find(right, at + 1)
+    return 0.0
+
+
+def _joined(left: str, right: str) -> bool:
+    """Whether two neighbouring characters belong to one word or number: both are digits or letters that have case."""
+    return all(each.isdigit() or each.lower() != each.upper() for each in (left, right))
+
+
+def exact(prediction: str, answer: str) -> float:
+    """1 if prediction and answer have the same words; case, punctuation and articles do not count, as in SQuAD."""
+    said, right = words_of(prediction), words_of(answer)
+    # An answer of an article or of signs alone has no words.
+    return float(said == right) if right else float(prediction.strip().casefold() == answer.strip().casefold())
+
+
+def choice(prediction: str, choices: Sequence[str], right: int) -> float:
+    """1 if the prediction names choice number `right` (0 is A), else 0.
+
+    A letter at its beginning ("B", "B.", "(b)") counts first, then a letter after "answer is" or "answer:", then the
+    choice whose text occurs first, the longest of those that begin there.
+    """
+    last = chr(ord("A") + len(choices) - 1)
+    letter = rf"\W*([A-{last}])(?![^\W_])"
+    found = re.match(letter + r"(?!\s+[^\W\d_])", prediction, re.IGNORECASE)
+    found = found or re.search(rf"\banswer(?: is)?\b{letter}", prediction, re.IGNORECASE)
+    if found is not None:
+        return float(ord(found[1].upper()) - ord("A") == right)
+    said = prediction.casefold()
+    places = [(said.find(each.casefold()), -len(each), at) for at, each in enumerate(choices) if contains(said, each)]
+    return float(bool(places) and min(places)[2] == right)
+
+
 def chinese_f1(prediction: str, answer: str) -> float:
     """F1 of the characters in common, in [0, 1]; case, spaces and punctuation (Chinese, too) do not count."""
     said, right = ("".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer))

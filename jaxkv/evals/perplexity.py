@@ -1,12 +1,8 @@
-"""The tasks `perplexity` and `loss`: loss of true text, read token by token over a compressed cache."""
+"""The tasks `perplexity`, `loss` and `text`: loss of true text, read token by token over a compressed cache."""
 
 import dataclasses
-import gzip
-import json
 from collections.abc import Mapping, Sequence
-from importlib import resources
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.session import Session
-from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
+from jaxkv.evals.texts import texts_of
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
@@ -47,6 +43,8 @@ class Perplexity(Task):
     unit = "nats"
     higher = False
     asks = False
+    # Whether the curve's positions are counted from the end of the prefix.
+    counts_behind: ClassVar[bool] = False
 
     data: str | None = None
     count: int = 8
@@ -62,31 +60,35 @@ class Perplexity(Task):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes one sample per text; refuses texts of fewer than `prefix + tokens` tokens."""
         texts, need = texts_of(self.data, self.count), self.prefix + self.tokens
-        lengths = {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
+        lengths = _lengths(params, texts)
         short = {title: length for title, length in lengths.items() if length < need}
         remedy = f"with prefix={self.prefix} more than there are of {short}: lower one"
         require(not short, "tokens", self.tokens, remedy)
-        return [
-            Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"title": title})
-            for number, (title, text) in enumerate(texts.items())
-        ]
+        return _of_texts(texts)
+
+    def prefix_of(self, length: int) -> int:
+        """Number of tokens of a text of `length` tokens that are prefilled."""
+        return self.prefix
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Scores a batch of texts, tokens after the `prefix` read one by one; one Outcome (mean loss) per text."""
-        tokenizer, need = tokenizer_of(params), self.prefix + self.tokens
-        ids = np.asarray([tokenizer.encode(each.context, bos=True)[:need] for each in samples], np.int32)
-        found = losses_of(params, policy, ids, self.prefix, seed=how.seed)
+        """Scores a batch of texts, tokens after the prefix read one by one; one Outcome (mean loss) per text."""
+        tokenizer = tokenizer_of(params)
+        ids = [tokenizer.encode(each.context, bos=True) for each in samples]
+        ends = [self.prefix_of(len(each)) for each in ids]
+        prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
+        after = np.asarray([each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)], np.int32)
+        found = losses_of(params, policy, prefixes, after, seed=how.seed)
         wide = -(-self.tokens // _POINTS)
-        ends = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
+        points = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
             Outcome(
                 score=float(loss.mean()),
                 figures={
-                    "positions": (self.prefix + ends).tolist(),
-                    "losses": [float(part.mean()) for part in np.split(loss, ends[:-1])],
+                    "positions": ((0 if self.counts_behind else ends[at]) + points).tolist(),
+                    "losses": [float(part.mean()) for part in np.split(loss, points[:-1])],
                     "rows_after_prefill": float(found.before[at]),
                 },
-                tokens=ids.shape[1],
+                tokens=ends[at] + self.tokens,
                 rows=float(found.rows[at]),
                 nbytes=int(found.nbytes[at]),
             )
@@ -111,6 +113,59 @@ class Loss(Perplexity):
     tokens: int = 512
 
 
+@task("text")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnTexts(Perplexity):
+    """Task: loss of the true ends of your own texts, over the compressed cache of what stands before them, in nats.
+
+    Of each text the last `tokens` tokens are measured, of a long one those after its first `prefix` tokens; texts may
+    have any lengths from twice `tokens` on.
+
+    Attributes:
+        data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text".
+        count: number of texts, from the first on; 0 for all.
+        prefix: most tokens prefilled of a text.
+        tokens: number of tokens after them whose loss is measured.
+    """
+
+    counts_behind = True
+
+    data: str = dataclasses.field()
+    count: int = 0
+    prefix: int = 4096
+    tokens: int = 128
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """Makes one sample per text, longest first; refuses texts of fewer than twice `tokens` tokens."""
+        texts, most = texts_of(self.data, self.count), params.config.max_positions
+        need = self.prefix + self.tokens
+        require(need <= most, "prefix", self.prefix, f"with tokens={self.tokens} above the model's {most} positions")
+        lengths = _lengths(params, texts)
+        short = {title: length for title, length in lengths.items() if length < 2 * self.tokens}
+        remedy = f"more than half of {short}, the number of tokens of these texts: lower it, or leave them out"
+        require(not short, "tokens", self.tokens, remedy)
+        # Texts of like lengths run in one batch, which has the shape of its longest.
+        longest = sorted(texts, key=lambda title: -self.prefix_of(lengths[title]))
+        return _of_texts({title: texts[title] for title in longest})
+
+    def prefix_of(self, length: int) -> int:
+        """Number of tokens of a text of `length` tokens that are prefilled: all but the last `tokens`, at most."""
+        return min(length - self.tokens, self.prefix)
+
+
+def _lengths(params: LanguageModel, texts: Mapping[str, str]) -> dict[str, int]:
+    """Number of tokens of each text."""
+    return {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
+
+
+def _of_texts(texts: Mapping[str, str]) -> list[Sample]:
+    """One sample per text, with its title as tag."""
+    return [
+        Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"title": title})
+        for number, (title, text) in enumerate(texts.items())
+    ]
+
+
 class Read(NamedTuple):
     """Losses in nats, mean rows per kv head and layer `before` the first loss and at the end, bytes at the end."""
 
@@ -121,19 +176,24 @@ class Read(NamedTuple):
 
 
 def losses_of(
-    params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0
+    params: LanguageModel,
+    policy: Method,
+    prefixes: Sequence[Sequence[int]],
+    after: Int[np.ndarray, "B T"],
+    *,
+    seed: int = 0,
 ) -> Read:
-    """`Read` of texts: losses of the tokens after `prefix`, read one by one over the prefix's compressed cache."""
-    session, losses = Session(params, policy, key=seed), []
-    cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
+    """`Read` of texts: losses of the token ids `after` their prefixes, read one by one over these' compressed cache."""
+    session, losses, count = Session(params, policy, key=seed), [], after.shape[1]
+    cache = session.prefill([list(each) for each in prefixes], new=count)
     before = cache.kept.mean(axis=(0, 2))
-    for at in range(prefix, ids.shape[1]):
+    for at in range(count):
         assert cache.logits is not None
         # On a mesh the batch may be padded.
-        losses.append(_loss(cache.logits, np.pad(ids[:, at], (0, cache.padding), mode="edge")))
-        if at + 1 < ids.shape[1]:
-            cache = feed(session, cache, ids[:, at : at + 1], donate=True)
-    found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(ids)]
+        losses.append(_loss(cache.logits, np.pad(after[:, at], (0, cache.padding), mode="edge")))
+        if at + 1 < count:
+            cache = feed(session, cache, after[:, at : at + 1], donate=True)
+    found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(after)]
     kept = cache.kept
     return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.row_bytes)
 
@@ -149,33 +209,3 @@ def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache
 def _loss(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
     """Negative log-probability of one token per sequence, in nats."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
-
-
-def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
-    """Dict {title: text} of the first `count` texts (0: all) in a text file, a folder of .txt files or a .jsonl file.
-
-    None gives the documents that come with jaxkv. A path without texts is a FileNotFoundError that says what to give.
-    """
-    if data is None:
-        packed = (resources.files("jaxkv.evals") / "data" / "documents.json.gz").read_bytes()
-        rows = json.loads(gzip.decompress(packed))
-        return {row["title"]: row["text"] for row in rows[: count or None]}
-    path = Path(data).expanduser()
-    if path.suffix == ".jsonl" and path.is_file():
-        read = json_lines(path, ("text",), count)
-        odd = next((row["text"] for row in read if not isinstance(row["text"], str)), None)
-        require(odd is None, "data", odd, 'give lines such as {"text": "..."}')
-        return {f"{number:03d} {row.get('title', '')}".strip(): row["text"] for number, row in enumerate(read)}
-    files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
-    if not files:
-        remedy = "give a text, a .jsonl file of texts, or a folder of .txt files, such as PG-19's test set"
-        raise FileNotFoundError(f"data={data!r}: no text there; {remedy}")
-    return {each.stem: _read(each) for each in files[: count or None]}
-
-
-def _read(path: Path) -> str:
-    """Text of a UTF-8 file; refuses other encodings."""
-    try:
-        return path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data={str(path)!r}: not UTF-8 text ({error}); save it as such") from None

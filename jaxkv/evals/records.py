@@ -211,25 +211,35 @@ def read_run(folder: Path) -> Run | None:
     return Run(**found, shard=None if shard is None else tuple(shard))
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
-    """List of texts such as "batch: 8, not 4", one for each entry in which two `Run.as_dict` differ.
+def differences(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    places: tuple[str, str],
+    *,
+    but: Sequence[str] = (),
+    may_add: Sequence[str] = (),
+) -> list[str]:
+    """List of texts such as "batch: 8 there, 4 asked for", one for each entry in which two `Run.as_dict` differ.
 
-    Names in `but`, and names that only one of the two has, are not compared.
+    `places` say where each of the two is. Names in `but`, and names that only one of the two has, are not compared;
+    mappings named in `may_add` may have more entries in `other`.
     """
     found = []
+    first, second = places
     for name in (name for name in one if name in other and name not in (*_NOT_COMPARED, *but)):
         mine, theirs = one[name], other[name]
         if not (isinstance(mine, dict) and isinstance(theirs, dict)):
             if mine != theirs:
-                found.append(f"{name}: {shortened(dumped(mine))}, not {shortened(dumped(theirs))}")
-        elif name == "policies" and list(mine) != list(theirs):
-            found.append(f"{name}: {', '.join(mine)}, not {', '.join(theirs)}")
-        else:
-            for key in dict.fromkeys([*mine, *theirs]):
-                if (key in mine) != (key in theirs) or mine.get(key) != theirs.get(key):
-                    pair = (mine, theirs)
-                    first, second = (shortened(dumped(each[key])) if key in each else "nothing" for each in pair)
-                    found.append(f"{name}.{key}: {first}, not {second}")
+                found.append(f"{name}: {shortened(dumped(mine))} {first}, {shortened(dumped(theirs))} {second}")
+            continue
+        keys = dict.fromkeys(mine if name in may_add else [*mine, *theirs])
+        if name == "policies" and ([*mine] != [*theirs] if name not in may_add else not keys.keys() <= theirs.keys()):
+            found.append(f"{name}: {', '.join(mine)} {first}, {', '.join(theirs)} {second}")
+            continue
+        for key in keys:
+            if (key in mine) != (key in theirs) or mine.get(key) != theirs.get(key):
+                shown = [shortened(dumped(each[key])) if key in each else "nothing" for each in (mine, theirs)]
+                found.append(f"{name}.{key}: {shown[0]} {first}, {shown[1]} {second}")
     return found
 
 

@@ -54,6 +54,7 @@ def evaluate(
     """Runs every policy over every sample of a task; writes one line per policy and sample, and returns all results.
 
     The same call continues a run that was interrupted, after its last complete batch, and ends with the same bytes.
+    With further policies, it runs only these.
 
     Args:
         params: from `jaxkv.load`.
@@ -96,20 +97,33 @@ def evaluate(
 
 
 def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
-    """Refuses a folder whose `run.json` differs from `asked`, a `Run.as_dict` or part of it; returns its `Run`."""
+    """Refuses a folder whose `run.json` differs from `asked`, a `Run.as_dict` or part of it; returns its `Run`.
+
+    More policies than the folder has are no difference: they are run, too.
+    """
     there = read_run(folder)
-    found = [] if there is None else differences(there.as_dict(), asked)
-    remedy = f"another evaluation has begun there ({'; '.join(found)}): give it as it was, or another folder"
-    require(not found, "out", str(folder), remedy)
+    if there is None:
+        return None
+    places = ("there", "asked for")
+    found = differences(there.as_dict(), asked, places, may_add=("policies", "budgets"))
+    remedy = "give it as it was, with further policies if you like, or another folder"
+    require(not found, "out", str(folder), f"another evaluation has begun there ({'; '.join(found)}): {remedy}")
     return there
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """Writes `run.json` to a locked folder; returns `run`, or the equal run that has begun there; refuses another."""
+    """Writes `run.json` to a locked folder and returns its `Run`; refuses a folder where another evaluation has begun.
+
+    Policies that an earlier run of the folder had come first, in its order, so that its lines stay as they are.
+    """
     there = require_same(folder, run.as_dict())
-    if there is None:
+    if there is not None:
+        names = dict.fromkeys([*there.policies, *run.policies])
+        policies = {name: run.policies[name] for name in names}
+        run = dataclasses.replace(there, policies=policies, budgets={name: run.budgets[name] for name in names})
+    if there is None or len(there.policies) < len(run.policies):
         write_whole(folder / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
-    return there or run
+    return run
 
 
 def finish(evaluation: Evaluation) -> None:
@@ -212,7 +226,7 @@ class _Job:
 
     def fill(self, lines: Lines, run: Run, progress: bool | None) -> None:
         """Runs the batches that have no lines in the file yet, and appends one line per sample."""
-        todo = [(name, [self.samples[at] for at in batch]) for name in self.policies for batch in run.batches()]
+        todo = [(name, [self.samples[at] for at in batch]) for name in run.policies for batch in run.batches()]
         skipped = self._skip(lines, todo)
         shown = sys.stderr.isatty() if progress is None else progress
         with tqdm(

@@ -181,7 +181,8 @@ def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"data={where!r}: line {number} is no JSON ({error}); download the file again") from None
-        missing = [key for key in keys if key not in row] if isinstance(row, dict) else list(keys)
+        require(isinstance(row, dict), "data", where, f"line {number} is no object of JSON: is it the right file?")
+        missing = [key for key in keys if key not in row]
         require(not missing, "data", where, f"line {number} lacks {', '.join(missing)}: is it the right file?")
         rows.append(row)
     return rows

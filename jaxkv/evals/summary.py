@@ -175,8 +175,9 @@ class Evaluation:
             run, lines = None, []
         if run is None:
             raise refusal("folder", str(folder), "no evaluation lies there: give what --out was")
-        remedy = f"{run.lines} lines make it complete: run the same command again, and it goes on from there"
-        require(len(lines) == run.lines, "folder", f"{folder}, {len(lines)} lines", remedy)
+        if len(lines) != run.lines:
+            remedy = "run the same command again, and it goes on from there"
+            raise ValueError(f"{folder} holds {len(lines)} of the evaluation's {run.lines} lines: {remedy}")
         records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
         ids = [record.id for record in records[: len(records) // len(run.policies)]]
         expected = [(name, each) for name in run.policies for each in ids]

@@ -12,9 +12,9 @@ import numpy as np
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
-from jaxkv.evals.perplexity import texts_of
 from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
+from jaxkv.evals.texts import texts_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
