@@ -148,7 +148,7 @@ def require_free(folder: Path, field: str) -> None:
 
 
 def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Manifest of a folder of arrays, as a dictionary.
+    """Reads the manifest of a folder of arrays as a dictionary; refuses folders of another kind or version.
 
     Raises:
         ValueError: for a folder of another kind, or of another version of the format.

@@ -38,7 +38,7 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Hugging Face names of the tensors."""
+        """Hugging Face names of all tensors that the checkpoint holds, as a set."""
         return frozenset(self.stored)
 
 

@@ -25,7 +25,7 @@ def _bound_memory(size: int) -> None:
     """Limits the address space of this process: 1 GiB, and 64 bytes for each byte of a request of `size` bytes."""
     try:
         import resource
-    except ImportError:  # Windows: there, time alone is bounded
+    except ImportError:  # Windows: the process that asks bounds the time
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _BYTES + _BYTES_PER_INPUT * size
@@ -36,7 +36,7 @@ def _bound_memory(size: int) -> None:
 
 
 def _bound_time(seconds: float) -> None:
-    """Sets a timer that ends this process after `seconds`."""
+    """Sets or resets the timer that ends this process after `seconds`; does nothing on Windows."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

@@ -53,7 +53,7 @@ def most(programs: int, segments: int) -> int:
 
 
 def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
-    """Cuts the segments of all layers into chunks, so that all programs finish together; returns the table.
+    """Table of all layers' pool rows, as `Chunks`: even parts, one for each program of a decode kernel.
 
     Args:
         start: `i32[L, B, K]` first row of each segment in its sequence's pool.

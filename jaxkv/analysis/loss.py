@@ -186,7 +186,7 @@ class LossMeasure(PolicyMeasure):
         return (np.stack([host(loss)[0, :-1], host(bound)[0, :-1]]),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of one text: L1 losses of attention and bounds `[C, L, w]` by cell, layer, query; rows kept `[C]`."""
+        """Losses and bounds `[C, L, w]` of one text, stacked from its layers' arrays; total rows kept `[C]`."""
         loss, bound = np.moveaxis(np.stack([each for (each,) in layers]), 0, 2)
         return loss, bound, self.counts(text).sum(axis=(1, 2))
 

@@ -15,7 +15,7 @@ _PREFIX = "task "
 
 
 def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
-    """Adds an option for each field of a task class to a parser, after its other options.
+    """Adds an option for each field of a task class to a parser; call it once the other options are added.
 
     A field whose name is taken by another option is called --task-NAME; --seed is shared with policies that draw.
     """

@@ -50,7 +50,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
-        """Scores, positions and masks of one layer's rows, as `Candidates` to choose from."""
+        """`Candidates` to choose from in layer `index`: scores, positions, masks of real rows and of forced rows."""
 
     @abc.abstractmethod
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
@@ -94,7 +94,7 @@ def compress(
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[Compressed]:
-    """Generator: scores each layer's rows, keeps the best, merges dropped ones if the policy does, packs new pools.
+    """Generator: chooses, merges and packs rows layer by layer; yields ticks of progress, returns `Compressed`.
 
     Returns `Compressed`; yields 1 after each layer that was scored, 0 after each that was packed. `key` is for mergers
     that draw; `room` are the rows to leave behind each layer's segments where layers share a pool, by default the rest

@@ -68,7 +68,7 @@ def steps_that_fit(cache: KVCache) -> int:
 
 
 def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Returns the cache (donated) with every due sequence compressed again, ready for `new` tokens to be drawn.
+    """Cache to draw on: if any sequence is due, one with those compressed again and room made; else as it is.
 
     The result is `extended` only if a segment may still hold more rows than the policy's bound on prompts.
     """

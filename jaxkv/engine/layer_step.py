@@ -130,7 +130,7 @@ def run_layers(
     new: NewTokens,
     chosen: Chosen | None = None,
 ) -> list[Stepped]:
-    """Runs consecutive blocks over N new tokens; returns a list of `Stepped` (hidden states, rows), one per block.
+    """Runs consecutive blocks over N new tokens, appends their rows; returns each block's `Stepped` in a list.
 
     `chosen` are the positions that sparse layers read below the first filter.
     A filter's choice goes to the sparse layers above it, and a shared pool from layer to layer.

@@ -289,7 +289,7 @@ class MachinePlan:
 
 
 def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, str]]) -> list[str]:
-    """Text lines that begin a report: title, policy and prompts, then one line per (name, bytes, remark)."""
+    """Text lines that begin a report: `first`, policy and prompts, then one per (name, bytes, remark) in `facts`."""
     sizes = [gigabytes(size) for _, size, _ in facts]
     width = max(map(len, sizes))
     lines = [first, f"{policy_name(plan.setting.policy)}: {_prompts(plan.setting)}", ""]

@@ -67,7 +67,7 @@ class Process:
 
 
 def process_of(request: Request) -> Process:
-    """Bytes by part of a process that serves a request on a CPU; ValueError if the budget cannot be honoured."""
+    """Estimated memory of a CPU process for a request, by part; ValueError if the policy's budget cannot be kept."""
     config, policy, dtype = request.config, request.policy, request.dtype
     parts, lengths, item = policy.parts(), np.full(request.batch, request.context), jnp.dtype(dtype).itemsize
     room = first_room(parts, config.layers, lengths, request.new) if request.new else 0

@@ -86,7 +86,7 @@ def sizes_of(setting: Setting) -> Sizes:
 
 
 def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
-    """The engine's `PrefillPlan` of a setting: bytes of one GPU, with rows and budget of one prompt.
+    """The engine's `PrefillPlan` of a setting: bytes on one GPU for all its prompts; rows and budget of one.
 
     `room` is the number of free rows behind every segment, one number or one per layer.
     """

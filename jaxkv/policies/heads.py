@@ -274,7 +274,7 @@ class TwoStageHeads(HeadsAround):
         norms: Float[Array, "B K S"] | None = None,
         layer: Int[Array, ""] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of rows chosen by score, then by score times norm; `budgets` gives each head's number."""
+        """Mask `[B, K, S]`: `self.budgets` gives each head's number; part by score, the rest by score times norm."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
         count = self.chosen_within((scores, candidates, base, forced), None, layer).sum(axis=-1, dtype=jnp.int32)

@@ -28,7 +28,7 @@ def _declares(cls: type, name: str) -> bool:
 
 
 def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
-    """Wraps a class's method `parts` so that each instance computes it once and caches it in its `__dict__`."""
+    """Method that calls `make`, a class's `parts`, once per instance and caches the result in its `__dict__`."""
     # By the function, which this one keeps alive: a class made again in a notebook has the same name.
     kept = f"{_KEPT}{id(make)}"
 

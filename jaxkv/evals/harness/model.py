@@ -158,7 +158,10 @@ class JaxKVLM(TemplateLM):
         return out.text
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each request's text, summed over its tokens, which are read one by one over a cache."""
+        """Log-probability of each request's text; its tokens are read one by one, from a context of one token on.
+
+        A policy that compresses prompts alone has nothing to drop there.
+        """
         texts = [request.args[0] for request in requests]
         windows = [self._windows(self.tok_encode(text, add_special_tokens=False)) for text in texts]
         pairs = [pair for each in windows for pair in each]

@@ -60,7 +60,7 @@ class LocalLeverage(Scorer, Value):
         return score / jnp.where(total > 0, total, 1.0)
 
     def _shares(self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Squared L2 norm of each row over the sum of its window; 0 in windows without one."""
+        """Squared L2 norm of each row over the sum in its block of `local_window` rows; 0 where that sum is 0."""
         slots = rows.shape[2]
         size = min(self.local_window, slots)
         inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]

@@ -49,7 +49,7 @@ class LagInformation(Scorer, Value):
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: rank in the partition over `lag`, or its mean; 1 and more for sinks and last rows."""
+        """Scores `[B, K, S]`: mean share of a row's spread, or its rank by it / `lag`; sinks, last rows: 1 or more."""
         slots, lag = seen.k.shape[2], self.lag
         index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)

@@ -48,6 +48,6 @@ class SimLayerKV(Method):
         require(enough, "budget", self.budget, f"below sinks + recent = {least}: give at least that, or fewer recent")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by recency; as many layers keep all of theirs as there is room."""
+        """Returns `Parts`: the layers that look back furthest keep all rows, the others sinks and recent rows alone."""
         keep, layers = Keep(sinks=self.sinks, window=self.recent), LazyLayers(sinks=self.sinks, recent=self.recent)
         return self.compose(scorer=Recency(window=self.window), keep=keep, layers=layers)
