@@ -21,7 +21,7 @@ from jaxkv.cache.pools import append as append_rows
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "pos", "start", "length", "seen"],
+    data_fields=["k", "v", "pos", "start", "length", "seen", "left_out"],
     meta_fields=["layout"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class Rows:
         length: `i32[L, B, K]` rows in each segment.
         seen: `i32[L, B]` tokens each sequence has had, and so the next position; layers differ while a step is under
             way.
+        left_out: `i32[L, B]` tokens that `append` had no room for while numbers were traced: 0 in a cache that lacks
+            nothing. Look at it after a `jit`.
         layout: how segments lie in their pool.
     """
 
@@ -45,7 +47,13 @@ class Rows:
     start: Array
     length: Array
     seen: Array
+    left_out: Array
     layout: Layout
+
+    def __repr__(self) -> str:
+        pools = ", ".join(dict.fromkeys(shown(each) if hasattr(each, "dtype") else repr(each) for each in self.k))
+        numbers = f"seen={_numbers(self.seen)}, left_out={_numbers(self.left_out)}"
+        return f"Rows({getattr(self.start, 'shape', '?')[0]} layers, k and v {pools}, {numbers}, {self.layout.value})"
 
     def pool(self, layer: int) -> Pool:
         """The `Pool` (keys, values and positions) that holds a layer's segments.
@@ -84,8 +92,8 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
         layer: index among the layers held.
 
     Returns:
-        The rows with these behind them. Where numbers are traced, tokens for which there is no room are left out, and
-        no other row suffers; their positions count as seen.
+        The rows with these behind them. Where numbers are traced, tokens for which there is no room are left out and
+        counted in `left_out`, and no other row suffers; their positions count as seen.
 
     Raises:
         ValueError: if arrays do not fit, or, where numbers are known, if there is no room.
@@ -101,8 +109,8 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
     written, free = as_counts("count", count, batch, tokens), rows.free(layer)
     if known(written, free):
         short = int(np.max(np.asarray(written) - np.asarray(free)))
-        remedy = f"there is room for {int(np.min(np.asarray(free)))} more tokens: give jaxkv.compress a larger room"
-        require(short <= 0, "rows", f"{short} rows short", remedy)
+        remedy = f"{short} more than there is room for: give jaxkv.compress a larger room"
+        require(short <= 0, "k", f"{tokens} tokens", remedy)
     taken = jnp.clip(free, 0, written)
     start, length, seen = rows.start[layer], rows.length[layer], rows.seen[layer]
     positions = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
@@ -115,6 +123,7 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
         pos=(*rows.pos[:at], after.pos, *rows.pos[at + 1 :]),
         length=rows.length.at[layer].add(taken[:, None]),
         seen=rows.seen.at[layer].add(written),
+        left_out=rows.left_out.at[layer].add(written - taken),
     )
 
 
@@ -232,6 +241,12 @@ def _held_layer(rows: Rows, layer: Any) -> int:
 def shown(array: Array | np.ndarray) -> str:
     """Text of an array's dtype and shape, for error messages."""
     return f"{array.dtype}{list(array.shape)}"
+
+
+def _numbers(array: Any) -> str:
+    """Text of a small array's numbers on one line; of its dtype and shape where they are traced or too many."""
+    readable = isinstance(array, (jax.Array, np.ndarray)) and known(array) and array.size <= 16
+    return str(np.asarray(array).tolist()) if readable else type(array).__name__
 
 
 def known(*arrays: Array | np.ndarray) -> bool:

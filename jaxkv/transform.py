@@ -280,13 +280,15 @@ def _compressed(
     require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(arrays, parts, length, room=room, key=key, first=first, layers=layers)
     made = finished(compress_all(given, parts, key=key))
+    seen = jnp.broadcast_to(given.length, (len(arrays), len(given.length)))
     return Rows(
         k=tuple(pool.k for pool in made.pools),
         v=tuple(pool.v for pool in made.pools),
         pos=tuple(pool.pos for pool in made.pools),
         start=made.start,
         length=made.length,
-        seen=jnp.broadcast_to(given.length, (len(arrays), len(given.length))),
+        seen=seen,
+        left_out=jnp.zeros_like(seen),
         layout=parts.layout,
     )
 

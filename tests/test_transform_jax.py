@@ -81,7 +81,7 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
     k, v, q = draw()
     rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray([64, 60]), policy=policy, room=2)
     rows = jaxkv.append(rows, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(ValueError, match="^rows='[0-9]+ rows short': there is room for 1 more tokens: .*room"):
+    with pytest.raises(ValueError, match="^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger room"):
         jaxkv.append(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
     after = jax.jit(jaxkv.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
     free = np.asarray(rows.free())
@@ -285,3 +285,11 @@ def test_queries_of_tokens_that_were_appended_one_by_one_and_of_sequences_that_t
     full = jax.jit(lambda *new: jaxkv.append(start, *new))(*(jnp.tile(each, (1, 1, 2, 1)) for each in (new_k, new_v)))
     both = jnp.tile(new_q, (1, 1, 2, 1))
     np.testing.assert_allclose(jaxkv.attend(both, full), attended(both, full, last=8), atol=2e-5)
+    # It is counted, also where it comes again, and printed in one line.
+    assert full.left_out.tolist() == [[4, 4]] and not start.left_out.any() and not rows.left_out.any()
+    again = jax.jit(jaxkv.append)(full, new_k, new_v, count=jnp.asarray([0, 3]))
+    assert again.left_out.tolist() == [[4, 7]] and again.seen.tolist() == [[LENGTHS[0] + 8, LENGTHS[1] + 11]]
+    assert repr(again) == f"Rows(1 layers, k and v float32{list(start.k[0].shape)}, seen=[[{LENGTHS[0] + 8}, " + (
+        f"{LENGTHS[1] + 11}]], left_out=[[4, 7]], equal)"
+    )
+    assert "left_out=ShapeDtypeStruct" in repr(jax.eval_shape(lambda given: given, full))
