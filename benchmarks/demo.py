@@ -57,7 +57,7 @@ def ask_many(model) -> None:
             # SnapKV looks at the report's end, and says so: here that is what is shown.
             warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)
             cache = jaxkv.prefill(model, report, policy=policy)
-        told = [jaxkv.generate(model, "\n\n" + each, cache=cache, max_new_tokens=24).text for each in QUESTIONS]
+        told = [jaxkv.generate(model, each, cache=cache, max_new_tokens=24).text for each in QUESTIONS]
         right = sum(answer in text for answer, text in zip(QUESTIONS.values(), told, strict=True))
         print(
             f"{type(policy).__name__:<12} {cache.nbytes / 1e6:5.1f} MB, {right} of {len(QUESTIONS)} right", flush=True

@@ -47,9 +47,8 @@ def run(model, policy, received, prompt, new):
     """One answer, streamed so that programs can be counted at its 256th token."""
     before, seconds = received.programs, received.seconds
     tokens, at_256 = 0, None
-    stream = jaxkv.generate(
-        model, [prompt], policy=policy, max_new_tokens=new, stop_at_eos=False, stream=True, progress=False
-    )
+    options = {"max_new_tokens": new, "stop_at_eos": False, "stream": True, "stream_interval": 8, "progress": False}
+    stream = jaxkv.generate(model, [prompt], policy=policy, **options)
     for _ in stream:
         tokens += 8
         at_256 = received.programs if tokens == 256 else at_256

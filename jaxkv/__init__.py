@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxkv.policies import Keep, Merge, Method, Policy, VarianceLayers, register
     from jaxkv.policies.methods import *  # noqa: F403
     from jaxkv.resharding import reshard
-    from jaxkv.results import Generation, Stats, Stream
+    from jaxkv.results import Completion, Generation, Stats, Stream
     from jaxkv.rows import Rows, append, attend
     from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
     from jaxkv.saved import load_cache
@@ -55,7 +55,7 @@ _HOMES = {
         "RKV Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
-    "jaxkv.results": "Generation Stats Stream",
+    "jaxkv.results": "Completion Generation Stats Stream",
     "jaxkv.rows": "Rows append attend",
     "jaxkv.sampling": "Greedy MinP Temperature TopK TopP",
     "jaxkv.saved": "load_cache",

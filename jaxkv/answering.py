@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Generator
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.filling import Batch, planned, remember, without_copies
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.session import Session
-from jaxkv.results import Answers, Generation, Stats
+from jaxkv.results import Answers, Completion, Generation, Stats
 from jaxkv.sampling import Sampling
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
@@ -24,7 +25,7 @@ from jaxkv.text.prompts import Encoded
 class Request:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
-    `look` requests the new text after each block of tokens.
+    `interval` is the number of tokens after each of which new text is yielded; None yields no text.
     """
 
     session: Session
@@ -34,7 +35,7 @@ class Request:
     sampling: Sampling
     stops: tuple[str, ...]
     stop_at_eos: bool
-    look: bool
+    interval: int | None
     progress: bool | None
 
 
@@ -55,7 +56,7 @@ def bar(progress: bool | None, total: int, title: str) -> tqdm:
 
 
 def answered(request: Request) -> Generator[list[str], None, Generation]:
-    """Generator that runs one `generate` call: yields each sequence's new text, returns the `Generation`."""
+    """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
     session, params, encoded = request.session, request.session.params, request.encoded
     cache, sizes, batch = _read(request)
     eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
@@ -71,13 +72,17 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
     if batch is not None:
         remember(session, batch)
     closing = answers.flush()
-    if request.look and any(closing):
+    if request.interval is not None and any(closing):
         yield closing
-    tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
-    text = None if params.text is None else answers.text
+    made = answers.completions(eos)
+    names = [field.name for field in dataclasses.fields(Completion)]
+    fields: dict[str, Any] = {name: [getattr(each, name) for each in made] for name in names}
+    if encoded.single:
+        fields = {name: each for name, (each,) in fields.items()}
+    elif params.text is None:
+        fields["text"] = None
     return Generation(
-        text=text[0] if encoded.single and text is not None else text,
-        tokens=tokens[0] if encoded.single else tokens,
+        **fields,
         cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
         stats=_stats(request, cache, sizes, answers, drawing, batch),
     )
@@ -119,20 +124,22 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
     axes = request.session.params.axes
     with bar(request.progress, request.max_new_tokens, "decode") as shown:
         # Only one of several processes shows the bar, but all must draw blocks of the same size.
-        look = request.look or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
+        look = bool(request.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
         # Rows after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
         pace = 1 if request.stops and drawing.final else LOOK if look else drawing.size
-        ended = False
+        interval = request.interval or drawing.left
+        ended, wanted = False, interval
         while drawing.left and not ended:
             with request.session.clocks.decode:
-                drawn = drawing.draw(min(drawing.left, pace))
-                surplus, pieces = answers.take(drawn)
-                drawing.take_back(surplus)
+                drawn = drawing.draw(min(drawing.left, pace, wanted))
+                drawing.take_back(answers.take(drawn))
                 drawing.end(answers.stopped)
                 ended = bool(drawing.done.all())
             shown.update(drawn.shape[1])
-            if request.look:
-                yield pieces
+            wanted -= drawn.shape[1]
+            if request.interval is not None and (ended or not drawing.left or wanted < 1):
+                yield answers.fresh()
+            wanted = wanted or interval
 
 
 def _stats(

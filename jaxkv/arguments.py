@@ -72,7 +72,7 @@ def as_sampling(given: Any) -> Sampling:
     if isinstance(given, type):
         raise TypeError(f"sampling={given.__name__}: it is a class: give an instance, such as {given.__name__}(...)")
     if not isinstance(given, Sampling):
-        remedy = "give Greedy(), Temperature(temperature=0.7), TopK(k=40), TopP(p=0.9) or MinP(p=0.1)"
+        remedy = "give Greedy(), Temperature(0.7), TopK(40), TopP(0.9) or MinP(0.1)"
         raise TypeError(f"sampling={given!r}: {remedy}")
     return given
 
@@ -166,7 +166,7 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
         name,
         f"policy={name}: it keeps what the prompt's end attends to, and the question comes later: it may find nothing. "
         "Compress by a policy that does not go by the end, DefensiveKV(budget=0.5) say; or put the question into the "
-        "prompt: generate(params, document + question, policy=...)",
+        "prompt: generate(params, document + '\\n\\n' + question, policy=...)",
     )
 
 

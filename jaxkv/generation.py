@@ -22,8 +22,10 @@ from jaxkv.policies.registry import policy_for
 from jaxkv.results import Generation, Stream
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.text.prompts import Prompt, encode
+from jaxkv.words import by_other_names
 
 
+@by_other_names
 @settled
 def prefill(
     params: LanguageModel,
@@ -95,6 +97,7 @@ class _Options(TypedDict, total=False):
     stop_at_eos: bool
     key: PRNGKeyArray | int | None
     raw: bool
+    stream_interval: int | np.integer
     mesh: Mesh | None
     implementation: Implementation | str | None
     progress: bool | None
@@ -112,6 +115,7 @@ def generate(
 def generate(
     params: LanguageModel, prompt: Prompt, *, stream: bool, **options: Unpack[_Options]
 ) -> Generation | Stream: ...
+@by_other_names
 @settled
 def generate(
     params: LanguageModel,
@@ -126,6 +130,7 @@ def generate(
     key: PRNGKeyArray | int | None = None,
     raw: bool = False,
     stream: bool = False,
+    stream_interval: int | np.integer = 1,
     mesh: Mesh | None = None,
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
@@ -134,7 +139,8 @@ def generate(
 
     Args:
         params: from `jaxkv.load`.
-        prompt: text, chat messages, token ids, or a list of such prompts; with a cache, what follows its text.
+        prompt: text, chat messages, token ids, or a list of such prompts; with a cache, what follows its text. After
+            `prefill` of a text a question follows behind a blank line, unless it begins with a line break or is ids.
         policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row. With a
             cache it is the cache's policy.
         cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
@@ -145,14 +151,16 @@ def generate(
         stop_at_eos: True to end at the model's end-of-answer tokens.
         key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
         raw: True if the text is plain text, not a user's message.
-        stream: True to return a `Stream` that yields text as it is drawn.
+        stream: True to return a `Stream` that yields the text of each token as it is drawn.
+        stream_interval: number of tokens whose text a `Stream` yields at once.
         mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
         implementation: the implementation of attention; by default the fastest one for these devices.
             `stats.attention` says which ran.
         progress: True for progress bars on stderr; by default if stderr is a terminal.
 
     Returns:
-        A `Generation`, or a `Stream` whose `result` will be one.
+        A `Generation`, or a `Stream` whose `result` will be one. For a list of prompts its `text`, `tokens`,
+        `finish_reason` and `stop_reason` are lists; iterating over it gives one `Completion` a prompt.
 
     Raises:
         ValueError: for an empty or over-long prompt, a budget the policy cannot honour, a cache of another policy or
@@ -174,15 +182,18 @@ def generate(
         key=key,
         raw=raw,
         stream=stream,
+        stream_interval=stream_interval,
         implementation=implementation,
     )
     params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
     max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    interval = _checks.whole("stream_interval", stream_interval, "yield the text of at least 1 token at a time")
     sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
     raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
     stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
     implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
-    require(isinstance(sampling, Greedy) or key is not None, "key", key, f"{sampling} needs jax.random.key(...)")
+    remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
+    require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:
@@ -200,7 +211,7 @@ def generate(
         sampling=sampling,
         stops=stops,
         stop_at_eos=stop_at_eos,
-        look=stream or bool(stops),
+        interval=interval if stream else None,
         progress=progress,
     )
     pieces = answered(request)

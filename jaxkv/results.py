@@ -1,8 +1,9 @@
-"""Results of `generate`: `Generation`, `Stats` and `Stream`; and `Answers`, which turns drawn ids into text."""
+"""Results of `generate`: `Generation`, `Completion`, `Stats` and `Stream`; and `Answers`: from drawn ids to text."""
 
 import dataclasses
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+import operator
+from collections.abc import Container, Generator, Iterator, Sequence
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -11,6 +12,9 @@ from jaxkv._settings import own_settings
 from jaxkv._values import shortened
 from jaxkv.cache import KVCache
 from jaxkv.text.tokenizer import StreamDecoder, Text
+
+# Why drawing ended, in OpenAI's and vLLM's words.
+FinishReason = Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,20 +100,83 @@ class Stats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Answer to one prompt of a `generate` call: text, token ids, and why drawing ended.
+
+    Attributes:
+        text: the answer; None without a tokenizer.
+        tokens: `i32[n]` ids of the tokens drawn, the one that ended the answer included.
+        finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
+        stop_reason: the stop string that ended the answer; None if an end-of-answer token or the length did.
+    """
+
+    text: str | None
+    tokens: Int[np.ndarray, " n"]
+    finish_reason: FinishReason
+    stop_reason: str | None = None
+
+    def __repr__(self) -> str:
+        """One-line summary: text or token ids, number of tokens and reason of the end."""
+        shown = f"tokens={shortened(str(self.tokens.tolist()))}" if self.text is None else repr(shortened(self.text))
+        ended = self.finish_reason if self.stop_reason is None else f"{self.finish_reason} at {self.stop_reason!r}"
+        return f"Completion({shown}, {len(self.tokens)} tokens, {ended})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Result of `generate`: text, token ids, cache and stats; text and ids are lists for a list of prompts.
+    """Result of `generate`: texts, token ids, cache and stats; `out[0]` and iteration give one `Completion` a prompt.
+
+    For a list of prompts all but `cache` and `stats` are lists. `len(out)` is the number of prompts.
 
     Attributes:
         text: the answers; None without a tokenizer.
         tokens: `i32[n]` ids of the tokens drawn, the one that ended the answer included.
+        finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
+        stop_reason: the stop string that ended the answer; None if an end-of-answer token or the length did.
         cache: the cache after the answer, for the next turn.
         stats: seconds, bytes and rows.
     """
 
     text: str | list[str] | None
     tokens: np.ndarray | list[np.ndarray]
+    finish_reason: FinishReason | list[FinishReason]
+    stop_reason: str | None | list[str | None]
     cache: KVCache
     stats: Stats
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.tokens) if isinstance(self.tokens, list) else 1
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> Completion: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Completion]: ...
+    def __getitem__(self, at: SupportsIndex | slice) -> Completion | list[Completion]:
+        """The `Completion` of the prompt at an index, negative ones from the end; a list of them for a slice.
+
+        Args:
+            at: index or slice.
+
+        Returns:
+            The completion, or a list of them.
+
+        Raises:
+            IndexError: for an index beyond the prompts.
+            TypeError: for anything but an index or a slice.
+        """
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        # A range has the errors and negative indices of a list.
+        number = range(len(self))[operator.index(at)]
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Completion)}
+        if isinstance(self.tokens, list):
+            fields = {name: each[number] if isinstance(each, list) else each for name, each in fields.items()}
+        return Completion(**fields)
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Yields the `Completion` of each prompt, in order."""
+        return (self[number] for number in range(len(self)))
 
     def __repr__(self) -> str:
         """One-line summary: the answer's text, or the number of answers, and the cache."""
@@ -122,7 +189,10 @@ class Generation:
 
 
 class Stream(Iterator[Any]):
-    """Iterator over generated text: each item is the new text of a block of tokens, or a list with one text per prompt.
+    """Iterator over generated text: each item is the new text of a token, or a list with one text per prompt.
+
+    With `stream_interval=n` an item is the text of n tokens. It is empty where tokens complete no character, or may
+    begin a stop string.
 
     Attributes:
         result: the whole `Generation` after the last piece; None before.
@@ -149,22 +219,24 @@ class Answers:
 
     Attributes:
         tokens: ids of each sequence so far.
-        stopped: `bool[B]` True for sequences whose text has met a stop string.
+        met: the stop string that each sequence's text has met; None for none.
     """
 
     def __init__(self, text: Text | None, batch: int, stops: Sequence[str]):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
-        self.stopped: Bool[np.ndarray, " B"] = np.zeros(batch, bool)
+        self.met: list[str | None] = [None] * batch
         self._decoders = [None if text is None else StreamDecoder(text) for _ in range(batch)]
         self._text = [""] * batch
         self._shown = [0] * batch
         self._stops = tuple(stops)
 
-    def take(self, drawn: Int[np.ndarray, "B n"]) -> tuple[Int[np.ndarray, " B"], list[str]]:
-        """Adds drawn ids; returns the number of ids after a stop string, and the new text to show, per sequence.
+    @property
+    def stopped(self) -> Bool[np.ndarray, " B"]:
+        """Mask of sequences whose text has met a stop string."""
+        return np.asarray([stop is not None for stop in self.met], bool)
 
-        Ids after a sequence's end are -1.
-        """
+    def take(self, drawn: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
+        """Adds drawn ids, -1 after a sequence's end; returns the number of ids after a stop string, per sequence."""
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(drawn.tolist()):
             fresh = [token for token in ids if token >= 0]
@@ -172,19 +244,33 @@ class Answers:
                 if self._push(row, token):
                     surplus[row] = len(fresh) - used
                     break
-        return surplus, [self._show(row) for row in range(len(self.tokens))]
+        return surplus
+
+    def fresh(self) -> list[str]:
+        """New text of each sequence since the last call, without a trailing part that may begin a stop string."""
+        return [self._show(row) for row in range(len(self.tokens))]
 
     def flush(self) -> list[str]:
         """Ends all sequences; returns the text that was held back of each, such as beginnings of stop strings."""
         for row, decoder in enumerate(self._decoders):
-            if decoder is not None and not self.stopped[row]:
+            if decoder is not None and self.met[row] is None:
                 self._text[row] += decoder.flush()
         return [self._show(row, whole=True) for row in range(len(self.tokens))]
 
-    @property
-    def text(self) -> list[str]:
-        """The answers' text so far, one string per sequence, without stop strings."""
-        return list(self._text)
+    def completions(self, eos: Container[int]) -> list[Completion]:
+        """Makes the `Completion` of each sequence; `eos` are the ids that end one."""
+        made = []
+        for ids, stop, text, decoder in zip(self.tokens, self.met, self._text, self._decoders, strict=True):
+            ended = stop is not None or ids[-1] in eos
+            made.append(
+                Completion(
+                    text=None if decoder is None else text,
+                    tokens=np.asarray(ids, np.int32),
+                    finish_reason="stop" if ended else "length",
+                    stop_reason=stop,
+                )
+            )
+        return made
 
     def _push(self, row: int, token: int) -> bool:
         """Adds one id to a sequence; returns True if that completed a stop string."""
@@ -193,17 +279,18 @@ class Answers:
         if decoder is None:
             return False
         self._text[row] += decoder.push([token])
-        found = [at for at in (self._text[row].find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._text[row].find(stop)) >= 0]
         if found:
-            self._text[row] = self._text[row][: min(found)]
-            self.stopped[row] = True
+            # Of two at one place the first of the list.
+            at, self.met[row] = min(found, key=operator.itemgetter(0))
+            self._text[row] = self._text[row][:at]
         return bool(found)
 
     def _show(self, row: int, *, whole: bool = False) -> str:
         """New text of a sequence, without a trailing part that may begin a stop string, unless `whole`."""
         text = self._text[row]
         end = len(text)
-        if not whole and not self.stopped[row]:
+        if not whole and self.met[row] is None:
             # Hold back a trailing part that may be the beginning of a stop string.
             end -= max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         piece = text[self._shown[row] : end]

@@ -91,7 +91,7 @@ class Greedy(Sampler):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Temperature(Sampler):
     """Sampler that draws from softmax(logits / temperature) over all tokens.
 
@@ -117,7 +117,7 @@ class Temperature(Sampler):
         return logits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TopK(Temperature):
     """Sampler among the k likeliest tokens, with a temperature.
 
@@ -125,6 +125,7 @@ class TopK(Temperature):
         k: number of tokens, at least 1.
     """
 
+    temperature: float = dataclasses.field(default=1.0, kw_only=True)
     k: int
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class TopK(Temperature):
         return jnp.where(keys >= kth_largest(keys, k.reshape(-1)), logits, -jnp.inf)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TopP(Temperature):
     """Nucleus sampler: draws among the fewest likeliest tokens that together hold probability p (arXiv:1904.09751).
 
@@ -146,6 +147,7 @@ class TopP(Temperature):
         p: probability in (0, 1].
     """
 
+    temperature: float = dataclasses.field(default=1.0, kw_only=True)
     p: float
 
     def __post_init__(self) -> None:
@@ -160,7 +162,7 @@ class TopP(Temperature):
         return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MinP(Temperature):
     """Sampler among the tokens at least p times as likely as the likeliest one (arXiv:2407.01082).
 
@@ -168,6 +170,7 @@ class MinP(Temperature):
         p: share of the likeliest token's probability, in (0, 1].
     """
 
+    temperature: float = dataclasses.field(default=1.0, kw_only=True)
     p: float
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 import typing
 
@@ -32,8 +33,13 @@ def _shapes(hint: object) -> bool:
 def checked(of):
     """A function that checks its arguments and its result by their annotations, or a dataclass whose fields are."""
     if isinstance(of, type):
-        if dataclasses.is_dataclass(of) and "__init__" in vars(of) and not hasattr(of.__init__, "__wrapped__"):
-            of.__init__ = checked(of.__init__)
+        made = vars(of).get("__init__")
+        if dataclasses.is_dataclass(of) and hasattr(made, "named"):
+            # Policies refuse positional arguments before their types are looked at.
+            of.__init__ = checked(inspect.unwrap(made))
+            sys.modules["jaxkv.policies.words"].by_name(of)
+        elif dataclasses.is_dataclass(of) and made is not None and not hasattr(made, "__wrapped__"):
+            of.__init__ = checked(made)
         return of
     if not of.__annotations__:
         return of

@@ -35,7 +35,8 @@ _STATS = Stats(
 def generation(text: str = ANSWER) -> Generation:
     """An answer without a cache."""
     made = object.__new__(Generation)
-    for name, value in {"text": text, "tokens": np.arange(3), "cache": None, "stats": _STATS}.items():
+    values = {"text": text, "tokens": np.arange(3), "finish_reason": "length", "stop_reason": None}
+    for name, value in {**values, "cache": None, "stats": _STATS}.items():
         object.__setattr__(made, name, value)
     return made
 

@@ -192,6 +192,14 @@ def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, 
     assert message in refused(capsys, "generate", "--prompt", "x", *arguments)
 
 
+def test_a_question_needs_a_text(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(generating, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    (tmp_path / "empty.txt").write_text("\n")
+    for text in ([], ["--prompt", ""], ["--prompt-file", str(tmp_path / "empty.txt")]):
+        message = refused(capsys, "generate", "--question", "Why?", *text)
+        assert "--question='Why?': it has no text to be asked about: give --prompt-file FILE; " in message
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
 def test_bad_prompt_files(capsys, tmp_path, content):
     file = tmp_path / "bad.txt"

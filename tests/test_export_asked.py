@@ -114,6 +114,7 @@ TALKS = {
     "mixed": ([WHOLE, [1, 2] * 9], ["Who does?", "And?"]),
     "one for many": (WHOLE, ["Who does?", "And?"]),
     "one": (WHOLE, "Who does?"),
+    "on a line of its own": (WHOLE, "\nWho does?"),
 }
 
 

@@ -165,7 +165,7 @@ def test_the_real_model_batched_streamed_and_asked_twice(smol):
     stream = jaxkv.generate(smol, prompts[2], max_new_tokens=16, stream=True)
     assert "".join(stream) == stream.result.text == out.text[2]
     # The piece "document, then question" is tokenized here as the whole is: a sentence each.
-    document, question = "The password of the old gate is swordfish.", " What is the password of the old gate?"
+    document, question = "The password of the old gate is swordfish.", "\n\nWhat is the password of the old gate?"
     cache = jaxkv.prefill(smol, document)
     pieces = [smol.text.turns.opening + document, question + smol.text.turns.closing]
     first, second = (smol.text.encode(each, bos=False) for each in pieces)
@@ -182,15 +182,16 @@ def test_the_real_model_batched_streamed_and_asked_twice(smol):
 def test_prefill_leaves_the_turn_open_and_the_question_closes_it(model):
     cache = jaxkv.prefill(model, DOC)
     assert cache.turn is Turn.USER and int(cache.seen[0]) == len(DOC) + 2
-    out = jaxkv.generate(model, " why?", cache=cache, **DRAWING)
-    assert out.stats.prompt_tokens == len(" why?") + len("]=") and out.cache.turn is Turn.ANSWER
-    whole = jaxkv.generate(model, DOC + " why?", **DRAWING)
+    out = jaxkv.generate(model, "why?", cache=cache, **DRAWING)
+    assert out.stats.prompt_tokens == len("\n\nwhy?]=") and out.cache.turn is Turn.ANSWER
+    whole = jaxkv.generate(model, DOC + "\n\nwhy?", **DRAWING)
     np.testing.assert_array_equal(out.tokens, whole.tokens)
+    np.testing.assert_array_equal(out.tokens, jaxkv.generate(model, "\n\nwhy?", cache=cache, **DRAWING).tokens)
     assert_same_rows(out.cache, whole.cache)
     # The next question ends the answer's turn first, which the model left without an end.
     again = jaxkv.generate(model, "So?", cache=out.cache, **DRAWING)
     assert again.stats.prompt_tokens == 1 + len("[So?]=") and again.cache.turn is Turn.ANSWER
-    spelled = [*model.text.encode(f"<s>[{DOC} why?]=", bos=False), *out.tokens.tolist()]
+    spelled = [*model.text.encode(f"<s>[{DOC}\n\nwhy?]=", bos=False), *out.tokens.tolist()]
     spelled += model.text.encode("</s>[So?]=", bos=False)
     np.testing.assert_array_equal(again.tokens, jaxkv.generate(model, spelled, **DRAWING).tokens)
     message = [{"role": "user", "content": "So?"}]
@@ -275,10 +276,13 @@ def test_eos_ends_rows_separately(tmp_path, model):
         # What ended the answer was drawn, but is not in the cache: the next turn's text brings its own.
         assert int(out.cache.seen[row]) == len(rows[row]) + len(want) - bool(at)
     assert len(out.tokens[0]) <= 4 and len(out.tokens[1]) <= 7
+    ended = ["stop" if tokens[-1] in enders else "length" for tokens in out.tokens]
+    assert out.finish_reason == ended and ended[:2] == ["stop"] * 2 and out.stop_reason == [None] * 3
     assert out.text is None and out.stats.new_tokens == sum(map(len, out.tokens))
     ignored = jaxkv.generate(other, rows, **DRAWING)
     for a, b in zip(ignored.tokens, free.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
+    assert ignored.finish_reason == ["length"] * 3
 
 
 def expected_stop(model, tokens, stops):
@@ -304,6 +308,7 @@ def test_stop_strings(model):
         assert out.text[row] == text and not any(stop in out.text[row] for stop in stops)
         assert int(out.cache.seen[row]) == len(rows[row]) + count
     assert [len(each) for each in out.tokens][0] < [len(each) for each in out.tokens][1] < 16 == len(out.tokens[2])
+    assert out.finish_reason == ["stop", "stop", "length"] and out.stop_reason == [*stops, None]
     # Alone, and streamed: nothing of a stop string is ever shown.
     for row in range(2):
         stream = jaxkv.generate(model, rows[row], stop=stops, stop_at_eos=False, max_new_tokens=16, stream=True)
@@ -311,6 +316,20 @@ def test_stop_strings(model):
         pieces = list(stream)
         assert "".join(pieces) == stream.result.text == out.text[row]
         np.testing.assert_array_equal(stream.result.tokens, out.tokens[row])
+        assert (stream.result.finish_reason, stream.result.stop_reason) == ("stop", stops[row])
+    # The prompts' answers one by one: as a sequence, though the result is none.
+    texts = [each.text for each in out]
+    assert len(out) == 3 and texts == out.text and [each.stop_reason for each in out[1:]] == [stops[1], None]
+    for row in (1, -2, np.int64(1)):
+        each = out[row]
+        assert (each.text, each.finish_reason, each.stop_reason) == (texts[1], "stop", stops[1])
+        assert each.tokens is out.tokens[1]
+    assert repr(out[1]) == f"Completion({texts[1]!r}, {len(out.tokens[1])} tokens, stop at {stops[1]!r})"
+    alone = stream.result
+    assert len(alone) == 1 and alone[0].text == alone.text and [each.tokens for each in alone] == [alone.tokens]
+    for result, at in ((out, 3), (out, -4), (alone, 1)):
+        with pytest.raises(IndexError):
+            result[at]
 
 
 def test_behind_a_stop_the_cache_is_as_if_nothing_had_been_drawn(model):
@@ -345,9 +364,21 @@ def test_streams_of_lists(model):
     rows = ids(1, 60, 38, 45)
     stream = jaxkv.generate(model, rows, stream=True, stop_at_eos=False, max_new_tokens=16)
     pieces = list(stream)
-    assert len(pieces) >= 2 and all(len(piece) == 3 for piece in pieces)
+    # A token is a letter here, or a special one without text.
+    spoken = zip(*stream.result.tokens, strict=True)
+    assert pieces == [[shown(model, [token]) for token in tokens] for tokens in spoken] and len(pieces) == 16
     assert ["".join(each) for each in zip(*pieces, strict=True)] == stream.result.text
     assert next(stream, None) is None and stream.result.stats.new_tokens == 48
+
+
+@pytest.mark.parametrize("stop", [(), "~~~"])
+def test_a_stream_yields_as_many_tokens_at_once_as_asked(model, stop):
+    """Also where stop strings are looked for more often."""
+    options = {"stop": stop, "stop_at_eos": False, "max_new_tokens": 16, "stream": True}
+    for interval, lengths in ((5, [5, 5, 5, 1]), (12, [12, 4]), (99, [16])):
+        stream = jaxkv.generate(model, ids(1, 60)[0], stream_interval=interval, **options)
+        pieces = list(stream)
+        assert [len(piece) for piece in pieces] == lengths and "".join(pieces) == stream.result.text
 
 
 # --- statistics, spans, dtypes --------------------------------------------------------------------------------------
@@ -373,7 +404,7 @@ def test_on_top_of_a_cache_statistics_are_the_given_caches(model):
     with pytest.warns(jaxkv.UnseenQuestionWarning):
         cache = jaxkv.prefill(model, DOC, policy=POLICY)
     stats = jaxkv.generate(model, [" why?", " or?"], cache=cache, **DRAWING).stats
-    assert stats.cache_bytes == cache.nbytes and stats.prompt_tokens == len(" why?] or?]==")
+    assert stats.cache_bytes == cache.nbytes and stats.prompt_tokens == len("\n\n why?]=\n\n or?]=")
     config = model.config
     each = config.layers * config.kv_heads * config.head_dim * 2 * 4
     assert stats.full_bytes == int(cache.seen[0]) * each

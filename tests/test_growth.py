@@ -55,11 +55,9 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     prompt = tiny.prompts(0, [600])[0]
     tokens, late = 0, None
     with Listener() as events:
-        stream = jaxkv.generate(
-            model, prompt, policy=POLICIES[name], max_new_tokens=2000, stop_at_eos=False, stream=True
-        )
+        options = {"max_new_tokens": 2000, "stop_at_eos": False, "stream": True, "stream_interval": 8}
+        stream = jaxkv.generate(model, prompt, policy=POLICIES[name], **options)
         for _ in stream:
-            # The stream's looks are 8 tokens apart.
             tokens += 8
             late = events.programs if tokens == 256 else late
     stats = stream.result.stats

@@ -53,6 +53,7 @@ LAYERS = (
     "jaxkv.engine.prefill_bytes",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
+    "jaxkv.words",
     "jaxkv.engine",
     "jaxkv.rows",
     "jaxkv.transform",

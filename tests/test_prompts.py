@@ -52,6 +52,26 @@ def test_each_sequence_has_its_own_turn():
     assert after.ids[0] == characters().encode("So?", bos=False) and after.ids[1] == after.ids[2] != after.ids[0]
 
 
+@pytest.mark.parametrize(
+    ("question", "read"),
+    [("Why?", "\n\nWhy?]="), (" Why?", "\n\n Why?]="), ("\nWhy?", "\nWhy?]="), ("\n\nWhy?", "\n\nWhy?]=")],
+)
+def test_a_question_stands_behind_a_blank_line(question, read):
+    """Where the user's turn is open: nowhere else, and ids are as they are."""
+    wanted = characters().encode(read, bos=False)
+    assert encoded(question, turn=Turn.USER).ids == [wanted]
+    assert encoded([{"role": "user", "content": question}], turn=Turn.USER).ids == [wanted]
+    for turn in (Turn.USER, Turn.RAW):
+        assert encoded(question, turn=turn, raw=True).ids == [characters().encode(question, bos=False)]
+    assert encoded([5, 6], turn=Turn.USER).ids == [[5, 6]]
+    assert encoded(question, turn=Turn.ANSWER).ids == [characters().encode(f"</s>[{question}]=", bos=False)]
+
+
+def test_a_carriage_return_is_a_line_break():
+    given = encode("\r\nWhy?", characters(), tiny().config, turn=Turn.USER, close=True)
+    assert len(given.ids[0]) == len("\r\nWhy?]=")
+
+
 def test_a_mixed_list_is_answered_as_each_alone(model):
     """Ids, text, a conversation: prefilled, asked, and asked again, beside each other and alone."""
     prompts = [[BOS, *model.text.encode("tin is", bos=False)], DOC, CHAT]

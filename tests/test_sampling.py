@@ -97,6 +97,8 @@ def test_numbers_of_any_kind(as_users_call):
     assert TopK(k=np.int64(3), temperature=np.float32(0.5)) == TopK(k=3, temperature=0.5)
     assert type(TopK(k=np.int64(3)).k) is int and type(TopP(p=np.float64(0.5)).p) is float
     assert dataclasses.replace(TopP(p=0.5), p=0.25) == TopP(p=0.25)
+    assert (Temperature(0.7), TopK(5)) == (Temperature(temperature=0.7), TopK(k=5))
+    assert (TopP(0.9, temperature=0.7), MinP(0.1)) == (TopP(p=0.9, temperature=0.7), MinP(p=0.1))
     logits = jnp.asarray([[0.0, 3.0, 1.0, 2.9]])
     keys = jax.random.split(jax.random.key(0), 1)
     draw = jax.jit(lambda sampling: sampling(logits, keys))

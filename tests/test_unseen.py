@@ -120,7 +120,7 @@ def test_policies_that_look_at_the_end_warn_once(chatting, policy):
     assert (
         message.startswith(f"policy={type(policy).__name__}: ")
         and "DefensiveKV" in message
-        and "document + question" in message
+        and "document + '\\n\\n' + question" in message
     )
     assert not told(chatting, policy=policy), "once a process"
     assert not told(chatting, policy=dataclasses.replace(policy)), "once a class"

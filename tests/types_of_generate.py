@@ -13,6 +13,9 @@ def answers(model: jaxkv.LanguageModel, either: bool) -> None:
     assert_type(jaxkv.generate(model, ["Hello", "there"], stream=False, max_new_tokens=4), jaxkv.Generation)
     assert_type(jaxkv.generate(model, "Hello", stream=True, policy=jaxkv.SnapKV(budget=64)), jaxkv.Stream)
     assert_type(jaxkv.generate(model, "Hello", stream=either), jaxkv.Generation | jaxkv.Stream)
+    out = jaxkv.generate(model, ["Hello", "there"])
+    assert_type(out[0], jaxkv.Completion)
+    assert_type([each.text for each in out], list[str | None])
     jaxkv.generate(model, "Hello", max_tokens=4)  # type: ignore[call-overload]
     jaxkv.generate(model, "Hello", stop=4)  # type: ignore[call-overload]
 

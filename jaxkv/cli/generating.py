@@ -32,7 +32,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add("--implementation", default=Implementation.AUTO.value, help=computing)
     add("--prompt", metavar="TEXT", help="the prompt itself")
     add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
-    add("--question", metavar="TEXT", help="what to ask about it; follows after a blank line")
+    add("--question", metavar="TEXT", help="what to ask about this text; follows after a blank line")
     add("--raw", action="store_true", help="plain text: no chat template")
     share, count = argument(real), argument(positive)
     group = parser.add_argument_group("drawing tokens")
@@ -68,16 +68,18 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _prompt(options: argparse.Namespace) -> str:
-    """Prompt text: --prompt-file, --prompt and --question joined by blank lines; ValueError if it is empty."""
+    """Prompt text: --prompt-file, --prompt and --question joined by blank lines; ValueError for a question alone."""
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
         for text in [given] if isinstance(given, str) else given:
             # Bytes that are not UTF-8 reach Python from the shell as lone surrogates.
             require(not re.search("[\ud800-\udfff]", text), f"--{flag}", text, "not UTF-8 text")
     file = None if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file").strip()
-    prompt = "\n\n".join(filter(None, (file, options.prompt, options.question)))
-    require(bool(prompt), "prompt", None, "give --prompt TEXT, --prompt-file FILE or --question TEXT")
-    return prompt
+    given = [text for text in (file, options.prompt) if text]
+    remedy = "it has no text to be asked about: give --prompt-file FILE; a prompt without a document is --prompt TEXT"
+    require(bool(given) or not options.question, "--question", options.question, remedy)
+    require(bool(given), "prompt", None, "give --prompt TEXT or --prompt-file FILE")
+    return "\n\n".join([*given, *([options.question] if options.question else [])])
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -184,7 +186,7 @@ def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -
 
 
 def _record(model: str, policy: Method, sampling: Sampling, result: Generation) -> dict[str, Any]:
-    """Dictionary for JSON of the answer: model, policy, sampler, text, token ids and stats."""
+    """Dictionary for JSON of the answer: model, policy, sampler, text, token ids, reason of its end and stats."""
     stats = dataclasses.asdict(result.stats)
     stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
     return {
@@ -193,16 +195,20 @@ def _record(model: str, policy: Method, sampling: Sampling, result: Generation) 
         "sampling": repr(sampling),
         "text": result.text,
         "tokens": result.tokens.tolist() if not isinstance(result.tokens, list) else [],
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
         "stats": stats,
     }
 
 
 def _print_stats(result: Generation) -> None:
-    """Writes the answer's times, tokens per second and cache bytes to stderr."""
+    """Writes the answer's times, tokens per second, reason of its end and cache bytes to stderr."""
     stats = result.stats
+    ended = "ended by itself" if result.finish_reason == "stop" else "cut at --max-new-tokens"
+    ended = ended if result.stop_reason is None else f"ended at {result.stop_reason!r}"
     lines = [
         f"prompt   {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",
-        f"answer   {stats.new_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
+        f"answer   {stats.new_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s; {ended}",
         f"compile  {stats.compile_seconds:.2f} s",
         f"cache    {stats.full_bytes / 1e6:.2f} MB full, {stats.cache_bytes / 1e6:.2f} MB kept "
         f"({stats.kept:.1f} rows per kv head; {stats.slack_bytes / 1e6:.2f} MB unused)",

@@ -136,7 +136,8 @@ class Model:
             return row, "raw"
         need(self.text, f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers")
         (opening, closing, between), bos = self.said["text"]["turns"], self.said["text"]["bos"]
-        whole = row if turn == "raw" else {"start": opening, "answer": between}.get(turn, "") + row + closing * close
+        before = {"start": opening, "answer": between, "user": "" if row[:1] in ("\n", "\r") else "\n\n"}
+        whole = row if turn == "raw" else before[turn] + row + closing * close
         try:
             ids = self.text.encode(whole, add_special_tokens=False).ids if row else []
         except Exception as error:  # half a character, or a failure of the tokenizer's own rules
@@ -162,8 +163,7 @@ class Model:
         need(longest <= of[0], f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=")
         need(new <= room, f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}")
         # Where positions are rows of the cache, `jaxkv export` has checked all but the prompt's own.
-        seen = np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0
-        seen, new = (0, 0) if said["rolling"] else (seen, new)
+        seen, new = (0, 0) if said["rolling"] else (np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0, new)
         total, limit = int((lengths + seen).max()) + new, said["positions"]
         told = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
         need(total <= limit, f"prompt='{total} tokens, {new} new ones included': {told}")

@@ -16,6 +16,7 @@ from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.scorer import Scorer
+from jaxkv.policies.words import by_name
 
 _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
 # How names of attributes begin in which a policy keeps its parts.
@@ -180,6 +181,7 @@ class Method(Value):
         return self
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(Method):
     """Policy composed of parts given as fields: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.

@@ -10,6 +10,7 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
+from jaxkv.policies.words import by_name
 
 # Classes by name, in order of registration.
 POLICIES: dict[str, type[Method]] = {}
@@ -17,6 +18,8 @@ POLICIES: dict[str, type[Method]] = {}
 
 def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
     """Class decorator that registers a policy under a name, for `policy="snapkv"` and the command line.
+
+    Positional and unknown arguments of its constructor are then refused with what to write instead.
 
     Args:
         cls: the class; a decorator's way of giving it.
@@ -39,7 +42,7 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
     require(same, "name", known, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
     # A notebook's cell that is run again makes its class anew.
     POLICIES[known] = cls
-    return cls
+    return by_name(cls)
 
 
 def _spelled(name: str) -> str:

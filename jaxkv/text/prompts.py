@@ -16,6 +16,8 @@ from jaxkv.text.tokenizer import Message, Text
 Prompt = str | Sequence[Any] | np.ndarray | Any
 
 _MARK = "jaxkvlastmessageq"
+# Stands between a cached text whose user turn is open and the question, which would else continue its last line.
+_BLANK_LINE = "\n\n"
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -74,7 +76,8 @@ def encode(
         prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
         text: the model's tokenizer; None allows token ids only.
         config: gives the vocabulary's size.
-        turn: turn of the conversation before the prompt; one for all sequences, or one for each.
+        turn: turn of the conversation before the prompt; one for all sequences, or one for each. In an open turn of the
+            user's, text follows after a blank line, unless it begins with a line break.
         raw: text is plain text, not a message.
         close: end the user's turn and open the answer's.
 
@@ -170,7 +173,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    """Token ids of a text as a user message or as plain text, and the `Turn` after it."""
+    """Token ids of a text as plain text, a user message or the rest of one; and the `Turn` after it."""
     require(text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids")
     assert text is not None
     if not item:
@@ -182,7 +185,10 @@ def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: 
         raise ValueError(f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'") from None
     if raw or not text.has_template or turn is Turn.RAW:
         return text.encode(item, bos=turn is Turn.START), Turn.RAW
-    before = text.turns.opening if turn is Turn.START else text.turns.between if turn is Turn.ANSWER else ""
+    if turn is Turn.USER:
+        before = "" if item.startswith(("\n", "\r")) else _BLANK_LINE
+    else:
+        before = text.turns.opening if turn is Turn.START else text.turns.between
     after = text.turns.closing if close else ""
     return text.encode(before + item + after, bos=turn is Turn.START), Turn.ANSWER if close else Turn.USER
 

@@ -19,10 +19,11 @@ from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
+from jaxkv.sampling import Greedy, Sampling
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 from jaxkv.text.tokenizer import Text
+from jaxkv.words import sampler_of
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -32,9 +33,8 @@ except ImportError:
     raise ImportError("this adapter needs lm-evaluation-harness: pip install 'jaxkv[harness]'") from None
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "min_p", *_LENGTHS)
-# Values of sampling arguments that let every token through.
-_NO_CUT: dict[str, tuple[Any, ...]] = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+_KNOWN = ("until", *_SAMPLING, *_LENGTHS)
 _Item = TypeVar("_Item")
 
 
@@ -291,17 +291,4 @@ def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...],
     until = arguments.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
     new = next((int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), usual)
-    heat = arguments.get("temperature")
-    temperature = float(heat or 0.0)
-    if not arguments.get("do_sample", temperature > 0) or (temperature == 0 and heat is not None):
-        return stops, new, Greedy()
-    cuts = [name for name, through in _NO_CUT.items() if arguments.get(name) not in through]
-    require(len(cuts) < 2, "generation_kwargs", cuts, "one cut at a time: give one of them")
-    temperature = temperature or 1.0
-    if "top_k" in cuts:
-        return stops, new, TopK(k=arguments["top_k"], temperature=temperature)
-    if "top_p" in cuts:
-        return stops, new, TopP(p=arguments["top_p"], temperature=temperature)
-    if "min_p" in cuts:
-        return stops, new, MinP(p=arguments["min_p"], temperature=temperature)
-    return stops, new, Temperature(temperature=temperature)
+    return stops, new, sampler_of(**{name: arguments[name] for name in _SAMPLING if name in arguments})
