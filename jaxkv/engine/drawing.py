@@ -113,6 +113,8 @@ class Drawing:
 
         The caller ends these sequences afterwards.
         """
+        if not tokens.any():
+            return
         # The token that ends a sequence is drawn but never becomes a row.
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
@@ -121,7 +123,9 @@ class Drawing:
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
         """Ends the sequences that the mask `which` selects: they draw no more tokens."""
-        self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, padding=True))
+        # Streams call this at every token: nothing is sent to the device for nothing.
+        if which.any():
+            self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, padding=True))
 
     def _placed(self, of_each: np.ndarray, *, padding: Any) -> Array:
         """Device array of one host number per sequence, `padding` appended for the sequences that fill up a mesh."""
