@@ -172,6 +172,7 @@ def _stats(
         filter_layers=() if reading is None else reading.filters,
         moved_rows=moved,
         cut_rows=cut,
+        raised_budgets=0 if given is not None else session.policy.parts().raised(request.encoded.lengths),
         copies=0 if batch is None else batch.copies,
     )
 

@@ -46,6 +46,8 @@ class Stats:
             `capacity`, over all sequences; 0 without a mesh.
         cut_rows: rows whose scores reached the policy's `threshold` and which were dropped because the budget was full,
             over all sequences, layers and kv heads, while tokens were drawn as well; 0 without a threshold.
+        raised_budgets: prompts whose budget, a share of them, came out below the rows that must stay and was raised to
+            these.
         copies: copies of the last sequence that ran beside those asked for: a batch of a size met for the first time is
             filled up to a size that programs were compiled for, if that takes less time. Seconds, and bytes at the
             peak, are those of all sequences; tokens and other bytes those of the sequences asked for.
@@ -72,6 +74,7 @@ class Stats:
     filter_layers: tuple[int, ...] = ()
     moved_rows: int = 0
     cut_rows: int = 0
+    raised_budgets: int = 0
     copies: int = 0
 
     def __repr__(self) -> str:

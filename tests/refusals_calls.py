@@ -302,7 +302,7 @@ ARRAYS = [
                 ({"policy": PyramidKV(budget=16), "layer": 3, "layers": 3}, "layer=3: .*below layers=3"),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
                 ({"policy": jaxkv.PyramidInfer(budget=64), "layers": 3}, "policy=.*compress_layers"),
-                ({"policy": SnapKV(budget=0.1, window=8)}, "budget=0.1: .*clamp"),
+                ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1: .*clamp"),
                 ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
                 ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
                 ({"v": jnp.zeros((2, 2, 63, 8))}, r"v='float32\[2, 2, 63, 8\]'"),

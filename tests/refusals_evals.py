@@ -61,6 +61,8 @@ def told(name, **said):
 
 TWICE = told("Twice", samples=lambda self, params: 2 * Told(count=1).samples(params))
 
+FEW = StreamingLLM(budget=0.1, min_budget="raise")
+
 RUNS = [
     *door(
         "evaluate",
@@ -73,7 +75,7 @@ RUNS = [
         ({"policies": {}}, "at least one"),
         ({"policies": {"a\nb": jaxkv.FullKV()}}, "names of one line"),
         ({"out": "a\0b"}, "no name has this character"),
-        ({"task": Words(), "policies": {"few": StreamingLLM(budget=0.1)}}, r"few: budget=0.1: prompt 0 \(22 tokens\)"),
+        ({"task": Words(), "policies": {"few": FEW}}, r"few: budget=0.1: prompt 0 \(22 tokens\)"),
         ({"task": told("Silent", asks=False), "how": How(agnostic=True)}, "silent asks nothing"),
         ({"task": TWICE}, "two samples of this id"),
     ),
@@ -288,7 +290,7 @@ ANALYSES = [
         ((recall, {"policies": ["snapkv", "snapkv"]}), "policies=.*the same"),
         ((recall, {"budgets": ()}), "budgets="),
         ((recall, {"budgets": (4,)}), "budget=4: below sinks"),
-        ((recall, {"budgets": (0.5,)}), "budget=0.5: prompt 0"),
+        ((recall, {"budgets": (0.5,), "policies": [SnapKV(min_budget="raise")]}), "budget=0.5: prompt 0"),
         ((recall, {"following": 0}), "following=0"),
         ((recall, {"following": 60}), "texts='60 tokens'"),
         ((budgets, {"texts": []}), "texts="),

@@ -163,16 +163,20 @@ def test_weights_too_large_for_the_dtype(tmp_path):
 
 def test_a_ratio_below_the_window_names_the_prompt(model):
     rows = [ids(60), ids(34, 1), ids(8, 2)]
-    policy = jaxkv.SnapKV(budget=0.25, window=8)
+    policy = jaxkv.SnapKV(budget=0.25, window=8, min_budget="raise")
     with refused(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 rows, .* take 8: raise the budget, or .*'clamp'"):
         jaxkv.prefill(model, rows, policy=policy)
-    cache = jaxkv.prefill(model, rows, policy=jaxkv.SnapKV(budget=0.25, window=8, min_budget="clamp"))
+    policy = jaxkv.SnapKV(budget=0.25, window=8)
+    cache = jaxkv.prefill(model, rows, policy=policy)
     np.testing.assert_array_equal(cache.kept, np.broadcast_to(np.asarray([15, 8, 8])[:, None], cache.kept.shape))
+    # The prompt of 34 tokens keeps 8 by its share.
+    assert jaxkv.generate(model, rows, policy=policy, max_new_tokens=1).stats.raised_budgets == 1
+    assert jaxkv.generate(model, rows[:2], policy=policy, max_new_tokens=1).stats.raised_budgets == 0
 
 
 def test_protected_spans_beyond_the_budget(model):
     for budget, remedy in ((16, "raise the budget"), (0.4, "raise the budget, or give min_budget='clamp'")):
-        policy = jaxkv.SnapKV(budget=budget, window=4, protect=((0, 8), (5, 18)))
+        policy = jaxkv.SnapKV(budget=budget, window=4, protect=((0, 8), (5, 18)), min_budget="raise")
         with refused(f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22: {remedy}"):
             jaxkv.generate(model, ids(40), policy=policy, max_new_tokens=NEW)
 

@@ -81,7 +81,8 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
     k, v, q = draw()
     rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray([64, 60]), policy=policy, room=2)
     rows = jaxkv.append(rows, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(ValueError, match="^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger room"):
+    message = "^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger room"
+    with pytest.raises(ValueError, match=message):
         jaxkv.append(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
     after = jax.jit(jaxkv.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
     free = np.asarray(rows.free())

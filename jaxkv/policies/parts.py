@@ -292,11 +292,7 @@ class Parts(Value):
             return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
         if budget is None or self.scorer is None:
             return lengths.copy()
-        if isinstance(budget, float):
-            share = Fraction(repr(budget))  # the decimal that was written: 0.1 of 600 is 60
-            rows = np.asarray([max(1, n * share.numerator // share.denominator) for n in lengths.tolist()], np.int64)
-        else:
-            rows = np.minimum(budget, lengths)
+        rows = _share(budget, lengths) if isinstance(budget, float) else np.minimum(budget, lengths)
         low = np.flatnonzero(rows < forced)
         if strict and low.size and (self.min_budget == "raise" or not isinstance(budget, float)):
             row = int(low[0])
@@ -305,6 +301,13 @@ class Parts(Value):
             remedy += ", or give min_budget='clamp'" if isinstance(budget, float) else ""
             require(False, "budget", budget, remedy)
         return np.maximum(rows, np.minimum(forced, lengths))
+
+    def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
+        """Number of prompts whose budget, a share of them, is raised to the rows that must stay."""
+        if not isinstance(self.budget, float) or sets_rows(self.layers) or self.scorer is None:
+            return 0
+        lengths = np.asarray(lengths, np.int64)
+        return int((_share(self.budget, lengths) < self.keep.counts(lengths)).sum())
 
     def recents(
         self,
@@ -352,3 +355,9 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("after", (Append, Evict, Again), "Append(), Evict(...) or Again(...)"),
     ("read", (Reads, type(None)), "what layers read, FilteredReads(...) say, or None"),
 )
+
+
+def _share(share: float, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    """Whole number of rows `[B]` in a share of each prompt's tokens, at least 1, by the decimal that was written."""
+    exact = Fraction(repr(share))  # 0.1 of 600 is 60
+    return np.asarray([max(1, n * exact.numerator // exact.denominator) for n in lengths.tolist()], np.int64)

@@ -49,8 +49,8 @@ class Method(Value):
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
             share of each sequence's own prompt. None: everything. numpy's numbers count as Python's of their kind.
-        min_budget: "raise" refuses a ratio that comes out below sinks + window + protected rows for some sequence;
-            "clamp" raises it to them.
+        min_budget: "clamp" raises a ratio that comes out below sinks + window + protected rows, as it does for short
+            prompts, to these rows, and counts such sequences in `Stats.raised_budgets`; "raise" refuses it.
         protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
             sequence.
         every: compress again after this many more tokens, over prompt and answer in order of position: the cache never
@@ -59,7 +59,7 @@ class Method(Value):
     """
 
     budget: int | float | None = None
-    min_budget: str = "raise"
+    min_budget: str = "clamp"
     protect: tuple[Span, ...] = ()
     every: int | None = None
     merge: Merger | None = None

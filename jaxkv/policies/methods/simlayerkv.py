@@ -21,7 +21,7 @@ class SimLayerKV(Method):
     the budget decides how many layers are lazy, and the comparison which ones. All layers' rows are held until the last
     one has been looked at. Tokens after the prompt are appended.
 
-    A prompt of no more than `sinks` + `recent` tokens is kept whole, whatever its share: `min_budget` is "clamp".
+    A prompt of no more than `sinks` + `recent` tokens is kept whole, whatever its share.
 
     Attributes:
         window: number of the prompt's last queries by whose attention layers are compared.
@@ -33,7 +33,6 @@ class SimLayerKV(Method):
     """
 
     budget: int | float | None = 0.5
-    min_budget: str = "clamp"
     window: int = 32
     sinks: int = 4
     recent: int = 1024
