@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxkv._warnings import UnseenQuestionWarning
     from jaxkv.attention import Implementation
     from jaxkv.cache import KVCache
+    from jaxkv.compilation import enable_compilation_cache
     from jaxkv.engine.plan import PrefillPlan
     from jaxkv.engine.session import Session
     from jaxkv.evals import evaluate, report
@@ -36,6 +37,7 @@ _HOMES = {
     "jaxkv._warnings": "UnseenQuestionWarning",
     "jaxkv.attention": "Implementation",
     "jaxkv.cache": "KVCache",
+    "jaxkv.compilation": "enable_compilation_cache",
     "jaxkv.engine.plan": "PrefillPlan",
     "jaxkv.engine.session": "Session",
     "jaxkv.evals": "evaluate report",

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxkv import hosts
 from jaxkv.cache import KVCache
+from jaxkv.compilation import tell_if_slow
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.filling import Batch, planned, remember, without_copies
 from jaxkv.engine.lengths import LOOK
@@ -149,6 +150,7 @@ def _stats(
     session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
     moved, cut = _tallied(cache)
+    tell_if_slow(clocks.compile_seconds)
     if given is not None:
         # The given cache's sequences may be repeated.
         before = [rows * cache.batch // given.batch for rows in _tallied(given)]

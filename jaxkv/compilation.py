@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import os
 import platform
 import threading
@@ -13,6 +14,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.checkpoints import cache_dir
+
+_LOG = logging.getLogger("jaxkv")
+# Seconds of compilation that are worth a word.
+_SLOW = 10.0
+_told = False
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
@@ -35,6 +41,16 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     # JAX decides at the first compilation whether there is a cache; this makes it look again.
     compilation_cache.reset_cache()
     return folder
+
+
+def tell_if_slow(seconds: float) -> None:
+    """Logs, once per process, that a call compiled for more than 10 s and no cache on disk keeps its programs."""
+    global _told
+    if _told or seconds <= _SLOW or jax.config.jax_compilation_cache_dir is not None:
+        return
+    _told = True
+    remedy = "jaxkv.enable_compilation_cache() before the first call keeps programs on disk for the next process"
+    _LOG.warning("compiling took %.0f s of this call: %s", seconds, remedy)
 
 
 def _processor() -> str:
