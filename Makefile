@@ -39,7 +39,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-latest test-lowest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-latest test-lowest test-foreign lint format bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
   plan-memory needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -51,6 +51,7 @@ help:
 	@echo "make format       let ruff rewrite the files, and the lists of policies"
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
+	@echo "make qa-peer      questions on 20 documents beside kvpress' pipeline: kept rows and answers"
 	@echo "make bench-gpu    check and time kernels and models on this machine's GPU, with the Python on the path; goes on"
 	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
@@ -104,6 +105,9 @@ bench: $(STAMP)
 bench-peer: $(STAMP) $(PEER_STAMP)
 	@$(BIN)/python benchmarks/bench_peer.py --peer-python $(PEER)/python \
 	  --gguf "$$($(BIN)/python -c "from jaxkv.checkpoints import fetch; print(fetch('smollm2-135m-instruct'))")"
+
+qa-peer: $(STAMP) $(PEER_STAMP)
+	@$(BIN)/python -m benchmarks.qa_peer --peer-python $(PEER)/python
 
 bench-gpu:
 	@python3 -m benchmarks.gpu --out benchmarks/results --minutes 60
