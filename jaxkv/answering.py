@@ -106,7 +106,7 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
     every, needed = batch.encoded, batch.asked
     with bar(request.progress, config.layers, "prefill") as shown:
         cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
-    spare = len(cache.seen) * config.kv_heads * sum(needed.room) * cache.row_bytes
+    spare = len(cache.seen) * cache.room_nbytes(needed.room)
     # Bytes of the prompts without their copies; all sequences have the same size.
     weighs = (cache.nbytes - spare) * len(encoded.ids) // len(every.ids)
     if batch.copies:

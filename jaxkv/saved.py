@@ -16,6 +16,7 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache
 from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import CACHE
+from jaxkv.engine.pages import with_bounds
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -63,7 +64,9 @@ def load_cache(
         cache = on_device(cache)
     if model is not None:
         require_ours(model, cache, None)
-    return cache
+    # Caches saved by jaxkv before bounds were part of a cache have none.
+    reading = cache.policy.parts().reading(cache.config.layers, cache.slots)
+    return cache.updated(pools=with_bounds(cache.pools, cache.length, reading, cache.axes))
 
 
 def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:

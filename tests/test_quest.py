@@ -1,5 +1,8 @@
 """Quest: every row is kept, and drawn tokens read the pages whose keys bound their logits highest."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +16,10 @@ from test_sharded_parts import agree
 import jaxkv
 from jaxkv import FullKV, PyramidKV, Quest, SnapKV
 from jaxkv.attention.filters import by_page
-from jaxkv.engine import layer_step
-from jaxkv.engine.bookkeeping import scratch_of
-from jaxkv.engine.pages import bounds_of, full_pages, with_row
+from jaxkv.cache import repack
+from jaxkv.cache.pages import bounds_of, joined_rows
+from jaxkv.engine import layer_step, loop
+from jaxkv.engine.pages import full_pages
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import spec_for
 
@@ -32,7 +36,7 @@ def quest(budget=20, **options):
 def test_the_bound_is_the_oracles_and_never_below_a_logit():
     rng = np.random.default_rng(0)
     q, keys = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(2, 12, 8)).astype(np.float32)
-    low, high = (getattr(keys.reshape(2, 3, 4, 8), name)(axis=2).reshape(1, 6, 8) for name in ("min", "max"))
+    low, high = (getattr(keys.reshape(1, 2, 3, 4, 8), name)(axis=3) for name in ("min", "max"))
     found = np.asarray(by_page(jnp.asarray(q.reshape(1, 2, 3, 8)), jnp.asarray(low), jnp.asarray(high), None))[0]
     for head in range(2):
         logits = (q[head * 3 : head * 3 + 3] @ keys[head].T).reshape(3, 3, 4)
@@ -43,22 +47,30 @@ def test_the_bound_is_the_oracles_and_never_below_a_logit():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bounds_grown_row_by_row_are_those_of_all_rows(dtype):
-    """Segments of unequal lengths; one sequence gets no more rows, and no page beyond a segment's rows counts."""
+def test_bounds_renewed_by_new_rows_are_those_of_all_rows(dtype):
+    """One or several rows at a time; one sequence gets none. Rows that were taken back leave no trace."""
     rng, page, each = np.random.default_rng(1), 4, 18
     keys = jnp.asarray(rng.normal(size=(2, 2 * each, 8)), dtype)
-    pool = jaxkv.cache.pools.dense_pool(keys, keys, jnp.zeros((2, 2 * each), jnp.int32))
-    length, count = jnp.asarray([[7, 8], [5, 4]]), jnp.asarray([1, 0])
-    bounds = bounds_of(pool, length, page)
-    for _ in range(10):
-        key = jnp.take_along_axis(keys.reshape(2, 2, each, 8), length[..., None, None], axis=2)[:, :, 0]
-        bounds = with_row(bounds, key.astype(jnp.float32), length, count, page)
-        length = length + count[:, None]
-    expected = bounds_of(pool, length, page)
+    others = keys + jnp.asarray(1, dtype)
+    length = jnp.asarray([[7, 8], [5, 4]])
+    store, wrong = (jaxkv.cache.Dense.of(a, a) for a in (keys, others))
+    bounds = bounds_of(store, length, page=page)
+
+    def grown(bounds, store, length, count):
+        row = jnp.minimum(joined_rows(length, max(count), page), each - 1)
+        rows = store.k.reshape(2, 2, each, 8)
+        return bounds.renewed(jnp.take_along_axis(rows, row[..., None], axis=2), length, jnp.asarray(count))
+
+    bounds = grown(bounds, wrong, length, (5, 0))
+    for rows in (1, 1, 5, 3):
+        bounds = grown(bounds, store, length, (rows, 0))
+        length = length + jnp.asarray([[rows], [0]])
+    expected = bounds_of(store, length, page=page)
+    assert expected.low.shape == (2, 2, 5, 8)
     for sequence, head in np.ndindex(2, 2):
-        some = slice(5 * head, 5 * head + -(-int(length[sequence, head]) // page))
+        some = slice(-(-int(length[sequence, head]) // page))
         for mine, its in ((bounds.low, expected.low), (bounds.high, expected.high)):
-            np.testing.assert_array_equal(np.asarray(mine[sequence, some]), np.asarray(its[sequence, some]))
+            np.testing.assert_array_equal(np.asarray(mine[sequence, head, some]), np.asarray(its[sequence, head, some]))
 
 
 def test_no_more_rows_are_read_than_the_budget():
@@ -159,14 +171,61 @@ def test_questions_attend_to_every_row_and_the_answer_to_pages():
     assert out.tolist() != full.draw(caches[1], NEW)[1].tolist()
 
 
+def bounds_are_those_of_all_rows(cache):
+    """Asserts that layers above the dense one, and no others, have the bounds of their full pages' keys."""
+    assert cache.pools[0].bounds is None
+    for layer, pool in enumerate(cache.pools[1:], 1):
+        length, bounds = cache.length[layer], pool.bounds
+        expected = bounds_of(pool.store, length, page=4)
+        full = (jnp.arange(expected.low.shape[2]) < (length // 4)[..., None])[..., None]
+        for mine, its in ((bounds.low, expected.low), (bounds.high, expected.high)):
+            np.testing.assert_array_equal(jnp.where(full, mine, 0), jnp.where(full, its, 0))
+
+
+def test_bounds_follow_the_rows():
+    """Behind a prefill, a question, single tokens and blocks of them, and in larger buffers."""
+    session = jaxkv.Session(tiny.tiny(CONFIG), quest(12))
+    cache = session.prefill(tiny.prompts(6, LENGTHS))
+    bounds_are_those_of_all_rows(cache)
+    cache = session.extend(cache, tiny.prompts(5, (9, 5)), new=NEW)
+    bounds_are_those_of_all_rows(cache)
+    whole, tokens = session.draw(cache, NEW)
+    bounds_are_those_of_all_rows(whole)
+    for at in range(6):
+        cache, one = session.draw(cache, 1, new=NEW, donate=True)
+        np.testing.assert_array_equal(one[:, 0], tokens[:, at])
+    bounds_are_those_of_all_rows(cache)
+    cache = repack(cache, room=70)
+    bounds_are_those_of_all_rows(cache)
+    np.testing.assert_array_equal(session.draw(cache, NEW - 6)[1], tokens[:, 6:])
+
+
+def test_no_token_reads_the_keys_of_all_pages():
+    """The compiled loop takes minima of the newest rows' pages alone, however long the cache is."""
+    model, policy = tiny.tiny(CONFIG), quest(12)
+    cache = jaxkv.Session(model, policy).prefill(tiny.prompts(6, LENGTHS), new=NEW)
+    spec = spec_for(model.flat, cache)
+    draw = loop.draw_of(cache.logits, jnp.zeros(2, bool), jax.random.key(0), jnp.asarray([-2]))
+    given = loop.loop_arguments(
+        model.flat, loop.begin(cache.arrays, spec=spec, size=1), draw, 1, jaxkv.Greedy(), 1, spec=spec
+    )
+    text = str(loop._loop.trace(*given, spec=spec, size=1).jaxpr)
+    reduced = re.findall(r"f32\[([\d,]+)\] = reduce_min", text)
+    assert reduced == ["2,2,1,8"] * 2
+
+
 def test_a_saved_cache_reads_the_same_pages(tmp_path):
-    """In the middle of an answer: the bounds are computed from the keys, and stored nowhere."""
+    """In the middle of an answer; caches saved without bounds get them when they are loaded."""
     session = jaxkv.Session(tiny.tiny(CONFIG), quest(0.3))
     cache, _ = session.draw(session.prefill(tiny.prompts(6, LENGTHS), new=NEW), 7, new=NEW)
     cache.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache")
     assert loaded.policy == session.policy
-    np.testing.assert_array_equal(session.draw(loaded, NEW)[1], session.draw(cache, NEW)[1])
+    bare = cache.updated(pools=tuple(dataclasses.replace(pool, bounds=None) for pool in cache.pools))
+    bare.save(tmp_path / "bare")
+    for each in (loaded, jaxkv.load_cache(tmp_path / "bare")):
+        bounds_are_those_of_all_rows(each)
+        np.testing.assert_array_equal(session.draw(each, NEW)[1], session.draw(cache, NEW)[1])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -183,13 +242,15 @@ def test_slots_answer_as_alone():
 
 
 def test_bounds_weigh_what_is_planned():
-    """A minimum and a maximum for each page of the layers that choose; on a mesh those of one device's heads."""
+    """A minimum and a maximum for each page of the layers that choose, which the cache holds; a mesh divides them."""
     model, policy = tiny.tiny(CONFIG), quest()
     cache, _, needed = tiny.run(model, tiny.prompts(8, LENGTHS), policy, room=24)
     assert cache.nbytes == needed.cache_bytes
-    made = scratch_of(cache.arrays, spec_for(model.flat, cache))
-    assert made.bounds[0] is None
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    size = sum(leaf.nbytes for pool in cache.pools for leaf in jax.tree.leaves(pool.bounds))
     assert size == 2 * 2 * (2 * -(-(64 + 24) // 4)) * 2 * 8 * 4
-    long = plan_prefill(tiny.shape(layers=32, kv_heads=2, group=1, dim=8), policy, [60] * 4, room=2048)
-    assert long.peak_bytes - long.cache_bytes == 31 * 4 * (2 * -(-(64 + 2048) // 4)) * 2 * 8 * 4
+    plans = [
+        plan_prefill(tiny.shape(layers=32, kv_heads=2, group=1, dim=8), quest(dense_layers=dense), [60] * 4, room=2048)
+        for dense in (1, 31)
+    ]
+    assert plans[0].cache_bytes - plans[1].cache_bytes == 30 * 4 * (2 * -(-(64 + 2048) // 4)) * 2 * 8 * 4
+    assert cache.room_nbytes([8, 8, 8]) == 2 * (3 * 8 * (2 * 8 * 4 + 4) + 2 * 2 * 2 * 8 * 4)

@@ -130,20 +130,18 @@ def by_position(
 
 
 def by_page(
-    q: Float[Array, "B K G D"], low: Float[Array, "B n D"], high: Float[Array, "B n D"], axes: Axes | None
+    q: Float[Array, "B K G D"], low: Float[Array, "B K p D"], high: Float[Array, "B K p D"], axes: Axes | None
 ) -> Float[Array, "B K p"]:
     """Upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over all query heads of a kv head.
 
     Tang et al., Quest, algorithm 1: sum over channels of max(q * low, q * high). `low` and `high` are the element-wise
-    minimum and maximum of the keys of n = K p pages, head after head. On a mesh the maximum is over all devices' heads.
+    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads.
     """
-    batch, heads, _, dim = q.shape
     wide = q.astype(jnp.float32)
 
     def product(part: Array, of: Array) -> Array:
         """Float32 inner products `[B, K, G, p]` of a part of the queries with one bound of all pages."""
-        keys = of.astype(jnp.float32).reshape(batch, heads, -1, dim)
-        return jnp.einsum("bkgd,bkpd->bkgp", part, keys, precision=lax.Precision.HIGHEST)
+        return jnp.einsum("bkgd,bkpd->bkgp", part, of.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
     # The larger product of a channel is that with the maximum where q is positive, with the minimum elsewhere.
     bound = product(jnp.maximum(wide, 0), high) + product(jnp.minimum(wide, 0), low)

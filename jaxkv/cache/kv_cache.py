@@ -188,7 +188,23 @@ class KVCache:
     @property
     def row_bytes(self) -> int:
         """Bytes of one pool row: key, value, position and, if the pool keeps scores, score."""
-        return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(self.pools[0]))
+        rows = dataclasses.replace(self.pools[0], bounds=None)
+        return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(rows))
+
+    def room_nbytes(self, room: Sequence[int]) -> int:
+        """Bytes per sequence of `room` free rows behind every segment, with the bounds of their pages.
+
+        Args:
+            room: free rows, one number for each layer.
+
+        Returns:
+            Bytes, summed over layers and kv heads.
+        """
+        found = sum(room) * self.row_bytes
+        for layer, rows in enumerate(room):
+            bounds = self.pools[self.layout.pool_of(layer)].bounds
+            found += 0 if bounds is None else -(-rows // bounds.page) * bounds.page_bytes
+        return found * self.config.kv_heads
 
     @property
     def full_nbytes(self) -> int:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.cache.pages import PageBounds
 from jaxkv.cache.stores import Dense, Store, put_cells
 
 
@@ -18,11 +19,13 @@ class Pool:
         store: keys after RoPE at their original position (before it, where the policy rolls positions), and values.
         pos: `i32[B, P]` original position of each row; -1 where no row is.
         score: `f32[B, P]` accumulated score of each row, for policies that score while decoding; 0 where no row is.
+        bounds: of the pages of the segments' keys, in layers that choose pages to read; None in others.
     """
 
     store: Store
     pos: Int[Array, "B P"]
     score: Float[Array, "B P"] | None = None
+    bounds: PageBounds | None = None
 
     @property
     def k(self) -> Float[Array, "B P D"]:
@@ -86,7 +89,7 @@ def append(
     if scores is not None:
         scores = put_cells(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
     pos = put_cells(pool.pos, row, spread)
-    return Pool(store=pool.store.put((row, k), (row, v)), pos=pos, score=scores)
+    return dataclasses.replace(pool, store=pool.store.put((row, k), (row, v)), pos=pos, score=scores)
 
 
 def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int) -> Int[Array, "B n"]:

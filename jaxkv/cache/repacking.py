@@ -38,7 +38,9 @@ def _repacked(
     source = jnp.where(real, first + offset, 0)
     pos = jnp.where(real, jnp.take_along_axis(pool.pos, source, axis=1), -1)
     score = None if pool.score is None else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
-    return Pool(store=pool.store.take(source, real), pos=pos, score=score), placed
+    # Segments of pools with pages are of equal size, and rows keep their places in them.
+    bounds = None if pool.bounds is None else pool.bounds.with_room(rows // start.shape[1])
+    return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
 
 
 def repack(

@@ -12,7 +12,6 @@ from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
 from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.evict import Eviction, evict, weakest
-from jaxkv.engine.pages import PageBounds, bounds_of
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import Token
@@ -23,17 +22,15 @@ from jaxkv.sharding.collectives import mean_of_devices
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """Key norms and rows likely to be evicted next, or bounds of pages: computed from a cache, kept from step to step.
+    """Key norms and rows likely to be evicted next: computed from a cache, and kept from step to step.
 
     Attributes:
         norms: of the keys of each pool, for mergers that compare keys; empty without one.
         likely: rows predicted to be evicted next, -1 for none; None without prediction.
-        bounds: bounds of the pages of each layer, None for layers that read all rows; empty without pages.
     """
 
     norms: tuple[Float[Array, "B P"], ...] = ()
     likely: Int[Array, "L B K"] | None = None
-    bounds: tuple[PageBounds | None, ...] = ()
 
 
 def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None) -> Segments:
@@ -132,11 +129,7 @@ def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
 
 
 def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
-    """First `Scratch` of the step loop, computed from the cache's keys: norms or bounds; None without both."""
-    if spec.page is not None:
-        page, layers = spec.page, enumerate(zip(cache.pools, cache.tables.length, strict=True))
-        bounds = (bounds_of(pool, rows, page) if spec.sparse(layer, 1) else None for layer, (pool, rows) in layers)
-        return Scratch(bounds=tuple(bounds))
+    """First `Scratch` of the step loop, computed from the norms of the cache's keys; None if no norms are needed."""
     if not spec.knows_norms:
         return None
     norms = tuple(row_norms(pool.k) for pool in cache.pools)

@@ -17,7 +17,6 @@ from jaxkv.engine.bookkeeping import (
     faded,
     likely_keys,
     of_whole_groups,
-    scratch_of,
     segments_of,
     within_limits,
 )
@@ -67,9 +66,6 @@ def step(
     """
     tails, written = beside if isinstance(beside, Beside) else ((), None)
     scratch = beside if isinstance(beside, Scratch) else None
-    if beside is None and spec.page is not None and tokens.shape[1] == 1:
-        # A token that is read, not drawn in a loop: the pages' bounds are computed from all keys.
-        scratch = scratch_of(cache, spec)
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
     new = new_tokens(spec, tables, count, several, written)
@@ -93,7 +89,6 @@ def step(
             ring=None if ring is None or state is None else state.rings[ring],
             likely=None if likely is None else likely[layer],
             norms=None if scratch is None or not scratch.norms else scratch.norms[at],
-            bounds=None if scratch is None or not scratch.bounds else scratch.bounds[layer],
             asks=spec.chooses(layer, several),
             sparse=spec.sparse(layer, several),
             dealt=dealt,
@@ -118,9 +113,7 @@ def step(
         return Step(logits, cache, Beside(tuple(each.tail for each in after if each.tail is not None), written + count))
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
     if scratch is not None:
-        norms = tuple(each.norms for each in last if each.norms is not None)
-        bounds = tuple(each.bounds for each in after) if scratch.bounds else ()
-        scratch = dataclasses.replace(scratch, norms=norms, bounds=bounds)
+        scratch = dataclasses.replace(scratch, norms=tuple(each.norms for each in last if each.norms is not None))
     if spec.evicts and several == 1:
         products = [each.products for each in done if each.products is not None]
         cache, scratch = within_limits(cache, [each.out for each in done], products, scratch, spec)

@@ -127,9 +127,9 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
 
     On a mesh, those on one device; on a CPU's fake devices, on all of them together.
     """
-    segments, axes, held = given.config.layers * given.config.kv_heads, given.axes, len(given.seen)
+    axes, held = given.axes, len(given.seen)
     batch += missing(batch, axes)
-    copied = given.nbytes * batch // held + batch * segments * room * given.row_bytes
+    copied = given.nbytes * batch // held + batch * given.room_nbytes([room] * given.config.layers)
     if given.bank is not None:
         # Whole layers are loaded for every prompt: one in use, its copy in attention's layout, `ahead` further ones.
         reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])

@@ -19,7 +19,7 @@ from jaxkv.cache.pools import Pool, append, append_norms
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.ordering import behind
-from jaxkv.engine.pages import PageBounds, PageRows, chosen_pages, over_pages, with_row
+from jaxkv.engine.pages import PageRows, chosen_pages, over_pages, with_new_rows
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.sparse import Chosen, Loaded, chosen_at, over_chosen, over_rest, picks_of
 from jaxkv.engine.spec import Spec
@@ -76,7 +76,6 @@ class LayerRows:
         loaded: the chosen rows, if they come from host memory.
         dealt: table of a kernel that rotates, appends and attends at once; None runs separate steps.
         gate: weights of the layer's gate, by which new rows are scored; None without one.
-        bounds: of the keys of the layer's pages; None unless it chooses pages of its own to read.
         pages: rows of the pages chosen for the new token; None before the choice, and without pages.
     """
 
@@ -94,7 +93,6 @@ class LayerRows:
     loaded: Loaded | None = None
     dealt: Dealt | None = None
     gate: Any = None
-    bounds: PageBounds | None = None
     pages: PageRows | None = None
 
     @property
@@ -157,19 +155,18 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
-    if rows.bounds is not None:
-        rows = _choosing_pages(spec, token, rows, new, rows.bounds)
+    paged = rows.pool.bounds is not None
+    if paged and rows.sparse:
+        rows = _choosing_pages(spec, token, rows, new)
     received = None
     if parts is not None and rows.dealt is not None:
         out, rows = _attend_fused(spec, token, rows, new, parts, rows.dealt)
     else:
         out, rows, received = attend(spec, token, rows, new)
-    if rows.bounds is not None:
+    if paged:
         # Only now that the pages are chosen: a write beside that read would cost a copy of all bounds.
-        key = behind(token.stored[:, :, 0], out[:, :, 0, 0, :1])
-        assert spec.page is not None
-        bounds = with_row(rows.bounds, key, rows.segments.length, new.count, spec.page)
-        rows = dataclasses.replace(rows, bounds=bounds)
+        pool = with_new_rows(rows.pool, rows.segments, new, out[: new.count.shape[0], :, 0, 0, 0])
+        rows = dataclasses.replace(rows, pool=pool)
     # Read the pool after its update: a reader of the pool before it would cost a copy.
     chosen = chosen_at(spec, rows.pool, rows.segments, token.q, rows.ring, new) if rows.asks else None
     stream, products = block_output(block, x, out, spec), None
@@ -181,9 +178,10 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
     return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], products, chosen)
 
 
-def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, bounds: PageBounds) -> LayerRows:
+def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> LayerRows:
     """Layer's rows with the pages chosen for one new token."""
-    assert spec.page is not None and new.candidates is not None
+    bounds = rows.pool.bounds
+    assert bounds is not None and new.candidates is not None
     length, budget = rows.segments.length, new.candidates.budget
     each = rows.pool.rows // token.q.shape[1]
     return dataclasses.replace(rows, pages=chosen_pages(spec, token.q[..., 0, :], bounds, length, budget, each))

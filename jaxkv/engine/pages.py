@@ -1,7 +1,6 @@
-"""Pages of a layer's rows (Quest): the bounds of their keys, which of them kv heads choose, and attention to these."""
+"""Pages of a layer's rows (Quest): when their bounds are computed, which kv heads choose, and attention to these."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.filters import by_page
 from jaxkv.attention.xla import Walk
+from jaxkv.cache.pages import PageBounds, bounds_of, joined_rows
 from jaxkv.cache.pools import Pool
-from jaxkv.cache.stores import put_rows
+from jaxkv.engine.ordering import behind
+from jaxkv.engine.segments import Segments
 from jaxkv.engine.sparse import largest
 from jaxkv.engine.spec import Spec
+from jaxkv.engine.tokens import NewTokens
+from jaxkv.policies.reading import WHOLE, Reading
 from jaxkv.policies.topk import sortable
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PageBounds:
-    """Element-wise minimum and maximum of the keys of each page, in the keys' dtype: n / K pages of head 0, then 1, ...
-
-    The bounds of a page without rows have no meaning.
-    """
-
-    low: Float[Array, "B n D"]
-    high: Float[Array, "B n D"]
+from jaxkv.sharding.mesh import Axes
 
 
 @jax.tree_util.register_dataclass
@@ -44,34 +36,32 @@ class PageRows:
     rest: Int[Array, "B K"]
 
 
-def bounds_of(pool: Pool, length: Int[Array, "B K"], page: int) -> PageBounds:
-    """Computes the bounds of all pages of a layer's segments from their keys; `length` rows of each count."""
-    keys, (batch, heads) = pool.k, length.shape
-    each, dim = keys.shape[1] // heads, keys.shape[2]
-    real = (jnp.arange(each, dtype=jnp.int32) < length[..., None])[..., None]
+def with_bounds(
+    pools: tuple[Pool, ...], length: Int[Array, "L B K"], reading: Reading | None, axes: Axes | None
+) -> tuple[Pool, ...]:
+    """Pools with the bounds of their pages, in layers that choose pages and have none yet; computed from all keys."""
+    if reading is None or reading.page is None:
+        return pools
+    made = list(pools)
+    for layer, (pool, source) in enumerate(zip(pools, reading.sources, strict=True)):
+        if source != WHOLE and pool.bounds is None:
+            bounds = bounds_of(pool.store, length[layer], page=reading.page, axes=axes)
+            made[layer] = dataclasses.replace(pool, bounds=bounds)
+    return tuple(made)
 
-    def extreme(fill: float, reduce: str) -> Array:
-        rows = jnp.where(real, keys.reshape(batch, heads, each, dim), jnp.asarray(fill, keys.dtype))
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -each % page), (0, 0)), constant_values=fill)
-        return getattr(rows.reshape(batch, -1, page, dim), reduce)(axis=2)
 
-    return PageBounds(low=extreme(jnp.inf, "min"), high=extreme(-jnp.inf, "max"))
+def with_new_rows(pool: Pool, segments: Segments, new: NewTokens, read: Float[Array, "B K"]) -> Pool:
+    """Pool whose bounds count the new tokens' rows, which it has; computed from the pages that these rows can join.
 
-
-def with_row(
-    bounds: PageBounds, key: Float[Array, "B K D"], length: Int[Array, "B K"], count: Int[Array, " B"], page: int
-) -> PageBounds:
-    """Bounds with one new key in the page of row `length` of each segment; unchanged where `count` is 0."""
-    heads, pages = length.shape[1], bounds.low.shape[1]
-    at = length // page + jnp.arange(heads, dtype=jnp.int32) * (pages // heads)
-    row, index = jnp.where(count[:, None] > 0, at, pages), jnp.minimum(at, pages - 1)[..., None]
-    fresh = (length % page == 0)[..., None]
-
-    def joined(leaf: Array, extreme: Callable[[Array, Array], Array]) -> Array:
-        new = key.astype(leaf.dtype)
-        return put_rows(leaf, row, jnp.where(fresh, new, extreme(jnp.take_along_axis(leaf, index, axis=1), new)))
-
-    return PageBounds(low=joined(bounds.low, jnp.minimum), high=joined(bounds.high, jnp.maximum))
+    `segments` are those before the new rows, `read` numbers behind whose computation the bounds are written.
+    """
+    bounds = pool.bounds
+    assert bounds is not None
+    offset = joined_rows(segments.length, new.positions.shape[1], bounds.page)
+    row = jnp.minimum(segments.start[..., None] + offset, pool.rows - 1)
+    keys, _ = pool.store.take(row.reshape(row.shape[0], -1)).view()
+    keys = behind(keys.reshape(*row.shape, -1), read[..., None, None])
+    return dataclasses.replace(pool, bounds=bounds.renewed(keys, segments.length, new.count))
 
 
 def rest_from(length: Int[Array, "*n"], page: int) -> Int[Array, "*n"]:

@@ -25,6 +25,7 @@ from jaxkv.engine.cascade import cascaded
 from jaxkv.engine.choosing import Candidates, limits_of, of_prompt
 from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, ranked_first, unordered
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
+from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.replay import Padded, replayed
@@ -222,7 +223,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     seen = jnp.copy(prompts.length)
     tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state)
     cache = KVCache(
-        arrays=Cache(pools=made.pools, tables=tables),
+        arrays=Cache(pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables),
         moved=made.tally.moved,
         cut=made.tally.cut,
         layout=needed.layout,

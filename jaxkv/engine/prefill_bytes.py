@@ -76,8 +76,8 @@ class PrefillBytes:
 
     @property
     def cache(self) -> int:
-        """Bytes of the cache on the device: pools, tables of segments, remembered queries."""
-        return sum(self.pools) + self._tables
+        """Bytes of the cache on the device: pools, bounds of pages, tables of segments, remembered queries."""
+        return sum(self.pools) + self.bounds + self._tables
 
     @property
     def host(self) -> int:
@@ -91,12 +91,12 @@ class PrefillBytes:
 
     @property
     def bounds(self) -> int:
-        """Bytes of the bounds of pages' keys (Quest) that decoding keeps beside the cache; 0 without pages."""
+        """Bytes of the bounds of pages' keys (Quest); 0 without pages."""
         return bound_bytes(self.reading, self.config, self.batch, self.item, self.pool_rows)
 
     @property
     def peak(self) -> int:
-        """Peak bytes on the device, weights excluded: of prefill, or of offloaded rows and bounds in decoding."""
+        """Peak bytes on the device, weights excluded: of prefill, or of offloaded rows in decoding."""
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
@@ -114,7 +114,7 @@ class PrefillBytes:
             turned = self._token * (reading.width if reading.filters else self.slots)
         # The rows of prompts that are read in chunks stay on the device until the last chunk.
         whole = self.host * (read is not None and read.by_chunks)
-        return cache + max(self.loaded + turned + self.bounds, beside) + whole
+        return cache + max(self.loaded + turned, beside) + whole
 
     @property
     def replay(self) -> Replay | None:
@@ -212,7 +212,7 @@ class PrefillBytes:
             # All layers below the top one have run, and wait, while its neighbour runs.
             found["first pass"] = self._always() + hidden + (layers - 1) * (rows + self._looked()) + self._layer(False)
             found["second pass"] = self._always() + layers * rows + self._again()
-        found["logits"] = self._always() + sum(self.pools) + 4 * self.batch * self.config.vocab
+        found["logits"] = self._always() + sum(self.pools) + self.bounds + 4 * self.batch * self.config.vocab
         return found
 
     def _afterwards(self, index: int, top: bool) -> dict[str, int]:

@@ -258,8 +258,8 @@ class Session:
             cache: of this model and policy; one sequence serves many prompts.
             ids: token ids of a prompt for each sequence; plain text if the model has a tokenizer.
             new: tokens to be drawn later; with it, sequences over their limit are compressed again and room is made.
-            chunk: tokens at a time; by default 256, or all if they are fewer. Tokens read one at a time evict rows as
-                drawn tokens do.
+            chunk: tokens at a time; by default 256, or all if they are fewer. Tokens read one at a time evict rows and
+                read chosen rows as drawn tokens do.
             donate: True gives the cache up, so that its own buffers are written.
 
         Returns:

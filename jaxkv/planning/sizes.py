@@ -15,7 +15,6 @@ from jaxkv.attention import Implementation
 from jaxkv.engine.growth import MOST_AHEAD, first_room
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.prefill_bytes import bound_bytes
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Setting
@@ -147,9 +146,9 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     chosen, loaded = 0, planned.loaded_bytes
     if reading.page is not None:
         pools = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])
-        # One layer's bounds of q.k, of two terms each, and places of its chosen rows, beside the bounds of all keys.
+        # One layer's bounds of q.k, of two terms each, and places of its chosen rows.
         scores = 8 * local.group * max(pools) // reading.page + 4 * local.kv_heads * min(reading.width, max(pools))
-        chosen = bound_bytes(reading, local, batch, jnp.dtype(setting.dtype).itemsize, pools) + batch * scores
+        chosen = batch * scores
     if reading.filters:
         # Logits of every query head of a filter layer, and the scores made of them.
         each = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])[reading.filters[0]]

@@ -1,0 +1,106 @@
+"""Bounds of pages: element-wise minimum and maximum of the keys of each page of rows, kept beside the rows (Quest)."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.cache.stores import Store, put_rows
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=["page"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageBounds:
+    """Element-wise minimum and maximum of the keys of each page of a layer's segments, in the keys' dtype.
+
+    Page p of a segment has the rows from p * page on, counted from the segment's first row. Bounds of a page that is
+    not full are those of some of its rows, or of rows that it no longer has; bounds of full pages are exact.
+
+    Attributes:
+        page: rows of a page.
+        low: `[B, K, n, D]` minimum of each page.
+        high: `[B, K, n, D]` maximum of each page.
+    """
+
+    page: int
+    low: Float[Array, "B K n D"]
+    high: Float[Array, "B K n D"]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the minimum and maximum of one page of one segment."""
+        return 2 * self.low.shape[3] * self.low.dtype.itemsize
+
+    def with_room(self, each: int) -> "PageBounds":
+        """Bounds with as many pages as segments of `each` rows have: zeros are added, or pages behind are cut off."""
+        pages = -(-each // self.page)
+
+        def sized(leaf: Array) -> Array:
+            leaf = leaf[:, :, :pages]
+            return jnp.pad(leaf, ((0, 0), (0, 0), (0, pages - leaf.shape[2]), (0, 0)))
+
+        return dataclasses.replace(self, low=sized(self.low), high=sized(self.high))
+
+    def renewed(
+        self,
+        keys: Float[Array, "B K n D"],
+        length: Int[Array, "B K"],
+        count: Int[Array, " B"],
+    ) -> "PageBounds":
+        """Bounds with those pages computed anew that `count` new rows behind `length` others have joined.
+
+        `keys` are those of the rows that `joined_rows` names; sequences with a `count` of 0 are unchanged.
+        """
+        batch, heads, pages, dim = self.low.shape
+        new = keys.shape[2] // self.page
+        first = length // self.page
+        end = length + count[:, None]
+        index = first[..., None] + jnp.arange(new, dtype=jnp.int32)
+        written = (index * self.page < end[..., None]) & (count > 0)[:, None, None]
+        at = index + jnp.arange(heads, dtype=jnp.int32)[:, None] * pages
+        at = jnp.where(written, at, heads * pages).reshape(batch, -1)
+        held = (first * self.page)[..., None] + jnp.arange(keys.shape[2], dtype=jnp.int32) < end[..., None]
+
+        def put(leaf: Array, extreme: Array) -> Array:
+            flat = leaf.reshape(batch, heads * pages, dim)
+            return put_rows(flat, at, extreme.reshape(batch, -1, dim)).reshape(leaf.shape)
+
+        low, high = _extremes(keys, held, self.page)
+        return dataclasses.replace(self, low=put(self.low, low), high=put(self.high, high))
+
+
+def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
+    """Offsets in each segment of all rows of the pages that up to `tokens` new rows behind `length` others can join."""
+    pages = (tokens + page - 2) // page + 1
+    return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
+
+
+@program(static=("page", "axes"))
+def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None) -> PageBounds:
+    """Compiled: bounds of all pages of segments of equal size, from all keys; zeros for pages without rows.
+
+    `length` rows of each segment count.
+    """
+    keys, (batch, heads) = store.view()[0], length.shape
+    each, dim = keys.shape[1] // heads, keys.shape[2]
+    wide = jnp.pad(keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0)))
+    held = jnp.arange(wide.shape[2], dtype=jnp.int32) < length[..., None]
+    low, high = _extremes(wide, held, page)
+    return PageBounds(page=page, low=low, high=high)
+
+
+def _extremes(keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int) -> tuple[Array, Array]:
+    """Minimum and maximum `[B, K, n / page, D]` of the keys of each page whose rows are `held`; zeros without any."""
+    batch, heads, rows, dim = keys.shape
+    some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
+
+    def extreme(fill: float, reduce: Callable[..., Array]) -> Array:
+        filled = jnp.where(held[..., None], keys, jnp.asarray(fill, keys.dtype))
+        return jnp.where(some, reduce(filled.reshape(batch, heads, rows // page, page, dim), axis=3), 0)
+
+    return extreme(jnp.inf, jnp.min), extreme(-jnp.inf, jnp.max)
