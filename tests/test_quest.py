@@ -164,7 +164,7 @@ def test_questions_attend_to_every_row_and_the_answer_to_pages():
     ours, full = (jaxkv.Session(model, policy) for policy in (quest(12), FullKV()))
     caches = [each.extend(each.prefill(ids), question, new=NEW) for each in (ours, full)]
     assert running.gap(caches[0].logits, caches[1].logits) < 1e-4
-    # A token that is read alone reads pages, as a drawn one does.
+    # A token that is read alone, by `chunk=1`, reads pages, as a drawn one does.
     token, out = ours.draw(caches[0], 1), ours.draw(caches[0], NEW)[1]
     read = ours.extend(caches[0], token[1].tolist(), chunk=1)
     np.testing.assert_array_equal(ours.draw(read, NEW - 1)[1], out[:, 1:])

@@ -158,7 +158,9 @@ def signature_of(
     """
     parts = policy.parts()
     scored = parts.ongoing is not None and parts.ongoing.scored
-    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, scored))
+    reading = parts.reading(flat.config.layers, needed.slots)
+    page = None if reading is None else reading.page
+    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, scored, page))
     sizes = sizes_of(flat, parts, needed)
     return flat.graphs, flat.ends[0].dtype, batch, needed.slots, sizes, key, implementation
 

@@ -36,6 +36,7 @@ _NAMES = {
     "pack_shared": "pack",
     "thinned": "thin",
     "pack_chosen": "pack",
+    "bounds_of": "bounds",
     "logits_of": "logits",
 }
 # Programs on a few integers: they take no memory to speak of and are not compiled.
