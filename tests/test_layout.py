@@ -58,8 +58,6 @@ LAYERS = (
     "jaxkv.transform",
     "jaxkv.resharding",
     "jaxkv.saved",
-    # Before anything is there.
-    "jaxkv.planning",
     "jaxkv.exporting",
     "jaxkv.results",
     "jaxkv.answering",
@@ -67,6 +65,8 @@ LAYERS = (
     "jaxkv.testing",
     "jaxkv.analysis",
     "jaxkv.evals",
+    # Before anything is there; scores of evaluations stand beside bytes.
+    "jaxkv.planning",
     "jaxkv",
     "jaxkv.cli",
     "jaxkv.__main__",

@@ -42,6 +42,8 @@ class Redundancy(WindowScorer):
     """
 
     group: ClassVar[GroupReduce] = GroupReduce.MAX
+    # Plans count the cosines.
+    compares_keys: ClassVar[bool] = True
 
     window: int = 8
     mix_lambda: float = 0.1
