@@ -8,6 +8,7 @@ changes. A prediction is the mean of those before and after. It fails where the 
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -94,7 +95,7 @@ def parts(service):
 def rows(results):
     """Of each cell its name, requests an hour predicted and measured, and the rounds' ratios: all, prefill, decode."""
     for name, cell in results.items():
-        if name == "machine":
+        if name in ("machine", "load"):
             continue
         batch = int(name.split(", ")[1].split(" x ")[0])
         hour = {
@@ -115,7 +116,8 @@ def write(results):
         both = f"{hour['predicted']:,.0f} | {hour['measured']:,.0f}"
         medians = f"{statistics.median(prefill):.2f} | {statistics.median(decode):.2f}"
         lines.append(f"| {name} | {len(whole)} | {both} | {spread} | {medians} |")
-    RESULTS.with_suffix(".md").write_text("\n".join([HEAD, *lines, ""]))
+    load = f"Load of the machine, {results['machine']['cores']} cores, after each shape: {results['load']}."
+    RESULTS.with_suffix(".md").write_text("\n".join([HEAD, load, "", *lines, ""]))
 
 
 def main():
@@ -127,12 +129,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     enable_compilation_cache()
-    results = {"machine": record.machine()}
+    results = {"machine": record.machine(), "load": []}
     model = jaxkv.load(MODEL, "float32", progress=False)
     for shape in SHAPES:
         batch, context, new = shape
         for name, found in rounds_of(model, shape, options.rounds).items():
             results[f"{name}, {batch} x {context}, {new}"] = found
+        results["load"].append(round(os.getloadavg()[0], 1))
         write(results)
     print(RESULTS.with_suffix(".md").read_text())
     off = [

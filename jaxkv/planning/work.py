@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.setting import Request
 from jaxkv.policies.reading import WHOLE
-from jaxkv.policies.scorer import compares_keys
+from jaxkv.policies.redundant import compares_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -369,11 +369,6 @@ def blocks_of(scorer: Scorer) -> BlockAttention | None:
     return getattr(scorer, "blocks", None)
 
 
-def compares_keys(scorer: Scorer | None) -> bool:
-    """True if a scorer compares each key with all others; False if not, and without the property or a scorer."""
-    return getattr(scorer, "compares_keys", False)
-
-
 def gate_of(scorer: Scorer | None) -> Gate | None:
     """Trained gate that a scorer reads; None if it reads none or lacks the property, and without a scorer."""
     return getattr(scorer, "gate", None)
