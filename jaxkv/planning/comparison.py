@@ -8,8 +8,8 @@ from jaxkv.planning.sizes import CacheParts
 
 _HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "beyond the budget's rows")
 _MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
-_TIME_HEAD = ("policy", "estimated tokens/s", "s a request", "requests an hour")
-_MOST_HEAD = ("of the largest batch", "tokens an hour of it", "pays from answer")
+_TIME_HEAD = ("policy", "tokens/s", "s a request", "requests/h")
+_MOST_HEAD = ("of largest batch", "its tokens/h", "pays from answer")
 
 
 def compared(plans: Sequence[Plan | MachinePlan]) -> str:
@@ -53,7 +53,7 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
     outlooks = [plan.outlook for plan in plans]
     priced = any(each.best is not None and each.best.price is not None for each in outlooks)
     scored = next((each.quality for each in outlooks if each.quality is not None), None)
-    head = [*_TIME_HEAD, *_MOST_HEAD, *(["price of 1,000 requests", "of 1,000,000 tokens"] if priced else [])]
+    head = [*_TIME_HEAD, *_MOST_HEAD, *(["price of 1,000", "of 1M tokens"] if priced else [])]
     if scored is not None:
         head.append(f"score, {scored.unit}, of {scored.task}")
     rows = [tuple(head)]
