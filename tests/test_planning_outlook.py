@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import statistics
+from pathlib import Path
 
 import pytest
 from test_planning_speed import BLOCK, CONFIG, WEIGHTS, setting_of
@@ -128,6 +130,16 @@ def test_a_cpu_by_its_rates(monkeypatch):
     assert host_speed.host_estimate(away, 2 * WEIGHTS) is None
 
 
+def test_requests_an_hour_were_measured():
+    """`make plan-requests`: three policies, within 25% in the median of rounds."""
+    found = json.loads((Path(__file__).parents[1] / "benchmarks/results/plan_requests.json").read_text())
+    cells = {name: rounds for name, rounds in found.items() if name not in ("machine", "load")}
+    assert {name.split(",")[0] for name in cells} == {"FullKV", "SnapKV", "H2O"} and len(cells) >= 9
+    for name, rounds in cells.items():
+        ratio = statistics.median(sum(each["measured"]) / sum(each["predicted"]) for each in rounds)
+        assert len(rounds) >= 5 and ratio == pytest.approx(1, abs=0.25), name
+
+
 def test_numbers_as_people_write_them():
     found = [tokens_of(each) for each in ("131072", "131_072", "128K", "128k", "0.5K", "1M", " 32 K ", 7)]
     assert found == [131072, 131072, 131072, 131072, 512, 1 << 20, 32768, 7]
@@ -167,6 +179,11 @@ def test_quality_of_a_folder(tmp_path):
     assert "4 samples of 2,000 tokens on average, llama-3.1-8b.\n" in str(made) + "\n"
     other = scored(jaxkv.SnapKV(budget=512))
     assert other.outlook.quality is None and "it has snapkv@1024, h2o@1024" in other.notes[-1]
+    elsewhere = plan("llama-3.1-70b", gpus="h100x8", context="8K", policy=jaxkv.SnapKV(budget=1024), quality=tmp_path)
+    assert [note.partition(" are of ")[2] for note in elsewhere.notes[-2:]] == [
+        "prompts with 2,000 tokens on average, the plan's have 8,192: a budget in rows keeps another share of them",
+        "llama-3.1-8b, the plan is of llama-3.1-70b",
+    ]
     evaluation(tmp_path, missing=3)
     made = scored(jaxkv.H2O(budget=1024))
     assert made.outlook.quality.word == "100.0*" and "1 of 4 samples" in str(made)

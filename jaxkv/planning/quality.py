@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxkv._errors import refusal
+from jaxkv.planning.catalog import catalog
 from jaxkv.planning.setting import Request
 from jaxkv.policies.policy import Method
 
@@ -116,9 +117,14 @@ def qualities(
     if None in found:
         rows = ", ".join(name for name in run.policies if name in begun) or "no samples yet"
         notes.append(f"where no score is shown, {folder} has none of this policy, budget and fields; it has {rows}")
-    if settings and run.model not in (settings[0].model, os.path.basename(settings[0].model)):
+    if settings and not _same_model(run.model, settings[0].model):
         notes.append(f"scores of {folder} are of {run.model}, the plan is of {settings[0].model}")
     short = run.lines - len(records)
     if short > 0:
         notes.append(f"the evaluation of {folder} is unfinished: {len(records):,} of {run.lines:,} lines are there")
     return found, tuple(dict.fromkeys(notes))
+
+
+def _same_model(one: str, other: str) -> bool:
+    """True if two names are equal, or spellings of one model of the catalogue."""
+    return one == other or any({one, other} <= set(entry.spellings) for entry in catalog().values())
