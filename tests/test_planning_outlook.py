@@ -112,7 +112,7 @@ def test_what_a_cache_is_made_of(policy, gpus, why):
     assert parts.rows + parts.room + parts.spare + parts.state == sizes.grown
     row = 2 * 128 * 2 + 4 + 4 * isinstance(policy, jaxkv.H2O)
     assert parts.rows == pytest.approx(4 * 32 * 8 * sizes.kept * row / gpus, rel=1e-3)
-    assert bool(parts.spare) == bool(why) and (not why or parts.why == why)
+    assert bool(parts.spare) == bool(why) and parts.why == why
 
 
 def test_a_cpu_by_its_rates(monkeypatch):

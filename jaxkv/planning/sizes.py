@@ -138,7 +138,7 @@ def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CachePar
         rows=pools - room - spare,
         room=room,
         spare=spare,
-        why=", ".join(reasons) or "spare rows",
+        why=(", ".join(reasons) or "spare rows") if spare else "",
         state=planned.cache_bytes - pools,
     )
 
