@@ -41,7 +41,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
 
 .PHONY: help demo test test-latest test-lowest test-foreign lint format bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
-  plan-memory needle train-tiny orders-tiny needle-tiny clean \
+  plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -68,6 +68,7 @@ help:
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
 	@echo "make plan-cells   a plan's arithmetic beside what the compiler says, for GPUs that are not there"
 	@echo "make plan-memory  the most memory of a process here, predicted and measured"
+	@echo "make plan-requests requests an hour here, predicted and measured, for three policies"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-lowest  test readers, tokenizers and decoders with the oldest packages that pyproject.toml allows"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
@@ -161,6 +162,9 @@ plan-cells: $(AOT_STAMP)
 
 plan-memory: $(STAMP)
 	@$(BIN)/python -m benchmarks.plan_memory
+
+plan-requests: $(STAMP)
+	@$(BIN)/python -m benchmarks.plan_requests
 
 aot-quick: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --quick

@@ -59,8 +59,6 @@ LAYERS = (
     "jaxkv.transform",
     "jaxkv.resharding",
     "jaxkv.saved",
-    # Before anything is there.
-    "jaxkv.planning",
     "jaxkv.exporting",
     "jaxkv.results",
     "jaxkv.answering",
@@ -68,6 +66,8 @@ LAYERS = (
     "jaxkv.testing",
     "jaxkv.analysis",
     "jaxkv.evals",
+    # Before anything is there; scores of evaluations stand beside bytes.
+    "jaxkv.planning",
     "jaxkv",
     "jaxkv.cli",
     "jaxkv.__main__",

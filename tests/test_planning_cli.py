@@ -19,6 +19,8 @@ AdaKV(base=SnapKV(budget=2048)): 4 prompts of 131,072 tokens, 256 new tokens eac
 
   weights          17.64 GB
   cache             0.55 GB  2,048 of 131,072 rows a head; uncompressed 21.47 GB
+    of it          42.27 MB  for new tokens' room
+    of it           0.17 GB  for capacity (1.5 times a device's even share)
   activations      11.08 GB  of prefill; 2.85 MB of a decode step
   peak of prefill  29.27 GB  37% of 80.00 GB
   peak of decode   18.19 GB  23% of 80.00 GB
@@ -33,6 +35,13 @@ SnapKV(budget=2048)                              0.38 GB  29.10 GB   yes        
 AdaKV(base=SnapKV(budget=2048))                  0.55 GB  29.27 GB   yes             21          131,072
 OmniKV(budget=2048, filter_layers=(5, 20, 45))  21.68 GB  49.88 GB   yes              7          131,072
 """
+BEYOND = (
+    "beyond the budget's rows",
+    "-",
+    "42.27 MB room",
+    "42.27 MB room; 0.17 GB capacity (1.5 times a device's even share)",
+    "-",
+)
 
 
 def run(capsys, *arguments):
@@ -43,14 +52,23 @@ def run(capsys, *arguments):
 def test_a_plan(capsys):
     out = run(capsys, *ASKED, "--policy", "adakv", "--budget", "2048")
     assert out.startswith(PRINTED)
-    assert "\nEstimated, never measured on a GPU: " in out and out.endswith("of 256 new tokens, 0 have one.\n")
+    assert (
+        "\nEstimated, never measured on a GPU: " in out and "\n  requests, 4 at a time: 60.9 s each, 236 an hour" in out
+    )
+    assert "\n  assumed: prefill's matrix products at 60% and its attention at 35% of the data sheet's FLOP/s" in out
+    assert "\nCompression pays at once, with the first answer: prefill takes " in out
+    assert out.endswith("0 of 256 new tokens have one; all have one behind a context of at most 130,816.\n")
 
 
 def test_a_table(capsys):
     out = run(capsys, *ASKED, "--compare", "full,snapkv,adakv,omnikv", "--budget", "2048")
     lines = out.splitlines()
-    rows = [line.rsplit(maxsplit=1 if at else 2)[0].rstrip() for at, line in enumerate(lines[3:8])]
-    assert rows == [line.rstrip() for line in COMPARED.splitlines()]
+    for line, memory, beyond in zip(lines[3:8], COMPARED.splitlines(), BEYOND, strict=True):
+        assert line.startswith(memory) and line.removeprefix(memory).strip() == beyond
+    times = [line.split() for line in lines[10:14]]
+    assert lines[9].split("  ")[-1] == "pays from answer" and [each[-1] for each in times] == ["-", "1", "1", "1"]
+    requests = [float(each[-4].replace(",", "")) for each in times]
+    assert requests[0] < requests[1] == requests[2]
     assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates: nothing has run on a GPU." in lines
 
 
@@ -59,6 +77,30 @@ def test_what_jax_must_be_told(capsys):
     told = "Note: JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.\n"
     assert told in run(capsys, *asked, "--context", "131072")
     assert "XLA_" not in run(capsys, *asked, "--context", "4096")
+
+
+def test_numbers_as_people_write_them(capsys):
+    asked = ["--model", "llama-3.1-70b", "--context", "128K", "--batch", "4", "--policy", "adakv", "--budget", "2048"]
+    for written in ("8xh100", "h100:8", "8 H100"):
+        assert run(capsys, *asked, "--gpus", written).startswith(PRINTED)
+
+
+def test_prices_and_what_does_not_fit(capsys):
+    asked = "--model llama-3.1-8b --gpus a100-80gb --context 32K --batch 13 --budget 1024 --price 2".split()
+    out = run(capsys, *asked, "--compare", "full,snapkv")
+    full, snapkv = (next(line for line in out.splitlines()[8:] if line.startswith(name)) for name in ("Full", "Snap"))
+    assert full.split()[1:4] == ["-", "-", "-"] and "of 1M tokens" in out
+    one, other = (float(line.split()[-2]) for line in (full, snapkv))
+    assert other < one < 1.5 * other
+    record = json.loads(run(capsys, *asked, "--policy", "snapkv", "--json"))
+    assert record["pays"] == {"answers": 1, "extra_prefill_seconds": None, "saved_answer_seconds": None}
+    price = record["requests_of_largest_batch"]["price"]
+    assert price["per_hour"] == 2 and price["per_thousand_requests"] == pytest.approx(other, rel=1e-2)
+    asked.remove("--budget"), asked.remove("1024")
+    record = json.loads(run(capsys, *asked, "--policy", "full", "--json"))
+    assert record["estimated"] is record["requests"] is record["pays"] is None and not record["fits"]
+    assert record["requests_of_largest_batch"]["batch"] == 12
+    assert "\nNo estimate of speed: it does not fit.\n" in run(capsys, *asked, "--policy", "full")
 
 
 def test_json(capsys):
@@ -76,7 +118,8 @@ def test_a_process_here(capsys, monkeypatch):
     out = run(capsys, *asked, "--policy", "adakv")
     assert out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n") and "in a first run" in out
     rows = run(capsys, *asked, "--compare", "full,adakv").splitlines()
-    assert rows[3].split()[:2] == ["policy", "cache"] and rows[4].startswith("FullKV()  ") and len(rows) == 6
+    assert rows[3].split()[:2] == ["policy", "cache"] and rows[4].startswith("FullKV()  ")
+    assert rows[8].startswith("FullKV()  ") and rows[9].split()[-1] in {"1", "never", *map(str, range(2, 100))}
     one = json.loads(run(capsys, *asked, "--policy", "snapkv", "--dtype", "bfloat16", "--json"))
     assert one["dtype"] == "bfloat16" and one["weights_bytes"] == 2 * 134515008
     whole = sum(one[f"{name}_bytes"] for name in ("started", "weights", "left", "cache", "activations", "programs"))
@@ -101,6 +144,9 @@ BAD = {
     "give a file that ends in .png, .svg, .pdf": ["--plot", "memory.gif"],
     "there is no folder": ["--plot", "/nowhere/memory.png"],
     "'0': give at least 1": ["--batch", "0"],
+    "give a number of tokens, such as 131072 or 128K": ["--context", "128KB"],
+    "price=-1": ["--price", "-1"],
+    "no evaluation lies there": ["--quality", "/nowhere"],
     "pip install --no-deps jax-cuda13-plugin==": ["--compile"],
 }
 

@@ -7,22 +7,25 @@ from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.cli.files import Target
 from jaxkv.cli.models import require_model
-from jaxkv.cli.numbers import argument, natural, positive
+from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture
+from jaxkv.planning.comparison import compared
 from jaxkv.planning.compiled import plugin
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.planner import known_model, planned, setting_of
-from jaxkv.planning.plans import MachinePlan, Plan, compared
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.planner import known_model, planned, require_price, setting_of
+from jaxkv.planning.plans import MachinePlan, Plan
+from jaxkv.planning.quality import qualities
+from jaxkv.planning.setting import Setting, tokens_of
 from jaxkv.policies import Method
 from jaxkv.policies.registry import policy_class
 
 NOTES = """\
 Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
 decode step compute with, for one GPU. --compile asks XLA's own compiler for GPUs that are not there, in some minutes.
-Tokens per second are estimates that no GPU has confirmed.
+Tokens per second and requests an hour are estimates that no GPU has confirmed; with --gpus cpu they follow from rates
+that are measured on this machine in some seconds.
 
 examples:
   does it fit, how much more would, and what would make it fit:
@@ -31,6 +34,10 @@ examples:
   several policies in one table, and a picture of memory against context:
     jaxkv plan --model llama-3.1-8b --gpus a100-80gb --context 32768 --batch 8 --budget 1024 \\
         --compare full,snapkv,adakv,omnikv --plot memory.svg
+
+  what requests cost, and what they are worth, by the evaluation in the folder found:
+    jaxkv plan --model llama-3.1-8b --gpus 2xh100 --context 32K --batch 8 --budget 1024 \\
+        --compare full,snapkv,adakv --price 2.5 --quality found
 """
 
 
@@ -41,20 +48,33 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
     known += ", a .gguf file or a hub id"
     add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
-    kinds = f"h100x8, say; kinds: {', '.join(gpus())}; or cpu, this machine's"
+    kinds = f"h100x8, 8xh100 or h100:8, say; kinds: {', '.join(gpus())}; or cpu, this machine's"
     add("--gpus", required=True, metavar="KINDxN", help=kinds)
     groups = "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
     add("--mesh", metavar="DxM", help=groups)
-    add("--context", type=count, required=True, metavar="N", help="tokens of each prompt")
+    add(
+        "--context",
+        type=argument(_tokens),
+        required=True,
+        metavar="N",
+        help="tokens of each prompt, such as 128K",
+    )
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
     add("--new", type=argument(natural), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
+    add("--price", type=argument(real), metavar="X", help="of a GPU for an hour: prices of requests and of tokens")
     add = parser.add_argument_group("output").add_argument
+    add("--quality", metavar="FOLDER", help="scores beside bytes: the --out of `jaxkv eval`, for the same policies")
     add("--compare", metavar="NAMES", help="policies, with commas between them: a table, a row each")
     add("--plot", metavar="FILE", help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])")
     add("--compile", action="store_true", help="ask XLA's compiler for these GPUs, too; minutes")
     add("--json", action="store_true", help="print JSON; of --compare a list")
     add_policy_options(parser)
+
+
+def _tokens(text: str) -> int:
+    """Number of tokens from 1 on, of 32 bits, parsed from text such as 131072 or 128K."""
+    return positive(text) if text.strip().isdigit() else positive(str(tokens_of(text, "--context")))
 
 
 def print_plan(options: argparse.Namespace) -> int:
@@ -94,13 +114,18 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
         )
         for each in policies
     ]
+    require_price(options.price)
     here = not isinstance(asked[0][0], Setting)
     for flag, given in (("--plot", options.plot), ("--compile", options.compile)):
         require(not (here and given), flag, given, "it is for GPUs: leave it out")
     if options.compile:
         plugin()
         to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
-    return [planned(each, notes, compile=options.compile) for each, notes in asked]
+    scores, more = qualities(options.quality, [each for each, _ in asked], policies)
+    return [
+        planned(each, notes + more, price=options.price, quality=score, compile=options.compile)
+        for (each, notes), score in zip(asked, scores, strict=True)
+    ]
 
 
 def _target(options: argparse.Namespace) -> Target | None:

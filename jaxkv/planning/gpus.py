@@ -11,7 +11,8 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv._values import is_whole
 
-_COUNTED = re.compile(r"(.+?)\s*x\s*([0-9]+)")
+_COUNTED = re.compile(r"(?P<kind>.+?)\s*[x:*]\s*(?P<count>[0-9]+)")
+_COUNTED_BEFORE = re.compile(r"(?P<count>[0-9]+)\s*(?:[x:*]\s*|\s)(?P<kind>.+)")
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {shared_core} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
@@ -106,22 +107,31 @@ def gpus() -> dict[str, GPU]:
 def gpu_named(name: str) -> GPU:
     """`GPU` of a name or alias in any case; ValueError with the nearest names if it is unknown."""
     known = {spelling: gpu for gpu in gpus().values() for spelling in (gpu.name, *gpu.aliases)}
-    spelled = name.strip().lower().replace("_", "-").replace(" ", "-")
+    spelled = _spelled(name)
     near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     require(spelled in known, "gpus", name, f"no such GPU; known ones: {', '.join(gpus())}{hint}")
     return known[spelled]
 
 
+def _spelled(name: str) -> str:
+    """Name of a GPU as the data sheets' file spells it: lower case, with hyphens."""
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
 def gpus_named(given: str) -> tuple[GPU, int]:
-    """(`GPU`, count) of a text such as `h100x8`, or of `h100` with count 1."""
+    """(`GPU`, count) of a text such as `h100x8`, `8xh100`, `h100:8` or `8 h100`; of `h100` alone with count 1."""
     if not isinstance(given, str):
         raise TypeError(f"gpus={given!r}: give a kind and how many, 'h100x8' say")
-    counted = _COUNTED.fullmatch(given.strip().lower())
+    text, known = given.strip().lower(), {each for gpu in gpus().values() for each in (gpu.name, *gpu.aliases)}
     # Names have letters and digits of their own: rtx4090.
-    if counted is None or given.strip().lower() in gpus():
+    read = [] if text in known else [each.fullmatch(text) for each in (_COUNTED, _COUNTED_BEFORE)]
+    found = [match for match in read if match is not None]
+    if not found:
         return gpu_named(given), 1
-    name, count = counted.groups()
-    remedy = f"give 1 or more of them, {name}x8 say; fewer than a million"
+    # Of two readings, as of 2x4090, the one whose kind is known.
+    match = next((each for each in found if _spelled(each["kind"]) in known), found[0])
+    kind, count = match["kind"], match["count"]
+    remedy = f"give 1 or more of them, {kind}x8 say; fewer than a million"
     require(0 < len(count) <= 6 and int(count) > 0, "gpus", given, remedy)
-    return gpu_named(name), int(count)
+    return gpu_named(kind), int(count)

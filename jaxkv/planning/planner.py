@@ -1,23 +1,29 @@
 """`plan`: whether a model, a policy and prompts fit on GPUs or here, the largest that would, and what would help."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxkv import memory
 from jaxkv._errors import require
+from jaxkv._values import as_real
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.catalog import Known, model_named
 from jaxkv.planning.compiled import compile_plan
 from jaxkv.planning.gpus import gpus_named
+from jaxkv.planning.host_speed import host_estimate
+from jaxkv.planning.outlook import Outlook, Payback, service_of
 from jaxkv.planning.plans import MachinePlan, Plan, Remedy, policy_name
-from jaxkv.planning.process import process_of
+from jaxkv.planning.process import host_weights, process_of
+from jaxkv.planning.quality import Quality, qualities
 from jaxkv.planning.search import largest, lengths_below
-from jaxkv.planning.setting import HostSetting, Request, Setting
-from jaxkv.planning.sizes import sizes_of
-from jaxkv.planning.speed import estimate
+from jaxkv.planning.setting import HostSetting, Request, Setting, tokens_of
+from jaxkv.planning.sizes import sizes_of, weights_of
+from jaxkv.planning.speed import Speed, estimate
+from jaxkv.policies.methods.full import FullKV
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import POLICIES, as_policy, policy_for
 from jaxkv.policies.wrapper import with_budget
@@ -40,39 +46,46 @@ class _Options(TypedDict, total=False):
     new: int
     policy: Method | type[Method] | str | None
     dtype: Any
+    price: int | float | None
+    quality: str | os.PathLike[str] | None
     compile: bool
 
 
 @overload
 def plan(  # type: ignore[overload-overlap]
-    model: Model, *, gpus: Literal["cpu"], context: int, **options: Unpack[_Options]
+    model: Model, *, gpus: Literal["cpu"], context: int | str, **options: Unpack[_Options]
 ) -> MachinePlan: ...
 @overload
-def plan(model: Model, *, gpus: str = "h100x8", context: int, **options: Unpack[_Options]) -> Plan: ...
+def plan(model: Model, *, gpus: str = "h100x8", context: int | str, **options: Unpack[_Options]) -> Plan: ...
 def plan(
     model: Model,
     *,
     gpus: str = "h100x8",
     mesh: str | tuple[int, int] | None = None,
-    context: int,
+    context: int | str,
     batch: int = 1,
     new: int = 256,
     policy: Method | type[Method] | str | None = None,
     dtype: Any = None,
+    price: int | float | None = None,
+    quality: str | os.PathLike[str] | None = None,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plans the memory of a model, a policy and prompts by arithmetic, on GPUs that need not be there or on this CPU.
+    """Plans memory and speed of a model, a policy and prompts by arithmetic, on GPUs that need not be there or here.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
             config alone is read; or a config, or a model.
-        gpus: their kind and how many, `h100x8` say; `cpu` for a process on this machine.
+        gpus: their kind and how many, `h100x8`, `8xh100` or `h100:8`; `cpu` for a process on this machine, whose speed
+            is measured for about two seconds.
         mesh: data-parallel groups of GPUs, and GPUs of a group: `2x4` or `(2, 4)`; by default one group of all.
-        context: tokens of each prompt.
+        context: tokens of each prompt: a number, or a text such as `128K`, where K is 1024.
         batch: number of prompts.
         new: tokens to draw after each prompt.
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
+        price: of one GPU, or of this machine, for an hour, in any currency; None leaves prices out.
+        quality: folder of an evaluation (`jaxkv eval`, `jaxkv.evaluate`) that has a score of this policy.
         compile: ask XLA's compiler, too; it must be installed, the GPUs need not be there.
 
     Returns:
@@ -87,7 +100,16 @@ def plan(
     known = known_model(model)
     setting, notes = setting_of(known, gpus, mesh, policy=policy, context=context, batch=batch, new=new, dtype=dtype)
     require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs: leave it out")
-    return planned(setting, notes, compile=compile)
+    require_price(price)
+    scores, more = qualities(quality, [setting], [as_policy(policy)])
+    return planned(setting, notes + more, price=price, quality=scores[0], compile=compile)
+
+
+def require_price(price: Any) -> None:
+    """Refuses a price of an hour that is no positive number; None is no price."""
+    value = as_real(price)
+    sound = price is None or (value is not None and math.isfinite(value) and value > 0)
+    require(sound, "price", price, "give the price of a GPU for an hour, 2.5 say")
 
 
 def known_model(given: Any) -> Known:
@@ -109,7 +131,7 @@ def setting_of(
     mesh: str | tuple[int, int] | None,
     *,
     policy: Any,
-    context: int,
+    context: int | str,
     batch: int,
     new: int,
     dtype: Any,
@@ -124,8 +146,9 @@ def setting_of(
     given = policy_for(given, known.config, filters)
     if dtype is None:
         dtype = "float32" if here else "bfloat16"
+    length: int = tokens_of(context)
     request = Request(
-        model=known.name, config=known.config, policy=given, context=context, batch=batch, new=new, dtype=dtype
+        model=known.name, config=known.config, policy=given, context=length, batch=batch, new=new, dtype=dtype
     )
     fields = vars(request)
     setting: Setting | HostSetting
@@ -151,15 +174,26 @@ def _groups(mesh: Any, count: int) -> int:
 
 
 def planned(
-    setting: Setting | HostSetting, notes: tuple[str, ...] = (), *, compile: bool = False
+    setting: Setting | HostSetting,
+    notes: tuple[str, ...] = (),
+    *,
+    price: int | float | None = None,
+    quality: Quality | None = None,
+    compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plan of a setting: bytes, largest batch and context, remedies; with `compile` also XLA's own figures."""
+    """Plan of a setting: bytes, largest batch and context, remedies, speed; with `compile` also XLA's own figures.
+
+    `price` is of one device for an hour.
+    """
+    most = largest_batch(setting)
+    outlook = outlook_of(setting, most, price=price, quality=quality)
     if isinstance(setting, HostSetting):
         return MachinePlan(
             setting=setting,
             process=process_of(setting),
-            largest_batch=largest_batch(setting),
+            largest_batch=most,
             largest_context=largest_context(setting),
+            outlook=outlook,
             notes=notes,
         )
     sizes = sizes_of(setting)
@@ -169,13 +203,49 @@ def planned(
     return Plan(
         setting=setting,
         sizes=sizes,
-        largest_batch=largest_batch(setting),
+        largest_batch=most,
         largest_context=largest_context(setting),
         remedies=() if enough else tuple(_remedies(setting)),
-        speed=estimate(setting, sizes.weights),
+        outlook=outlook,
         notes=notes,
         compiled=compile_plan(setting) if compile else None,
     )
+
+
+def outlook_of(
+    setting: Setting | HostSetting, most: int, *, price: int | float | None = None, quality: Quality | None = None
+) -> Outlook:
+    """`Outlook` of a setting and of its largest batch `most`; no speed where nothing fits or rows are offloaded."""
+    count = setting.gpus if isinstance(setting, Setting) else 1
+    hourly, fitting = None if price is None else price * count, fits(setting)
+    here = isinstance(setting, HostSetting)
+    # A machine that does not say what is free has no largest batch.
+    known = not here or setting.memory is not None
+    batches = [setting.batch if fitting else 0, most if most and known and most != setting.batch else 0]
+    speeds = [speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches]
+    asked, largest = (
+        None if speed is None else service_of(speed, batch, setting.new, hourly)
+        for speed, batch in zip(speeds, batches, strict=True)
+    )
+    silent = ""
+    if speeds[0] is None:
+        silent = "rows come from host memory, which is another machine's part" if fitting else "it does not fit"
+    payback = None
+    if speeds[0] is not None and setting.policy.parts() != FullKV().parts():
+        whole = dataclasses.replace(setting, policy=FullKV())
+        full = speed_of(whole) if fits(whole) else None
+        payback = Payback(extra=None, saved=None)
+        if full is not None:
+            saved = setting.new * (full.step - speeds[0].step)
+            payback = Payback(extra=speeds[0].prefill - full.prefill, saved=saved)
+    return Outlook(speed=speeds[0], asked=asked, most=largest, payback=payback, quality=quality, silent=silent)
+
+
+def speed_of(setting: Setting | HostSetting) -> Speed | None:
+    """Estimated `Speed` of a setting, on GPUs by data sheets and here by measured rates; None if rows are offloaded."""
+    if isinstance(setting, HostSetting):
+        return host_estimate(setting, host_weights(setting))
+    return estimate(setting, weights_of(setting.config, setting.dtype, setting.mesh))
 
 
 def fits(setting: Setting | HostSetting) -> bool:

@@ -6,14 +6,12 @@ from typing import Any
 
 from jaxkv._values import brief
 from jaxkv.planning.compiled import CompiledPlan
+from jaxkv.planning.outlook import Outlook
 from jaxkv.planning.process import Process
 from jaxkv.planning.setting import HostSetting, Request, Setting
-from jaxkv.planning.sizes import Sizes
+from jaxkv.planning.sizes import CacheParts, Sizes
 from jaxkv.planning.speed import Speed
 from jaxkv.policies.policy import Method
-
-_HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "estimated tokens/s")
-_MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
 
 
 def gigabytes(size: int) -> str:
@@ -42,12 +40,12 @@ def title(setting: Setting) -> str:
     return f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
 
 
-def _machine_title(setting: HostSetting) -> str:
+def machine_title(setting: HostSetting) -> str:
     """One line of text: model name and dtype, in a process on this machine's CPU."""
     return f"{setting.model}, {setting.dtype}, in a process on this machine's CPU"
 
 
-def _prompts(request: Request) -> str:
+def prompts(request: Request) -> str:
     """Text such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
     return f"{_count_of_prompts(request)} of {request.context:,} tokens, {request.new:,} new tokens each"
 
@@ -76,7 +74,7 @@ class Plan:
         largest_batch: largest number of prompts of this length that fit; 0 where none does.
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
         remedies: changed settings that fit, if this one does not.
-        speed: an estimate that no GPU has confirmed; None where rows come from host memory.
+        outlook: speed and requests an hour, estimates that no GPU has confirmed; when compression pays; quality.
         notes: assumptions.
         compiled: figures of XLA's compiler; None without `compile`.
     """
@@ -86,9 +84,14 @@ class Plan:
     largest_batch: int
     largest_context: int
     remedies: tuple[Remedy, ...] = ()
-    speed: Speed | None = None
+    outlook: Outlook = Outlook()
     notes: tuple[str, ...] = ()
     compiled: CompiledPlan | None = None
+
+    @property
+    def speed(self) -> Speed | None:
+        """Estimated speed; None if the plan does not fit, or if rows come from host memory."""
+        return self.outlook.speed
 
     @property
     def weights(self) -> int:
@@ -127,7 +130,9 @@ class Plan:
         facts = [
             ("weights", sizes.weights, ""),
             ("cache", sizes.grown, rows),
+            *_parts(sizes.parts),
             ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a decode step"),
+            *_waiting(sizes.waiting),
             ("peak of prefill", sizes.prefill_peak, f"{sizes.prefill_peak / setting.memory:.0%} of {memory}"),
             ("peak of decode", sizes.decode_peak, f"{sizes.decode_peak / setting.memory:.0%} of {memory}"),
         ]
@@ -140,12 +145,8 @@ class Plan:
         if not self.fits and not self.remedies:
             tried = "a smaller budget, another policy, up to 16 times the GPUs"
             lines.append(f"  nothing that was tried would fit: {tried}")
-        if self.speed is None:
-            lines.append("No estimate of speed: rows come from host memory, which is another machine's part.")
-        else:
-            step = f"{self.speed.tokens:,.0f} tokens/s ({self.speed.step * 1e3:.1f} ms a step)"
-            lines.append(f"Estimated, never measured on a GPU: {step}, prefill {self.speed.prefill:,.1f} s.")
-        lines += [*_notes([self]), *([""] if self.compiled is not None else []), *self._compiled_lines()]
+        lines += self.outlook.lines("Estimated, never measured on a GPU")
+        lines += [*notes([self]), *([""] if self.compiled is not None else []), *self.compiled_lines()]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -164,7 +165,7 @@ class Plan:
         when = "prefill" if self.prefill_peak >= self.decode_peak else "decode"
         return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each GPU"
 
-    def _compiled_lines(self) -> list[str]:
+    def compiled_lines(self) -> list[str]:
         """Text lines with XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
         compiled, weights = self.compiled, self.sizes.weights
         if compiled is None:
@@ -206,7 +207,9 @@ class Plan:
             "largest_batch": self.largest_batch,
             "largest_context": self.largest_context,
             "would_fit": [{"change": each.about, "peak_bytes": each.peak} for each in self.remedies],
-            "estimated": None if self.speed is None else dataclasses.asdict(self.speed),
+            "cache_parts_bytes": dataclasses.asdict(sizes.parts),
+            "waiting_rows_bytes": sizes.waiting,
+            **self.outlook.as_dict(),
             "notes": list(self.notes),
         }
         if self.compiled is not None:
@@ -224,6 +227,7 @@ class MachinePlan:
         process: the process' bytes by part.
         largest_batch: largest number of prompts of this length that fit; 0 where none does.
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
+        outlook: speed and requests an hour by rates measured here; when compression pays; quality.
         notes: assumptions.
     """
 
@@ -231,7 +235,13 @@ class MachinePlan:
     process: Process
     largest_batch: int
     largest_context: int
+    outlook: Outlook = Outlook()
     notes: tuple[str, ...] = ()
+
+    @property
+    def speed(self) -> Speed | None:
+        """Estimated speed; None if the plan does not fit, or if rows come from host memory."""
+        return self.outlook.speed
 
     @property
     def free(self) -> int | None:
@@ -250,6 +260,7 @@ class MachinePlan:
             ("Python and JAX", made.started + made.left, "with the tokenizer, and what loading leaves"),
             ("weights", made.weights, f"{gigabytes(made.loading)} on top while they are loaded"),
             ("cache", made.cache, ""),
+            *_parts(made.parts),
             ("activations", made.activations, "of prefill"),
             ("programs", made.programs, f"{gigabytes(made.compiling)} on top in a first run, which compiles them"),
         ]
@@ -259,8 +270,9 @@ class MachinePlan:
         verdict = "Nothing says how much memory this machine has free."
         if free is not None:
             verdict = f"It {'fits' if self.fits else 'does NOT fit'}: {gigabytes(free)} are free now."
-        head = _head(_machine_title(self.setting), self, facts)
-        return "\n".join([*head, verdict, _largest(self), *_notes([self])])
+        head = _head(machine_title(self.setting), self, facts)
+        lines = [*head, verdict, _largest(self), *self.outlook.lines("Estimated from rates measured here")]
+        return "\n".join([*lines, *notes([self])])
 
     def __repr__(self) -> str:
         """One line of text: model, policy and peak memory."""
@@ -277,22 +289,39 @@ class MachinePlan:
             **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "dtype")},
             "policy": policy_name(setting.policy),
             "gpu": "cpu",
-            **{f"{name}_bytes": size for name, size in dataclasses.asdict(made).items()},
+            **{f"{name}_bytes": size for name, size in dataclasses.asdict(made).items() if name != "parts"},
+            "cache_parts_bytes": dataclasses.asdict(made.parts),
             "peak_bytes": made.peak,
             "first_peak_bytes": made.first_peak,
             "free_bytes": setting.memory,
             "fits": self.fits,
             "largest_batch": self.largest_batch,
             "largest_context": self.largest_context,
+            **self.outlook.as_dict(),
             "notes": list(self.notes),
         }
+
+
+def _parts(parts: CacheParts) -> list[tuple[str, int, str]]:
+    """Facts of a cache that takes more than its budget's rows: (name, bytes, remark) of each further part."""
+    return [("  of it", size, f"for {name}") for name, size in _named(parts)]
+
+
+def _named(parts: CacheParts) -> list[tuple[str, int]]:
+    """(what for, bytes) of the parts of a cache beside its budget's rows, in words."""
+    return [("new tokens' room" if name == "room" else name, size) for name, size in parts.beyond]
+
+
+def _waiting(size: int) -> list[tuple[str, int, str]]:
+    """Fact of prefill's uncompressed rows of all layers, where it holds these; empty if `size` is 0."""
+    return [("  of them", size, "uncompressed rows of all layers, until the last one is scored")] if size else []
 
 
 def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, str]]) -> list[str]:
     """Text lines that begin a report: `first`, policy and prompts, then one per (name, bytes, remark) in `facts`."""
     sizes = [gigabytes(size) for _, size, _ in facts]
     width = max(map(len, sizes))
-    lines = [first, f"{policy_name(plan.setting.policy)}: {_prompts(plan.setting)}", ""]
+    lines = [first, f"{policy_name(plan.setting.policy)}: {prompts(plan.setting)}", ""]
     for (name, _, remark), size in zip(facts, sizes, strict=True):
         lines.append(f"  {name:<16} {size:>{width}}  {remark}".rstrip())
     return [*lines, ""]
@@ -301,45 +330,10 @@ def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, 
 def _largest(plan: Plan | MachinePlan, limit: str = "") -> str:
     """Sentence as text with a plan's largest batch and longest context."""
     batch, context = (f"{each:,}" if each else "none" for each in (plan.largest_batch, plan.largest_context))
-    prompts = _count_of_prompts(plan.setting)
-    return f"Largest batch of such prompts: {batch}. Longest context of {prompts}: {context}{limit}."
+    several = _count_of_prompts(plan.setting)
+    return f"Largest batch of such prompts: {batch}. Longest context of {several}: {context}{limit}."
 
 
-def _notes(plans: Iterable[Plan | MachinePlan]) -> list[str]:
+def notes(plans: Iterable[Plan | MachinePlan]) -> list[str]:
     """Text lines `Note: ...` of all plans' notes, each note once."""
     return [f"Note: {note}." for note in dict.fromkeys(note for each in plans for note in each.notes)]
-
-
-def compared(plans: Sequence[Plan | MachinePlan]) -> str:
-    """Text table of plans that differ in the policy, one line each; bytes are those of a GPU or of the process."""
-    first = plans[0]
-    rows, compiled = list[tuple[str, ...]](), list[str]()
-    for plan in plans:
-        name, fits = policy_name(plan.setting.policy), "yes" if plan.fits else "NO"
-        most = (f"{plan.largest_batch:,}", f"{plan.largest_context:,}")
-        if isinstance(plan, MachinePlan):
-            sizes = (plan.process.cache, plan.process.peak, plan.process.first_peak)
-            rows.append((name, *map(gigabytes, sizes), fits, *most))
-            continue
-        speed = "-" if plan.speed is None else f"{plan.speed.tokens:,.0f}"
-        rows.append((name, gigabytes(plan.cache), gigabytes(plan.sizes.peak), fits, *most, speed))
-        if plan.compiled is not None:
-            compiled += ["", name, *plan._compiled_lines()]
-    if isinstance(first, MachinePlan):
-        lines = [_machine_title(first.setting), _prompts(first.setting), "", *_aligned([_MACHINE_HEAD, *rows])]
-    else:
-        memory = gigabytes(first.setting.memory)
-        lines = [title(first.setting), f"{_prompts(first.setting)}; sizes are those of a GPU with {memory}", ""]
-        lines += [*_aligned([_HEAD, *rows]), *compiled]
-        lines += ["", "Speeds are estimates: nothing has run on a GPU."]
-    return "\n".join([*lines, *_notes(plans)])
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a text table: the first column aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines

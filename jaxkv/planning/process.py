@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.setting import Request
-from jaxkv.planning.sizes import parameters_of
+from jaxkv.planning.sizes import CacheParts, cache_parts, parameters_of
 
 # Resident bytes of fresh processes on Linux with JAX 0.10.2, measured by `benchmarks/plan_memory.py`. Constants, not a
 # reading of this process, which may hold anything: a notebook's arrays, other programs.
@@ -42,6 +42,7 @@ class Process:
         programs: compiled programs, read from the compilation cache.
         compiling: on top of that in a first run, which compiles them.
         waiting: rows offloaded to host memory, which is this machine's.
+        parts: what the cache is made of.
     """
 
     started: int
@@ -53,6 +54,7 @@ class Process:
     programs: int
     compiling: int
     waiting: int
+    parts: CacheParts
 
     @property
     def peak(self) -> int:
@@ -66,6 +68,12 @@ class Process:
         return self.peak + self.compiling
 
 
+def host_weights(request: Request) -> int:
+    """Bytes of a request's parameters in one process."""
+    parameters = parameters_of(request.config)
+    return jnp.dtype(request.dtype).itemsize * sum(each.copies * math.prod(each.shape) for each in parameters)
+
+
 def process_of(request: Request) -> Process:
     """Estimated memory of a CPU process for a request, by part; ValueError if the policy's budget cannot be kept."""
     config, policy, dtype = request.config, request.policy, request.dtype
@@ -77,7 +85,7 @@ def process_of(request: Request) -> Process:
     largest = max(math.prod(each.shape) for each in parameters)
     return Process(
         started=STARTED + TOKENIZER,
-        weights=item * sum(each.copies * math.prod(each.shape) for each in parameters),
+        weights=host_weights(request),
         # The largest tensor once in float32, as it is read, and once in the dtype in which it is kept.
         loading=(4 + item) * largest,
         left=LEFT,
@@ -86,4 +94,5 @@ def process_of(request: Request) -> Process:
         programs=config.layers * ((_DROP if evicts else _APPEND) + (_NARROW if item < 4 else 0)),
         compiling=config.layers * (_COMPILE_DROP if evicts else _COMPILE_APPEND),
         waiting=planned.host_bytes,
+        parts=cache_parts(request, planned),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,23 @@ from jaxkv.policies.policy import Method
 from jaxkv.sharding.parameters import abstract_mesh
 
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+_TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km])?", re.IGNORECASE)
+_MANY = {"k": 1 << 10, "m": 1 << 20}
+
+
+def tokens_of(given: Any, name: str = "context") -> Any:
+    """Number of tokens of a text such as `131072`, `131_072`, `128K` (times 1024) or `1M`; other values unchanged."""
+    if not isinstance(given, str):
+        return given
+    read = _TOKENS.fullmatch(given.strip().replace("_", "").replace(",", "")) if len(given) < 20 else None
+    remedy = "give a number of tokens, such as 131072 or 128K (K is 1024)"
+    require(read is not None, name, given, remedy)
+    assert read is not None
+    count = float(read[1]) * _MANY.get((read[2] or "").lower(), 1)
+    require(count == int(count), name, given, remedy)
+    return int(count)
 
 
 def _dtype_name(given: Any) -> str | None:
@@ -53,13 +71,25 @@ class Request:
         require(self.context <= limit, "context", self.context, remedy)
 
     @property
+    def local(self) -> ModelConfig:
+        """`ModelConfig` of the part of the model that one device holds: here all of it."""
+        return self.config
+
+    @property
+    def sequences(self) -> int:
+        """Number of prompts that one device computes: here all of them."""
+        return self.batch
+
+    @property
     def beyond(self) -> str | None:
         """Text that warns that some new tokens exceed the model's positions; None if all fit."""
         limit = self.config.max_positions
         if self.context + self.new <= limit or self.policy.parts().rolling:
             return None
-        left = limit - self.context
-        return f"the model was made for {limit:,} positions: of {self.new:,} new tokens, {left:,} have one"
+        left, most = limit - self.context, limit - self.new
+        remedy = f"all have one behind a context of at most {most:,}"
+        remedy = remedy if most > 0 else f"no context leaves room for more than {limit - 1:,}"
+        return f"the model was made for {limit:,} positions: {left:,} of {self.new:,} new tokens have one; {remedy}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

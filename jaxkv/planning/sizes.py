@@ -15,10 +15,37 @@ from jaxkv.attention import Implementation
 from jaxkv.engine.growth import MOST_AHEAD, first_room
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
+from jaxkv.engine.prefill_bytes import row_bytes
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Request, Setting
 from jaxkv.sharding.parameters import spec_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheParts:
+    """Bytes of the cache by what they are for: the budget's `rows`, `room`, `spare` rows, and the policy's `state`.
+
+    Attributes:
+        rows: rows that the budget keeps: keys, values, positions, and scores of policies that score while decoding.
+        room: free rows behind them, for new tokens.
+        spare: rows of the pools that no promised row fills.
+        why: what the spare rows are for, as text; empty if there are none.
+        state: tables of segments, remembered queries, and other arrays beside the pools.
+    """
+
+    rows: int
+    room: int
+    spare: int
+    why: str
+    state: int
+
+    @property
+    def beyond(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of the parts beside the budget's rows that take a hundredth of the cache or more."""
+        total = self.rows + self.room + self.spare + self.state
+        named = (("room", self.room), (self.why, self.spare), ("tables and state", self.state))
+        return tuple((name, size) for name, size in named if size >= total / 100 and size > 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +61,8 @@ class Sizes:
         host: rows offloaded to host memory.
         kept: rows per kv head kept of each prompt, averaged over layers (no bytes).
         full: the uncompressed cache.
+        parts: what the cache is made of at the end of the answer.
+        waiting: uncompressed rows of all layers that prefill holds until the last one; 0 where it holds a few layers'.
     """
 
     weights: int
@@ -44,6 +73,8 @@ class Sizes:
     host: int
     kept: float
     full: int
+    parts: CacheParts
+    waiting: int = 0
 
     @property
     def prefill_peak(self) -> int:
@@ -66,21 +97,49 @@ def sizes_of(setting: Setting) -> Sizes:
     parts, config = setting.policy.parts(), setting.config
     room = first_room(parts, config.layers, np.array([setting.context]), setting.new) if setting.new else 0
     planned = prefill_of(setting, room)
-    grown = planned.cache_bytes
+    last = planned
     if setting.new > MOST_AHEAD and parts.ongoing is None:
-        grown = prefill_of(setting, bucket(setting.new)).cache_bytes
+        last = prefill_of(setting, bucket(setting.new))
+    holds_all = parts.layers.from_scores or parts.needs.replay is not None
+    activations = planned.peak_bytes - planned.cache_bytes
     kept = planned.budget.mean() if planned.rows is None else planned.rows.mean()
     if parts.read is not None and parts.scorer is None:
         kept = float(setting.context)
     return Sizes(
         weights=weights_of(config, setting.dtype, setting.mesh),
         cache=planned.cache_bytes,
-        grown=grown,
-        prefill=planned.peak_bytes - planned.cache_bytes,
+        grown=last.cache_bytes,
+        prefill=activations,
         decode=_decode(setting, planned),
         host=planned.host_bytes,
         kept=float(kept),
         full=planned.full_bytes,
+        parts=cache_parts(setting, last, setting.mesh.shape["kv"]),
+        # A budget over all layers may do with a buffer instead.
+        waiting=planned.full_bytes if holds_all and activations >= planned.full_bytes else 0,
+    )
+
+
+def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CacheParts:
+    """`CacheParts` of a prefill's plan, on one of `kv` devices that share a prompt's kv heads."""
+    config, parts = request.config, request.policy.parts()
+    row = row_bytes(config, parts, jnp.dtype(request.dtype).itemsize)
+    pools = row * request.sequences * sum(planned.pool_rows(config.kv_heads, kv))
+    room = row * request.sequences * request.local.kv_heads * sum(planned.room)
+    spare, reasons = planned.slack_bytes, list[str]()
+    if spare:
+        if planned.share > 1 and kv > 1:
+            reasons.append(f"capacity ({planned.share:g} times a device's even share)")
+        if planned.layout.one_pool:
+            reasons.append("a pool that layers share")
+        if request.context < planned.slots and not isinstance(parts.budget, int):
+            reasons.append(f"prompts of up to {planned.slots:,} tokens")
+    return CacheParts(
+        rows=pools - room - spare,
+        room=room,
+        spare=spare,
+        why=(", ".join(reasons) or "spare rows") if spare else "",
+        state=planned.cache_bytes - pools,
     )
 
 

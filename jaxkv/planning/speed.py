@@ -7,14 +7,13 @@ reads compiled programs, with results in `benchmarks/results/gpu_model.md`; a te
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.engine.lengths import bucket
-from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.setting import Setting
-from jaxkv.policies.reading import WHOLE
+from jaxkv.planning.work import prefill_work, rows_read, step_scores, weights_read
 
 _MICRO = 1e-6
 # Share of the data sheet's bandwidth that copies of hundreds of MiB reach on Hopper.
@@ -23,6 +22,11 @@ COPY = 0.9
 PRODUCTS = 0.6
 # Likewise for attention in prefill: well-tuned Triton kernels reach 35% on Hopper.
 ATTENTION = 0.35
+# The constants above in words, for plans to print.
+ASSUMED = (
+    f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
+    f"decode's reads at {COPY:.0%} of its bandwidth: benchmarks/results/gpu_model.md, measured on no GPU"
+)
 # Seconds from the end of a CUDA graph node to the start of its successor, by published microbenchmarks of Hopper.
 LAUNCH = 1.3 * _MICRO
 # Seconds of a kernel of a few CTAs: one or two round trips to memory.
@@ -66,7 +70,9 @@ class Speed:
     """Estimated seconds of a decode step, in total (`step`) and by part, seconds of `prefill`, and tokens/s (`tokens`).
 
     `weights` is reading weights, or multiplying by them where that takes longer; `rows` is reading keys and values;
-    `launches` includes small kernels; `sent` is all-reduces. `tokens` is tokens/s of all sequences.
+    `launches` includes small kernels; `sent` is all-reduces; `scores` is scoring the cache again every few tokens.
+    `tokens` is tokens/s of all sequences. `rates` are the FLOP/s and bytes/s that were divided by, and `assumed` says
+    where they come from.
     """
 
     step: float
@@ -76,6 +82,9 @@ class Speed:
     rows: float
     launches: float
     sent: float
+    scores: float
+    rates: Mapping[str, float]
+    assumed: str
 
 
 def estimate(setting: Setting, weights: int) -> Speed | None:
@@ -85,10 +94,10 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     if reading is not None and reading.offloaded:
         return None
     copy, item, layers = COPY * gpu.bandwidth, jnp.dtype(setting.dtype).itemsize, setting.config.layers
-    read, used = _weights(setting, weights, item)
+    read, used = weights_read(setting, weights)
     flops = _products(setting) * PRODUCTS
     product = max(read / copy, 2 * used / item * setting.sequences / flops)
-    held, filters = _rows(setting)
+    held, filters = rows_read(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
     rows = 2 * row * float(held.sum())
     if filters:
@@ -103,15 +112,23 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     launches = launched * LAUNCH + small * SMALL + layers * (PASS + MERGE)
     # Two all-reduces of float32 hidden states per layer and one for the embedding.
     sent = (2 * layers + 1) * all_reduce(setting, 4 * setting.sequences * setting.config.embed, FLAGS)
-    step = product + rows / copy + launches + sent
+    scores = step_scores(setting) / (ATTENTION * _products(setting))
+    step = product + rows / copy + launches + sent + scores
     return Speed(
         step=step,
         tokens=setting.batch / step,
-        prefill=_prefill(setting, weights, item),
+        prefill=_prefill(setting, weights),
         weights=product,
         rows=rows / copy,
         launches=launches,
         sent=sent,
+        scores=scores,
+        assumed=ASSUMED,
+        rates={
+            "prefill_products_flops": PRODUCTS * _products(setting),
+            "prefill_attention_flops": ATTENTION * _products(setting),
+            "decode_bytes_per_second": copy,
+        },
     )
 
 
@@ -137,53 +154,14 @@ def _launches(setting: Setting) -> Launches:
     return EVICTS if parts.ongoing.merge is None else MERGES
 
 
-def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows per kv head `[L]` that a decode step reads in the middle of the answer; indices of filter layers."""
-    parts, layers, behind = setting.policy.parts(), setting.config.layers, setting.new // 2
-    planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
-    # Budgets over layers that depend on the prompt are taken as uniform.
-    kept = np.full(layers, float(planned.budget.mean())) if planned.rows is None else planned.rows.mean(axis=1)
-    reading = parts.reading(layers, planned.slots)
-    if reading is not None:
-        whole = np.asarray([source == WHOLE for source in reading.sources])
-        if reading.page is not None:
-            # The bounds of a page are read like one row: a minimum and a maximum, in place of a key and a value.
-            held = kept + behind
-            return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
-        return np.where(whole, kept, np.minimum(reading.width, kept)) + behind, tuple(reading.filters)
-    grows = parts.ongoing is None or not parts.evicts
-    period = parts.every or 2 * behind
-    # Recompressed caches hold half a period of new rows on average; evicting ones hold none once full.
-    return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
-
-
-def _weights(setting: Setting, weights: int, item: int) -> tuple[float, float]:
-    """Bytes of the parameters that a decode step reads, and of those that each token is multiplied by."""
-    local, experts = setting.local, setting.config.experts
-    # An embedding table that is not the head, too, is read one row per token.
-    held = float(weights - (0 if local.tied else local.vocab * local.embed * item))
-    if experts is None:
-        return held, held
-    each = 3 * local.embed * local.hidden * local.layers * item
-    others = held - experts.count * each
-    # Tokens are taken to choose different experts until all are chosen.
-    return others + min(experts.count, experts.chosen * setting.sequences) * each, others + experts.chosen * each
-
-
 def _products(setting: Setting) -> float:
     """FLOP/s of the GPU's data sheet for the setting's dtype; float32 runs as TF32, at half the speed of 16 bits."""
     return setting.gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
 
 
-def _prefill(setting: Setting, weights: int, item: int) -> float:
-    """Seconds to prefill one group's prompts: matrix products, causal attention, all-reduces."""
-    local, tokens, flops = setting.local, setting.sequences * setting.context, _products(setting)
-    # Only the last tokens are multiplied by the head.
-    used = _weights(setting, weights, item)[1] / item - local.vocab * local.embed
-    products = 2 * used * tokens / (PRODUCTS * flops)
-    # 4 FLOP per query, key and channel, and half of the pairs; half as much again where all queries score keys.
-    passes = 1.5 if setting.policy.parts().needs.sums else 1.0
-    pairs = setting.sequences * setting.context**2 / 2
-    attention = passes * 4 * pairs * local.layers * local.heads * local.head_dim / (ATTENTION * flops)
-    sent = 2 * local.layers * all_reduce(setting, 4 * tokens * local.embed) if setting.split > 1 else 0.0
-    return products + attention + sent
+def _prefill(setting: Setting, weights: int) -> float:
+    """Seconds to prefill one group's prompts: matrix products, attention and scores, all-reduces."""
+    work, flops = prefill_work(setting, weights), _products(setting)
+    hidden = 4 * setting.sequences * setting.context * setting.local.embed
+    sent = 2 * setting.local.layers * all_reduce(setting, hidden)
+    return work.products / (PRODUCTS * flops) + (work.attention + work.scores) / (ATTENTION * flops) + sent

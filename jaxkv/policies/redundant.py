@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv._checks import field, real
 from jaxkv.policies.attended import WindowScorer
-from jaxkv.policies.scorer import GroupReduce, Observed
+from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
 from jaxkv.sharding.collectives import most_of_devices
 
 # Cosines that are in memory at a time: 16 MiB in float32.
@@ -42,6 +42,8 @@ class Redundancy(WindowScorer):
     """
 
     group: ClassVar[GroupReduce] = GroupReduce.MAX
+    # Plans count the cosines.
+    compares_keys: ClassVar[bool] = True
 
     window: int = 8
     mix_lambda: float = 0.1
@@ -73,6 +75,11 @@ class Redundancy(WindowScorer):
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: the observations, of which attention has been pooled already."""
         return observed
+
+
+def compares_keys(scorer: Scorer | None) -> bool:
+    """True if a scorer compares each key with all others; False if not, and without the property or a scorer."""
+    return getattr(scorer, "compares_keys", False)
 
 
 def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:

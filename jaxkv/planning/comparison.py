@@ -1,0 +1,92 @@
+"""Table of plans that differ in the policy: memory, and below it seconds of requests, prices and quality."""
+
+from collections.abc import Sequence
+
+from jaxkv.planning.outlook import Outlook, amount
+from jaxkv.planning.plans import MachinePlan, Plan, gigabytes, machine_title, notes, policy_name, prompts, title
+from jaxkv.planning.sizes import CacheParts
+
+_HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "beyond the budget's rows")
+_MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
+_TIME_HEAD = ("policy", "tokens/s", "s a request", "requests/h")
+_MOST_HEAD = ("of largest batch", "its tokens/h", "pays from answer")
+
+
+def compared(plans: Sequence[Plan | MachinePlan]) -> str:
+    """Text tables of plans that differ in the policy, one line each; bytes are those of a GPU or of the process."""
+    first = plans[0]
+    rows, compiled = list[tuple[str, ...]](), list[str]()
+    for plan in plans:
+        name, fits = policy_name(plan.setting.policy), "yes" if plan.fits else "NO"
+        most = (f"{plan.largest_batch:,}", f"{plan.largest_context:,}")
+        if isinstance(plan, MachinePlan):
+            sizes = (plan.process.cache, plan.process.peak, plan.process.first_peak)
+            rows.append((name, *map(gigabytes, sizes), fits, *most))
+            continue
+        more = _beyond(plan.sizes.parts, plan.sizes.waiting)
+        rows.append((name, gigabytes(plan.cache), gigabytes(plan.sizes.peak), fits, *most, more))
+        if plan.compiled is not None:
+            compiled += ["", name, *plan.compiled_lines()]
+    if isinstance(first, MachinePlan):
+        lines = [machine_title(first.setting), prompts(first.setting), "", *_aligned([_MACHINE_HEAD, *rows])]
+        said = "Speeds are estimates from rates measured on this machine just now."
+    else:
+        memory = gigabytes(first.setting.memory)
+        lines = [title(first.setting), f"{prompts(first.setting)}; sizes are those of a GPU with {memory}", ""]
+        lines += [*_aligned([_HEAD, *rows]), *compiled]
+        said = "Speeds are estimates: nothing has run on a GPU."
+    lines += ["", *_times(plans), "", said]
+    assumed = next((plan.speed.assumed for plan in plans if plan.speed is not None), None)
+    lines += [f"Assumed: {assumed}."] if assumed else []
+    return "\n".join([*lines, *notes(plans)])
+
+
+def _beyond(parts: CacheParts, waiting: int) -> str:
+    """Text with the bytes of a cache beside its budget's rows, and of rows that prefill holds; a dash for none."""
+    named = [f"{gigabytes(size)} {name}" for name, size in parts.beyond]
+    named += [f"{gigabytes(waiting)} all layers' rows in prefill"] if waiting else []
+    return "; ".join(named) or "-"
+
+
+def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
+    """Lines of the table of seconds, requests an hour, prices and quality; a dash for each figure that is not there."""
+    outlooks = [plan.outlook for plan in plans]
+    priced = any(each.best is not None and each.best.price is not None for each in outlooks)
+    scored = next((each.quality for each in outlooks if each.quality is not None), None)
+    head = [*_TIME_HEAD, *_MOST_HEAD, *(["price of 1,000", "of 1M tokens"] if priced else [])]
+    if scored is not None:
+        head.append(f"score, {scored.unit}, of {scored.task}")
+    rows = [tuple(head)]
+    for plan, each in zip(plans, outlooks, strict=True):
+        row = [policy_name(plan.setting.policy), *_figures(each)]
+        if priced:
+            best = each.best
+            prices = (None, None) if best is None else (best.price_of_requests, best.price_of_tokens)
+            row += ["-" if price is None else amount(price) for price in prices]
+        if scored is not None:
+            row.append("-" if each.quality is None else each.quality.word)
+        rows.append(tuple(row))
+    return _aligned(rows)
+
+
+def _figures(outlook: Outlook) -> list[str]:
+    """Cells of one policy: tokens/s, seconds and requests an hour of the batch asked for and of the largest one."""
+    speed, asked, best, payback = outlook.speed, outlook.asked, outlook.best, outlook.payback
+    return [
+        "-" if speed is None else f"{speed.tokens:,.0f}",
+        "-" if asked is None else amount(asked.seconds),
+        "-" if asked is None else amount(asked.requests),
+        "-" if best is None else amount(best.requests),
+        "-" if best is None else amount(best.tokens),
+        "-" if payback is None else payback.word,
+    ]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a text table: the first column aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,166 @@
+"""Rates of this machine's CPU, measured in some seconds: FLOP/s of products and attention, bytes/s of reading."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv.attention import Implementation, backend_of, causal, column_sums
+from jaxkv.attention.xla import Walk
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.layers import project
+
+# Tokens that a CPU's prefill takes through a layer at a time, and keys that attention is measured with.
+_BLOCK, _KEYS = 256, 1024
+# Repetitions of each measurement, of which the median counts; and seconds that one repetition should take.
+_REPEATS, _SECONDS = 7, 0.02
+# Bytes of the arrays that are read: more than the caches of a CPU hold.
+_READ = 1 << 27
+# Widths beyond these change no rate, only the memory that measuring takes.
+_MOST_EMBED, _MOST_HIDDEN, _MOST_BATCH = 2048, 8192, 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostRates:
+    """Rates of this machine's CPU, all its cores together, for one model shape, dtype and batch.
+
+    Attributes:
+        products: matrix products of prefill, FLOP/s.
+        attention: causal attention of prefill, FLOP/s.
+        sums: sums of the attention that keys receive, FLOP/s.
+        weights: bytes/s of weights that a decode step multiplies by.
+        rows: bytes/s of cache rows that a decode step attends to.
+    """
+
+    products: float
+    attention: float
+    sums: float
+    weights: float
+    rows: float
+
+
+def host_rates(config: ModelConfig, dtype: str, batch: int) -> HostRates:
+    """Measures `HostRates` of this machine for a model's shape; each rate once per process, shape and batch."""
+    embed, hidden = min(_MOST_EMBED, config.embed), min(_MOST_HIDDEN, config.hidden)
+    heads, batch = (config.kv_heads, config.group, config.head_dim), min(_MOST_BATCH, 1 << (batch - 1).bit_length())
+    return HostRates(
+        products=_products(embed, hidden, dtype),
+        attention=_attention(*heads, dtype),
+        sums=_sums(*heads, dtype),
+        weights=_weights(embed, hidden, batch, dtype),
+        rows=_rows(*heads, batch, dtype),
+    )
+
+
+def forget() -> None:
+    """Forgets all measured rates, so that the next plan measures this machine again, under its load then."""
+    for each in (_products, _attention, _sums, _weights, _rows):
+        each.cache_clear()
+
+
+def _filled(dtype: str, *shape: int) -> jax.Array:
+    """Array of a shape, every element 0.01."""
+    return jnp.full(shape, 0.01, dtype)
+
+
+@functools.cache
+def _products(embed: int, hidden: int, dtype: str) -> float:
+    """FLOP/s of the MLP of a block of tokens: two products to `hidden`, one back."""
+
+    def once(x: Any, up: Any, down: Any) -> Any:
+        """One MLP's output added to its input."""
+        gate, wide = jnp.moveaxis(project(x, up), 1, 0)
+        return x + project(jax.nn.silu(gate) * wide, down)
+
+    weights = _filled(dtype, 2, hidden, embed), _filled(dtype, embed, hidden)
+    return 6 * _BLOCK * embed * hidden / _seconds(once, _filled(dtype, _BLOCK, embed), *weights)
+
+
+@functools.cache
+def _attention(heads: int, group: int, dim: int, dtype: str) -> float:
+    """FLOP/s of causal attention of the last block of tokens of a text."""
+
+    def once(q: Any, k: Any) -> Any:
+        """Attention's output, as the next queries."""
+        return causal(q, k, k, jnp.int32(_KEYS - _BLOCK))[0]
+
+    arrays = _filled(dtype, heads, group, _BLOCK, dim), _filled(dtype, heads, _KEYS, dim)
+    return 4 * _pairs() * heads * group * dim / _seconds(once, *arrays)
+
+
+@functools.cache
+def _sums(heads: int, group: int, dim: int, dtype: str) -> float:
+    """FLOP/s of the attention that keys receive from the last block of tokens of a text."""
+
+    def once(q: Any, k: Any, lse: Any) -> Any:
+        """The queries, with a share of the sums added so that these are not left out."""
+        return q + (1e-9 * column_sums(q, k, lse, jnp.int32(_KEYS - _BLOCK)).sum()).astype(q.dtype)
+
+    arrays = _filled(dtype, heads, group, _BLOCK, dim), _filled(dtype, heads, _KEYS, dim)
+    lse = jnp.zeros((heads, group, _BLOCK), jnp.float32)
+    return 2 * _pairs() * heads * group * dim / _seconds(once, *arrays, lse)
+
+
+@functools.cache
+def _weights(embed: int, hidden: int, batch: int, dtype: str) -> float:
+    """Bytes/s of weights, larger than all caches, that one token of each sequence is multiplied by."""
+
+    def once(x: Any, weights: Any) -> Any:
+        """Tokens multiplied by all weights in turn."""
+        for up, down in weights:
+            gate, wide = jnp.moveaxis(project(x, up), 1, 0)
+            x = x + project(jax.nn.silu(gate) * wide, down)
+        return x
+
+    each = 3 * embed * hidden * jnp.dtype(dtype).itemsize
+    count = max(1, _READ // each)
+    weights = [(_filled(dtype, 2, hidden, embed), _filled(dtype, embed, hidden)) for _ in range(count)]
+    return count * each / _seconds(once, _filled(dtype, batch, embed), weights)
+
+
+@functools.cache
+def _rows(heads: int, group: int, dim: int, batch: int, dtype: str) -> float:
+    """Bytes/s of cache rows, larger than all caches of the CPU, that one token of each sequence attends to."""
+    begin = jnp.arange(heads, dtype=jnp.int32) * _KEYS
+    start, length = jnp.tile(begin, (batch, 1)), jnp.full((batch, heads), _KEYS, jnp.int32)
+
+    def once(q: Any, pools: Any) -> Any:
+        """Attention over the pool of each layer in turn."""
+        for k, v in pools:
+            q = backend_of(Implementation.XLA).attend(q, k, v, start, length, walk=Walk.STRIDES)[0]
+        return q
+
+    each = 2 * batch * heads * _KEYS * dim * jnp.dtype(dtype).itemsize
+    shape, count = (batch, heads * _KEYS, dim), max(1, min(32, _READ // each))
+    pools = [(_filled(dtype, *shape), _filled(dtype, *shape)) for _ in range(count)]
+    return count * each / _seconds(once, _filled(dtype, batch, heads, group, dim), pools)
+
+
+def _pairs() -> int:
+    """Number of (query, key) pairs of one query head in a measurement of attention."""
+    return _BLOCK * _KEYS - _BLOCK * (_BLOCK - 1) // 2
+
+
+def _seconds(once: Callable[..., Any], x: Any, *others: Any) -> float:
+    """Median seconds of `x = once(x, *others)` under jit, run often enough for the clock."""
+
+    @jax.jit
+    def often(x: Any, count: Any, *others: Any) -> Any:
+        """`once` applied `count` times."""
+        return lax.fori_loop(0, count, lambda _, x: once(x, *others), x)
+
+    def took(count: int) -> float:
+        """Seconds of `count` applications."""
+        began = time.perf_counter()
+        jax.block_until_ready(often(x, jnp.int32(count), *others))
+        return time.perf_counter() - began
+
+    took(1)
+    count = max(1, min(1000, round(_SECONDS / took(1))))
+    return statistics.median(took(count) for _ in range(_REPEATS)) / count

@@ -1,0 +1,183 @@
+"""What a plan says beside memory: seconds of a request, requests an hour, prices, when compression pays, quality."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxkv.planning.quality import Quality
+from jaxkv.planning.speed import Speed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Service:
+    """Estimated seconds of a batch of requests, one batch after the other, and what follows: requests an hour, prices.
+
+    Attributes:
+        batch: requests that run together.
+        new: tokens that each request draws.
+        prefill: seconds of the batch's prefill.
+        decode: seconds of its decode steps.
+        price: of all devices for an hour; None if it is not given.
+    """
+
+    batch: int
+    new: int
+    prefill: float
+    decode: float
+    price: int | float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a request: prefill and decode of its batch."""
+        return self.prefill + self.decode
+
+    @property
+    def requests(self) -> float:
+        """Requests an hour."""
+        return 3600 * self.batch / self.seconds
+
+    @property
+    def tokens(self) -> float:
+        """New tokens an hour."""
+        return self.requests * self.new
+
+    @property
+    def price_of_requests(self) -> float | None:
+        """Price of a thousand requests; None without a price."""
+        return None if self.price is None else 1e3 * self.price / self.requests
+
+    @property
+    def price_of_tokens(self) -> float | None:
+        """Price of a million new tokens; None without a price, or without new tokens."""
+        return None if self.price is None or not self.new else 1e6 * self.price / self.tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """The service as a dict for JSON."""
+        found = {
+            "batch": self.batch,
+            "prefill_seconds": self.prefill,
+            "decode_seconds": self.decode,
+            "request_seconds": self.seconds,
+            "requests_per_hour": self.requests,
+            "tokens_per_hour": self.tokens,
+        }
+        if self.price is None:
+            return found
+        prices = {"per_thousand_requests": self.price_of_requests, "per_million_tokens": self.price_of_tokens}
+        return found | {"price": {"per_hour": self.price} | prices}
+
+    def __str__(self) -> str:
+        """One line of text: batch, seconds of a request, requests and new tokens an hour, prices."""
+        batch = f"{self.batch:,} at a time" if self.batch > 1 else "one at a time"
+        text = f"requests, {batch}: {amount(self.seconds)} s each, {amount(self.requests)} an hour"
+        text += f" with {amount(self.tokens)} new tokens"
+        if self.price_of_requests is not None:
+            text += f"; a thousand cost {amount(self.price_of_requests)}"
+        if self.price_of_tokens is not None:
+            text += f", a million new tokens {amount(self.price_of_tokens)}"
+        return text
+
+
+def service_of(speed: Speed, batch: int, new: int, price: float | None) -> Service:
+    """`Service` of a speed: prefill, then `new` decode steps, of a batch."""
+    return Service(batch=batch, new=new, prefill=speed.prefill, decode=new * speed.step, price=price)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Payback:
+    """Comparison of a compressed document, asked many times, with its full cache, in seconds, for the same batch.
+
+    Attributes:
+        extra: seconds that prefill takes more than with the full cache; None if the full cache does not fit.
+        saved: seconds that an answer takes less than with the full cache; None if the full cache does not fit.
+    """
+
+    extra: float | None
+    saved: float | None
+
+    @property
+    def answers(self) -> int | None:
+        """Number of answers from which on less time is spent than with the full cache; None for never."""
+        if self.extra is None or self.saved is None:
+            return 1
+        if self.saved <= 0:
+            return None
+        return max(1, math.floor(self.extra / self.saved) + 1)
+
+    @property
+    def word(self) -> str:
+        """Text for a table: the number of answers, or `never`."""
+        return "never" if self.answers is None else f"{self.answers:,}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison as a dict for JSON."""
+        return {"answers": self.answers, "extra_prefill_seconds": self.extra, "saved_answer_seconds": self.saved}
+
+    def __str__(self) -> str:
+        """One sentence of text: from which answer on compression pays, and why."""
+        if self.extra is None or self.saved is None:
+            return "Compression pays at once: the full cache of this batch does not fit"
+        more = f"prefill takes {amount(self.extra)} s more than with the full cache"
+        less = f"an answer {amount(abs(self.saved))} s {'less' if self.saved > 0 else 'more'}"
+        if self.answers is None:
+            return f"Compression never pays in time: {more}, {less}"
+        late = f"from answer {self.answers:,} of a document on"
+        when = "at once, with the first answer" if self.answers == 1 else late
+        return f"Compression pays {when}: {more}, {less}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Speed, requests an hour, break-even and quality of a plan; None for each that there is none of.
+
+    Attributes:
+        speed: of the batch asked for, if it fits.
+        asked: requests an hour of this batch.
+        most: requests an hour of the largest batch that fits, if it is another one.
+        payback: when compression pays; None for a policy that keeps everything.
+        quality: of a finished evaluation.
+        silent: why there is no speed, as text; empty if there is one.
+    """
+
+    speed: Speed | None = None
+    asked: Service | None = None
+    most: Service | None = None
+    payback: Payback | None = None
+    quality: Quality | None = None
+    silent: str = ""
+
+    @property
+    def best(self) -> Service | None:
+        """`Service` of the largest batch that fits."""
+        return self.asked if self.most is None else self.most
+
+    def lines(self, estimated: str) -> list[str]:
+        """Lines of a plan's report; `estimated` begins the line with tokens/s."""
+        lines = [f"No estimate of speed: {self.silent}."] if self.silent else []
+        if self.speed is not None:
+            step = f"{self.speed.tokens:,.0f} tokens/s ({self.speed.step * 1e3:.1f} ms a step)"
+            lines.append(f"{estimated}: {step}, prefill {self.speed.prefill:,.1f} s.")
+        lines += [f"  {each}" for each in (self.asked, self.most) if each is not None]
+        if self.speed is not None:
+            lines.append(f"  assumed: {self.speed.assumed}")
+        if self.payback is not None:
+            lines.append(f"{self.payback}.")
+        if self.quality is not None:
+            lines.append(f"{self.quality}.")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """The outlook as a dict for JSON."""
+        parts = {"requests": self.asked, "requests_of_largest_batch": self.best, "pays": self.payback}
+        found = {name: None if each is None else each.as_dict() for name, each in parts.items()}
+        speed = None if self.speed is None else dataclasses.asdict(self.speed)
+        quality = None if self.quality is None else dataclasses.asdict(self.quality)
+        return {"estimated": speed, **found, "quality": quality}
+
+
+def amount(value: float) -> str:
+    """Number as text with three significant digits, and commas between thousands."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 9)}f}"
