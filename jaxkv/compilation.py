@@ -46,7 +46,8 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
 def tell_if_slow(seconds: float) -> None:
     """Logs, once per process, that a call compiled for more than 10 s and no cache on disk keeps its programs."""
     global _told
-    if _told or seconds <= _SLOW or jax.config.jax_compilation_cache_dir is not None:
+    kept = jax.config.values["jax_compilation_cache_dir"] is not None
+    if _told or seconds <= _SLOW or kept:
         return
     _told = True
     remedy = "jaxkv.enable_compilation_cache() before the first call keeps programs on disk for the next process"

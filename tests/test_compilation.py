@@ -14,7 +14,7 @@ from jaxkv import compilation
 def untold(monkeypatch):
     """A process that has not said so yet, without a cache on disk."""
     monkeypatch.setattr(compilation, "_told", False)
-    kept = jax.config.jax_compilation_cache_dir
+    kept = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", kept)

@@ -99,7 +99,7 @@ def print_plan(options: argparse.Namespace) -> int:
 
 
 def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
-    """Memory plan of each policy; all settings are validated before the first is compiled."""
+    """Memory plan of each policy, with XLA's figures under --compile; all settings are validated first."""
     known = known_model(options.model)
     asked = [
         setting_of(
