@@ -240,7 +240,7 @@ def test_gpus_have_what_a_compiler_asks_for():
 
 def test_budgets_that_no_short_prompt_has_are_left_out():
     """A share below sinks and window: the longest context that fits is looked for among those that can have it."""
-    policy = jaxkv.SnapKV(budget=0.01)
+    policy = jaxkv.SnapKV(budget=0.01, min_budget="raise")
     found = plan("llama-3.1-8b", gpus="h100", context=CONTEXT, policy=policy)
     assert found.largest_context == CONTEXT and math.isclose(found.sizes.kept, CONTEXT // 100, rel_tol=0.01)
     assert not fits(dataclasses.replace(found.setting, context=512))

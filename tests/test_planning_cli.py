@@ -187,7 +187,7 @@ def test_what_a_picture_shows():
     from jaxkv import SnapKV
     from jaxkv.planning.planner import plan
 
-    made = plan("llama-3.1-8b", gpus="h100", context=131072, policy=SnapKV(budget=0.02))
+    made = plan("llama-3.1-8b", gpus="h100", context=131072, policy=SnapKV(budget=0.02, min_budget="raise"))
     points = picture.peaks(made.setting)
     lengths, sizes = zip(*points, strict=True)
     assert lengths == tuple(2**power for power in range(11, 18)) and list(sizes) == sorted(sizes)
