@@ -24,7 +24,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "included",
-    "command_line",
     "public",
 ]
 exclude_patterns = ["_build", "requirements.txt"]

@@ -2,7 +2,8 @@
 
 Policies are found in `jaxkv/policies/methods`. Their order, and where each paper lies, is that of the table in
 `docs/policies.md`, which people write. Made of both are the imports of `jaxkv/policies/methods/__init__.py`, the names
-that `jaxkv` knows before it imports them, and the table in `README.md`.
+that `jaxkv` knows before it imports them, and the table in `README.md`. The options in `docs/command_line.md` are those
+of the commands' parsers.
 """
 
 import importlib
@@ -13,14 +14,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import commands  # noqa: E402
 
 from jaxkv.policies import methods  # noqa: E402
 from jaxkv.policies.policy import Method  # noqa: E402
 from jaxkv.policies.registry import POLICIES  # noqa: E402
 
 INIT, TOP = ROOT / "jaxkv/policies/methods/__init__.py", ROOT / "jaxkv/__init__.py"
-README, TABLE = ROOT / "README.md", ROOT / "docs/policies.md"
+README, TABLE, COMMANDS = ROOT / "README.md", ROOT / "docs/policies.md", ROOT / "docs/command_line.md"
 _ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*)\|$", flags=re.M)
 _HEADER = '''"""Methods of the literature, one short file each; importing them makes their names known, in this order.
 
@@ -76,9 +79,15 @@ def readme_text() -> str:
     return re.sub(re.escape(head) + r"(\|.*\n)*", lambda _: head + "\n".join(rows) + "\n", text)
 
 
+def commands_text() -> str:
+    """Text of docs/command_line.md with the options of all commands."""
+    head, mark, _ = COMMANDS.read_text("utf-8").partition("<!-- Written by docs/make_lists.py")
+    return f"{head}{mark} from the commands' parsers. -->\n\n{commands.text().rstrip()}\n"
+
+
 def main(*, write: bool = True) -> list[str]:
     """Writes the files; returns the names of those whose text was another."""
-    texts = {INIT: init_text(), TOP: top_text(), README: readme_text()}
+    texts = {INIT: init_text(), TOP: top_text(), README: readme_text(), COMMANDS: commands_text()}
     stale = [path for path, text in texts.items() if path.read_text("utf-8") != text]
     for path in stale if write else ():
         path.write_text(texts[path], encoding="utf-8")
