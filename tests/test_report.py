@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv.evals import Evaluation, interval, page, pictures, runs
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
+PICTURES = ("scores", "groups", "lengths", "map", "losses")
 ROWS = {**POLICIES, "knorm@12": jaxkv.KNorm(budget=12), "<b>$\\frac$": jaxkv.KNorm(budget=9)}
 
 
@@ -153,7 +154,7 @@ def test_groups_of_a_difference_have_the_weight_that_they_have_in_a_cell(tmp_pat
 
 def test_pictures_lie_beside_the_lines(out):
     there = {each.name for each in out.iterdir() if not each.name.startswith(".")}
-    drawn = {f"{name}.{kind}" for name in ("scores", "groups", "lengths", "map", "losses") for kind in ("svg", "png")}
+    drawn = {f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png")}
     assert there == {"run.json", "samples.jsonl", "table.md"} | drawn
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in drawn if name.endswith("png"))
     # The same numbers are the same bytes.
@@ -182,6 +183,26 @@ def test_pictures_have_what_they_are_of(out):
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+
+
+def test_scores_stand_over_bytes_where_these_differ(out):
+    evaluation = Evaluation.read(out)
+    assert "bytes.svg" not in pictures.draw(evaluation, ("svg",))
+    halved = [dataclasses.replace(each, nbytes=40 if each.policy == "knorm@9" else 80) for each in evaluation.records]
+    evaluation = dataclasses.replace(evaluation, records=tuple(halved))
+    assert "bytes.svg" in pictures.draw(evaluation, ("svg",))
+    lines = pictures._bytes(evaluation).axes[0].lines
+    (knorm,) = (line.get_xydata().tolist() for line in lines if line.get_label() == "knorm")
+    means = [pytest.approx(100 * evaluation.cell(f"knorm@{n}").mean) for n in (9, 12)]
+    assert knorm == [[pytest.approx(4e-5), means[0]], [pytest.approx(8e-5), means[1]]]
+
+
+def test_settings_that_nothing_depends_on_are_not_shown():
+    from jaxkv.evals import Needle, Task
+    from jaxkv.evals.arguments import settings_of
+
+    assert Task.unused({}) == () == Needle.unused(settings_of(Needle()))
+    assert "needle" in Needle.unused(settings_of(Needle(wording="small")))
 
 
 def test_a_figure_with_the_name_of_a_picture_does_not_take_its_place(out):
@@ -242,7 +263,7 @@ def test_the_page_has_it_all_and_runs_nothing_of_it(out):
     assert seen.elements.count("script") == 1 and not {"i", "iframe", "link", "object"} & set(seen.elements)
     assert [value for tag, name, value in seen.given if tag == "img" and name == "src"] == [
         "data:image/svg+xml;base64," + base64.b64encode((out / f"{name}.svg").read_bytes()).decode()
-        for name in ("scores", "groups", "lengths", "map", "losses")
+        for name in PICTURES
     ]
     assert not [each for each in seen.given if each[1].startswith("on")]
     assert not [value for _, name, value in seen.given if name in ("src", "href") and not value.startswith("data:")]

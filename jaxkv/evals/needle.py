@@ -3,7 +3,8 @@
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -121,6 +122,12 @@ class Needle(QuestionTask):
             require(mine, name, value, "the small wording has its own: take wording='official'")
             its = self.needle == NEEDLE or value != default
             require(its, name, value, f"it belongs to another needle than {self.needle!r}: give that one's")
+
+    @classmethod
+    def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of settings of the official wording's needle, where the small wording is used; else none."""
+        official = ("needle", "question", "prefix", "answer", "haystack", "new_tokens")
+        return () if settings.get("wording") == "official" else official
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of samples, `count` for each length and depth."""

@@ -15,6 +15,7 @@ from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.records import Record
 from jaxkv.evals.summary import Evaluation, number
+from jaxkv.evals.task import TASKS
 
 PAGE = "report.html"
 
@@ -100,6 +101,9 @@ def _tags(record: Record) -> str:
 def _asked(evaluation: Evaluation) -> dict[str, str]:
     """Dict {name: text} of the run's settings and policies, for the report's section "What was asked"."""
     run = evaluation.run.as_dict()
+    # A task of this name may be another one by now, or none.
+    unused = TASKS[run["task"]].unused(run["settings"]) if run["task"] in TASKS else ()
+    run["settings"] = {name: value for name, value in run["settings"].items() if name not in unused}
     policies = {f"policy {name}": policy for name, policy in run.pop("policies").items()}
     kept = {name: value for name, value in run.items() if name not in ("format", "budgets") and value is not None}
     both = (kept | policies).items()

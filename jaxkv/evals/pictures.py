@@ -13,7 +13,7 @@ from jaxkv._drawing import drawing, saved, sheet, style
 from jaxkv.evals.records import Record
 from jaxkv.evals.summary import Evaluation
 
-_NAMES = ("scores", "groups", "lengths", "map")
+_NAMES = ("scores", "bytes", "groups", "lengths", "map")
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 # More panels than this are too small to read.
 _MOST_PANELS = 30
@@ -25,11 +25,13 @@ _APART = 1.1
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     """Dict {file name: image bytes} of every plot that a complete evaluation has numbers for.
 
-    Names are `scores`, `groups`, `lengths` and `map`, and those of the entries of `Record.figures` that are lists of
-    numbers, with `_curve` appended if one is named as one of these four. `kinds` are file formats: svg, png and pdf.
-    Without matplotlib, an error names the extra that installs it.
+    Names are `scores`, `bytes` (where policies differ in them), `groups`, `lengths` and `map`, and those of the entries
+    of `Record.figures` that are lists of numbers, with `_curve` appended if one is named as one of these. `kinds` are
+    file formats: svg, png and pdf. Without matplotlib, an error names the extra that installs it.
     """
     makers: dict[str, Callable[[], Any]] = {"scores": functools.partial(_scores, evaluation, (None,))}
+    if len(set(_megabytes(evaluation).values())) > 1:
+        makers["bytes"] = functools.partial(_bytes, evaluation)
     if 1 < len(evaluation.groups) <= _MOST_PANELS:
         makers["groups"] = functools.partial(_scores, evaluation, evaluation.groups)
     if evaluation.lengths:
@@ -131,6 +133,29 @@ def _line(
         errors = scale * np.maximum([low, high], 0)
         xs = [size for size, _ in points]
         axes.errorbar(xs, scale * means, yerr=errors, label=label, markersize=4, capsize=2, linewidth=1.2, **style(at))
+
+
+def _megabytes(evaluation: Evaluation) -> dict[str, float]:
+    """Mean MB of kept rows of a sample by policy, of policies whose task counts them."""
+    sizes = {policy: evaluation.cell(policy).nbytes for policy in evaluation.policies}
+    return {policy: size / 1e6 for policy, size in sizes.items() if size is not None}
+
+
+def _bytes(evaluation: Evaluation) -> Any:
+    """Figure of score against the mean MB of kept rows: a line per policy through its budgets, or a point."""
+    figure, (axes,) = _panels(1, width=7.5, height=4.5)
+    sizes, scale = _megabytes(evaluation), _percent(evaluation)
+    for at, (label, policies) in enumerate(_lines(evaluation).items()):
+        points = sorted((sizes[name], scale * evaluation.cell(name).mean) for name in policies if name in sizes)
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, markersize=5, linewidth=1.2, **style(at))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("MB of rows kept for a sample, averaged")
+    axes.grid(alpha=0.3)
+    _score_axis(axes, evaluation)
+    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure
 
 
 def _lengths(evaluation: Evaluation) -> Any:

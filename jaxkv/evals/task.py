@@ -139,6 +139,18 @@ class Task(abc.ABC):
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _setting(hints[field.name], getattr(self, field.name), field.name))
 
+    @classmethod
+    def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of settings that nothing depends on under the others' values, which a report leaves out.
+
+        Args:
+            settings: the task's fields as `run.json` stores them.
+
+        Returns:
+            Names; none by default.
+        """
+        return ()
+
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes all samples, in order; they are the same for the same settings and tokenizer.
