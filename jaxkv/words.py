@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
-from jaxkv._checks import real
+import numpy as np
+
+from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
 from jaxkv._values import brief, shortened
 from jaxkv.cache import KVCache
@@ -27,9 +29,13 @@ _SAME = {
     "prompts": "prompt",
     "messages": "prompt",
 }
-# Arguments of sampling that Hugging Face, OpenAI and vLLM share; of cuts, the values that let every token through.
-_NO_CUT: dict[str, tuple[Any, ...]] = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
-_SAMPLING = ("temperature", "do_sample", *_NO_CUT)
+# Arguments of sampling that Hugging Face, OpenAI and vLLM share; of cuts, the checks and the values that cut nothing.
+_CUTS: dict[str, tuple[Callable[[Any], float], tuple[int, ...]]] = {
+    "top_k": (lambda given: whole("top_k", given, "give a whole number, 0 or -1 for no cut", least=-1), (0, -1)),
+    "top_p": (lambda given: real("top_p", given, "give a probability in (0, 1]", high=1, open_low=True), (1,)),
+    "min_p": (lambda given: real("min_p", given, "give a share in [0, 1]", high=1), (0,)),
+}
+_SAMPLING = ("temperature", "do_sample", *_CUTS)
 _PENALTY = "there are no penalties: sampling= takes any function of logits and random keys"
 _ASK = "cache = jaxkv.prefill(params, document, policy=...); jaxkv.generate(params, question, cache=cache)"
 _REFUSED = {
@@ -74,17 +80,19 @@ def sampler_of(
     Without `do_sample`, tokens are drawn at random if there is a temperature above 0. More than one cut is refused.
     """
     heat = 0.0 if temperature is None else real("temperature", temperature, "give a number of 0 or more")
-    if not (heat > 0 if do_sample is None else do_sample) or (heat == 0 and temperature is not None):
+    drawn = heat > 0 if do_sample is None else flag("do_sample", do_sample)
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    cuts: dict[str, Any] = {name: _CUTS[name][0](value) for name, value in given.items() if value is not None}
+    if not drawn or (heat == 0 and temperature is not None):
         return Greedy()
-    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    cuts = {name: value for name, value in cuts.items() if value not in _NO_CUT[name]}
+    cuts = {name: value for name, value in cuts.items() if value not in _CUTS[name][1]}
     require(len(cuts) < 2, "sampling", cuts, "one cut at a time: give one of them")
     heat = heat or 1.0
     if "top_k" in cuts:
-        return TopK(k=top_k, temperature=heat)
+        return TopK(k=cuts["top_k"], temperature=heat)
     if "top_p" in cuts:
-        return TopP(p=top_p, temperature=heat)
-    return MinP(p=min_p, temperature=heat) if cuts else Temperature(temperature=heat)
+        return TopP(p=cuts["top_p"], temperature=heat)
+    return MinP(p=cuts["min_p"], temperature=heat) if cuts else Temperature(temperature=heat)
 
 
 def by_other_names(call: Callable[P, R]) -> Callable[P, R]:
@@ -94,7 +102,7 @@ def by_other_names(call: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(call)
     def taken(*args: Any, **options: Any) -> Any:
         if len(args) > 2:
-            name = {Method: "policy", KVCache: "cache", int: "max_new_tokens"}
+            name = {Method: "policy", KVCache: "cache", int: "max_new_tokens", np.integer: "max_new_tokens"}
             mine = next((name[kind] for kind in name if isinstance(args[2], kind) and name[kind] in known), "policy")
             remedy = f"give it by its name: {call.__name__}(params, prompt, {mine}=...)"
             raise TypeError(f"{shortened(brief(args[2]))}: {remedy}")

@@ -73,6 +73,9 @@ WORDS = (
     ({"temperature": -1, "seed": 0}, "temperature=-1: give a number of 0 or more"),
     ({"temperature": "hot"}, "temperature='hot': give a number of 0 or more"),
     ({"temperature": 1, "top_k": 5, "top_p": 0.9}, r"sampling=\{'top_k': 5, 'top_p': 0\.9\}: one cut at a time"),
+    ({"do_sample": "false"}, "do_sample='false': give True or False"),
+    ({"temperature": 1, "top_p": True}, r"top_p=True: give a probability in \(0, 1\]"),
+    ({"temperature": 1, "top_k": [1, 2]}, r"top_k=\[1, 2\]: give a whole number, 0 or -1 for no cut"),
     ({"top_p": 0.9}, TypeError, r"top_p=0\.9: it is not said whether tokens are drawn at random: give temperature="),
     ({"num_beams": 4}, TypeError, "num_beams=4: there is no beam search"),
     (

@@ -57,6 +57,11 @@ def test_lines_become_questions(data):
         ("contains", "On the\n  ROOF!", "on the roof", 1),
         ("contains", "roofs", "roof", 0),
         ("contains", "他在北京工作", "北京", 1),
+        ("contains", "It weighs 3.5 of 17,000 kg.", "5", 0),
+        ("contains", "It weighs 3.5 of 17,000 kg.", "17", 0),
+        ("contains", "1,2,3.", "2", 1),
+        ("contains", "Un cafe\u0301.", "caf\u00e9", 1),
+        ("contains", "Un cafe\u0301.", "cafe", 0),
         ("contains", "", "a", 0),
         ("contains", "price: $5", "$5", 1),
         ("exact", "The roof.", "roof", 1),
@@ -84,13 +89,17 @@ def test_judges(judge, said, right, score):
         ("green tea", 1),
         ("It was tea, not coffee", 0),
         ("Coffee, not tea", 2),
+        ("B\nTea leaves are green.", 1),
+        ("A teapot of coffee, not tea", 2),
+        ("Not coffee but green\n tea.", 2),
+        ("Green\n tea, not coffee.", 1),
         ("D", None),
         ("", None),
         ("Bread", None),
     ],
 )
 def test_choices_are_read_from_answers(said, right):
-    choices = ("tea", "green tea", "coffee")
+    choices = ("tea", "green  tea", "coffee")
     assert [metrics.choice(said, choices, at) for at in range(3)] == [float(at == right) for at in range(3)]
 
 
@@ -138,6 +147,10 @@ def test_policies_are_added_to_a_folder(data, tmp_path):
         ({"question": "?", "answer": "x"}, 'row 1.*one of "document" and "file"'),
         ({"document": "x", "file": "y", "question": "?", "answer": "x"}, 'one of "document" and "file"'),
         ({"document": " ", "question": "?", "answer": "x"}, '"document" is .*give a text'),
+        ({"document": "x\ud800", "question": "?", "answer": "x"}, 'row 1.: its "document" is .*give a text'),
+        ({"document": "x", "question": "?\ud800", "answer": "x"}, 'row 1, question 1.*no text as its "question"'),
+        ({"document": "x", "question": "?", "answer": float("nan")}, '"answers" are .nan.'),
+        ({"document": "x", "question": "?", "answer": "x", "id": None}, '"id" is None: give a text or a whole number'),
         ({"document": "x"}, 'it needs "questions"'),
         ({"document": "x", "questions": []}, 'it needs "questions"'),
         ({"document": "x", "questions": ["?"]}, 'question 1.*no text as its "question"'),
@@ -166,6 +179,9 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="row 1.*no file 'none.txt' beside it"):
         DocumentQuestions(data=written(tmp_path, [row])).samples(model)
     same = {"document": "x", "id": 1, "question": "?", "answer": "x"}
+    again = [same, same | {"document": "y", "id": 2}, same | {"question": "again?"}]
+    made = DocumentQuestions(data=written(tmp_path, again)).samples(model)
+    assert [each.id for each in made] == ["1-0", "1-1", "2-0"] and made[1].question == "\n\nagain?"
     with pytest.raises(ValueError, match="row 2.*the id '1' is that of another document"):
         DocumentQuestions(data=written(tmp_path, [same, same | {"document": "y"}])).samples(model)
     for settings, message in (

@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ _CHINESE = (
 _CHINESE_TOO = str.maketrans("", "", string.punctuation + _CHINESE)
 _MARKS = "\n:\"'.,?!{}"
 _LETTERS = "ABCD"
+# 3.5, 17,000 and 1.2.3 are one number each; 1,2,3 are three.
+_NUMBER = re.compile(r"\d+(?:,\d{3}(?!\d))*(?:\.\d+)*")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
@@ -49,15 +52,25 @@ def contains(prediction: str, answer: str) -> float:
 
     Runs of spaces and line ends count as one space. Words of scripts without case, such as Chinese, may touch others.
     """
-    said, right = (" ".join(each.casefold().split()) for each in (prediction, answer))
+    return float(_place(_flat(prediction), _flat(answer)) >= 0)
+
+
+def _flat(text: str) -> str:
+    """A text without case, with single spaces, and with accents as part of their letters."""
+    return " ".join(unicodedata.normalize("NFC", text.casefold()).split())
+
+
+def _place(said: str, right: str) -> int:
+    """Index of the first place where `right` occurs in `said`, not inside of a word or number; -1 without one."""
+    inside = {at for number in _NUMBER.finditer(said) for at in range(number.start() + 1, number.end())}
     at = said.find(right)
     while right and at >= 0:
         end = at + len(right)
         joined = (at > 0 and _joined(said[at - 1], right[0])) or (end < len(said) and _joined(right[-1], said[end]))
-        if not joined:
-            return 1.0
+        if not joined and inside.isdisjoint((at, end)):
+            return at
         at = said.find(right, at + 1)
-    return 0.0
+    return -1
 
 
 def _joined(left: str, right: str) -> bool:
@@ -80,12 +93,13 @@ def choice(prediction: str, choices: Sequence[str], right: int) -> float:
     """
     last = chr(ord("A") + len(choices) - 1)
     letter = rf"\W*([A-{last}])(?![^\W_])"
-    found = re.match(letter + r"(?!\s+[^\W\d_])", prediction, re.IGNORECASE)
+    # "A cat" begins with an article; an explanation may follow on the next line.
+    found = re.match(letter + r"(?![^\S\r\n]+[^\W\d_])", prediction, re.IGNORECASE)
     found = found or re.search(rf"\banswer(?: is)?\b{letter}", prediction, re.IGNORECASE)
     if found is not None:
         return float(ord(found[1].upper()) - ord("A") == right)
-    said = prediction.casefold()
-    places = [(said.find(each.casefold()), -len(each), at) for at, each in enumerate(choices) if contains(said, each)]
+    said, texts = _flat(prediction), [_flat(each) for each in choices]
+    places = [(at, -len(each), number) for number, each in enumerate(texts) if (at := _place(said, each)) >= 0]
     return float(bool(places) and min(places)[2] == right)
 
 

@@ -1,6 +1,8 @@
 """The task `qa`: questions on one's own documents, from a file of JSON lines, scored against their right answers."""
 
 import dataclasses
+import math
+import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ JUDGES: dict[str, Callable[[str, str], float]] = {
     "f1": metrics.answer_f1,
     "rouge-l": metrics.rouge_l,
 }
+# Half of a surrogate pair, which JSON can hold and UTF-8 cannot.
+_HALF = re.compile("[\ud800-\udfff]")
 _LETTERS = string.ascii_uppercase
 _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "answer": "..."}]}'
 _FIELDS = ("{document}", "{question}")
@@ -120,7 +124,7 @@ class _Document(NamedTuple):
 
 
 def _documents(data: str, count: int) -> Iterator[_Document]:
-    """Yields the documents of a file of JSON lines; successive lines of one text and no id are one document."""
+    """Yields the documents of a file of JSON lines; lines of one id, or successive ones of one text, are one."""
     path = Path(data).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"data={data!r}: no such file; give {_FORM}")
@@ -131,15 +135,29 @@ def _documents(data: str, count: int) -> Iterator[_Document]:
         where = f"{data}, row {number}"
         text, asked = _text(row, path.parent, where), _questions(row, where)
         last = next(reversed(found.values()), None)
-        if "id" not in row and last is not None and last.text == text:
-            found[last.name] = last._replace(questions=last.questions + asked)
+        new = f"{len(found):03d}" if last is None or last.text != text else last.name
+        name = _id(row["id"], where) if "id" in row else new
+        if name in found:
+            remedy = f"the id {name!r} is that of another document: give each its own"
+            require(found[name].text == text, "data", where, remedy)
+            found[name] = found[name]._replace(questions=found[name].questions + asked)
             continue
-        name = str(row.get("id", f"{len(found):03d}"))
-        require(name not in found, "data", where, f"the id {name!r} is that of another document: give each its own")
         if count and len(found) == count:
             break
         found[name] = _Document(name, text, asked)
     yield from found.values()
+
+
+def _id(given: Any, where: str) -> str:
+    """A document's id as a text: the text or whole number that its line gives."""
+    fits = _is_text(given) or (isinstance(given, int) and not isinstance(given, bool))
+    require(fits, "data", where, f'its "id" is {shortened(repr(given))}: give a text or a whole number')
+    return str(given)
+
+
+def _is_text(given: Any) -> bool:
+    """Whether a value is a text of more than spaces, without halves of characters, which no tokenizer encodes."""
+    return isinstance(given, str) and bool(given.strip()) and not _HALF.search(given)
 
 
 def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
@@ -147,8 +165,7 @@ def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
     keys = [key for key in ("document", "context", "file") if key in row]
     require(len(keys) == 1, "data", where, f'it needs one of "document" and "file": give {_FORM}')
     given = row[keys[0]]
-    fits = isinstance(given, str) and bool(given.strip())
-    require(fits, "data", where, f'its "{keys[0]}" is {shortened(repr(given))}: give a text')
+    require(_is_text(given), "data", where, f'its "{keys[0]}" is {shortened(repr(given))}: give a text')
     if keys[0] != "file":
         return given
     path = folder / given
@@ -170,7 +187,7 @@ def _questions(row: Mapping[str, Any], where: str) -> tuple[_Asked, ...]:
 
 def _asked(given: Any, group: Any, where: str) -> _Asked:
     """One question, parsed and checked; the letters of choices are put behind its text."""
-    fits = isinstance(given, dict) and isinstance(given.get("question"), str) and bool(given["question"].strip())
+    fits = isinstance(given, dict) and _is_text(given.get("question"))
     require(fits, "data", where, f'it has no text as its "question": give {_FORM}')
     right = given.get("answers", given.get("answer"))
     answers = _texts(right if isinstance(right, list) else [right], "answers", where)
@@ -192,7 +209,7 @@ def _asked(given: Any, group: Any, where: str) -> _Asked:
 
 def _texts(given: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
     """Texts of a list of texts and numbers, which are written out; refuses other values and empty texts."""
-    numbers = [str(each) if isinstance(each, (int, float)) and not isinstance(each, bool) else each for each in given]
-    fits = bool(numbers) and all(isinstance(each, str) and each.strip() for each in numbers)
+    numbers = [str(each) if type(each) in (int, float) and math.isfinite(each) else each for each in given]
+    fits = bool(numbers) and all(map(_is_text, numbers))
     require(fits, "data", where, f'its "{name}" are {shortened(repr(given))}: give texts')
     return tuple(numbers)
