@@ -200,6 +200,12 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
     return k, v
 
 
+def order_hint(k: Array) -> str:
+    """Text for errors about `[B, K, S, D]` with more heads than tokens, which may be `[B, S, K, D]`; else empty."""
+    heads, tokens = k.shape[1:3]
+    return f"; {heads} heads of {tokens} tokens: give [B, S, K, D] as k.swapaxes(1, 2)" if heads > tokens else ""
+
+
 def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
     """Validates queries `[B, H, N, D]` and returns them grouped by kv head, `[B, K, G, N, D]`.
 
@@ -214,8 +220,11 @@ def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float
     return q.reshape(batch, heads, -1, *q.shape[2:])
 
 
-def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]:
-    """Validates numbers of tokens per sequence within [0, most] and returns them as `i32[B]`; `most` for None."""
+def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> Int[Array, " B"]:
+    """Validates numbers of tokens per sequence within [0, most] and returns them as `i32[B]`; `most` for None.
+
+    The error for other numbers ends in `hint`.
+    """
     if given is None:
         return jnp.full((batch,), most, jnp.int32)
     # Host arrays are checked before conversion, which would truncate them to 32 bits.
@@ -225,7 +234,7 @@ def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]
     if known(counts):
         numbers = np.asarray(counts)
         inside = bool(((numbers >= 0) & (numbers <= most)).all())
-        require(inside, field, numbers.tolist(), f"there are {most} tokens: give 0 to {most} for each sequence")
+        require(inside, field, numbers.tolist(), f"there are {most} tokens: give 0 to {most} for each sequence{hint}")
     return jnp.asarray(counts, jnp.int32)
 
 

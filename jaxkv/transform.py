@@ -37,7 +37,7 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
+from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, order_hint, shown
 
 
 @settled
@@ -62,7 +62,8 @@ def compress(
     `check_vma=False`.
 
     Args:
-        k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them.
+        k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them; `[B, S, K, D]`, the order of
+            flax and cuDNN, as `k.swapaxes(1, 2)`.
         v: `[B, K, S, D]` values.
         policy: the compression, or its name or class. It may look at keys, values and queries of the prompt; a policy
             that needs more is refused. A budget below what must stay is raised to it where lengths are traced.
@@ -197,7 +198,7 @@ class _Given(Source):
         self.indices = range(first, first + len(arrays))
         self.like = as_keys_values(*arrays[0][:2])[0]
         batch, _, slots, _ = self.like.shape
-        self.length = as_counts("length", length, batch, slots)
+        self.length = as_counts("length", length, batch, slots, order_hint(self.like))
         self.sizes = _sizes(parts, layers, slots)
         self.forced = parts.keep.mask(self.length, slots)
         self.prompts = of_prompt(None, self.forced, self.length)
@@ -349,5 +350,5 @@ def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
     enough = count == slots or (not parts.needs.sums and window <= count < slots)
-    require(enough, "queries", f"{count} of {slots} tokens", f"{name} looks at attention: give {asks}")
+    require(enough, "queries", f"{count} of {slots} tokens", f"{name} looks at attention: give {asks}{order_hint(k)}")
     return grouped

@@ -239,6 +239,13 @@ def test_tokens_that_find_room_see_themselves_beside_some_that_do_not():
         np.testing.assert_allclose(traced[:, :, token : token + 1], expected, atol=1e-5)
 
 
+def test_another_order_of_axes_is_named():
+    k, v, q = (np.swapaxes(each, 1, 2) for each in draw())
+    for given, field in (({"queries": q}, "queries"), ({"length": np.asarray(LENGTHS)}, "length")):
+        with pytest.raises(ValueError, match=rf"{field}=.*give \[B, S, K, D\] as k.swapaxes\(1, 2\)"):
+            jaxkv.compress(k, v, policy=SNAP, **given)
+
+
 @pytest.mark.usefixtures("as_users_call")
 def test_numbers_are_looked_at_before_they_are_cut():
     k, v, _ = draw()
