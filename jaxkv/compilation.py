@@ -13,6 +13,7 @@ from types import TracebackType
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkv._errors import require
 from jaxkv.checkpoints import cache_dir
 
 _LOG = logging.getLogger("jaxkv")
@@ -31,9 +32,18 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         path: the folder; by default one for this processor type in jaxkv's cache folder.
 
     Returns:
-        The folder.
+        The folder, as an absolute path.
+
+    Raises:
+        ValueError: for the path of a file, or an empty one.
+        TypeError: for anything but a path.
     """
-    folder = cache_dir() / "compiled" / _processor() if path is None else Path(path).expanduser()
+    if not (path is None or isinstance(path, (str, os.PathLike))):
+        raise TypeError(f"path={path!r}: give a folder")
+    require(path is None or bool(str(path).strip()), "path", path, "give a folder")
+    # JAX opens the folder at each program: the process may have gone to another working folder by then.
+    folder = (cache_dir() / "compiled" / _processor() if path is None else Path(path).expanduser()).absolute()
+    require(not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: give a folder")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Prefill and decode are dozens of small programs: the defaults, made for single large ones, would leave most out.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -253,8 +253,11 @@ def shown(array: Array | np.ndarray) -> str:
 
 
 def _numbers(array: Any) -> str:
-    """Text of a small array's numbers on one line; of its dtype and shape where they are traced or too many."""
+    """Text of a small array's numbers on one line; its type's name where these cannot be read or are too many."""
     readable = isinstance(array, (jax.Array, np.ndarray)) and known(array) and array.size <= 16
+    if readable and isinstance(array, jax.Array):
+        # Of arrays that a call was given to keep, and of those on other hosts, nothing can be read.
+        readable = not array.is_deleted() and array.is_fully_addressable
     return str(np.asarray(array).tolist()) if readable else type(array).__name__
 
 

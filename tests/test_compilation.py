@@ -5,9 +5,16 @@ import logging
 import jax
 import pytest
 import tiny
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxkv
 from jaxkv import compilation
+
+_CONFIG = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 
 
 @pytest.fixture
@@ -38,3 +45,23 @@ def test_nothing_is_told_where_programs_are_kept(untold, caplog, tmp_path):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         compilation.tell_if_slow(60.0)
     assert not caplog.records
+
+
+def test_the_folder_of_programs_stays_where_it_was(untold, as_users_call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = {name: getattr(jax.config, name) for name in _CONFIG}
+    try:
+        assert jaxkv.enable_compilation_cache("programs") == tmp_path / "programs"
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "programs")
+    finally:
+        for name, value in kept.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    (tmp_path / "file").touch()
+    for path, error, message in (
+        ("", ValueError, "path='': give a folder"),
+        ("file", ValueError, "file': it is a file: give a folder"),
+        (b"programs", TypeError, "path=b'programs': give a folder"),
+    ):
+        with pytest.raises(error, match=message):
+            jaxkv.enable_compilation_cache(path)

@@ -301,3 +301,7 @@ def test_queries_of_tokens_that_were_appended_one_by_one_and_of_sequences_that_t
         f"{LENGTHS[1] + 11}]], left_out=[[4, 7]], equal)"
     )
     assert "left_out=ShapeDtypeStruct" in repr(jax.eval_shape(lambda given: given, full))
+    gone = jax.tree.map(jnp.copy, full)
+    for leaf in jax.tree.leaves(gone):
+        leaf.delete()
+    assert "left_out=ArrayImpl" in repr(gone)
