@@ -102,7 +102,8 @@ class Stats:
         return self.transferred_bytes / max(1, self.decode_steps)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# Arrays have no single truth: results are equal only to themselves.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
     """Answer to one prompt of a `generate` call: text, token ids, and why drawing ended.
 
@@ -125,7 +126,8 @@ class Completion:
         return f"Completion({shown}, {len(self.tokens)} tokens, {ended})"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# Arrays have no single truth: results are equal only to themselves.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
     """Result of `generate`: texts, token ids, cache and stats; `out[0]` and iteration give one `Completion` a prompt.
 

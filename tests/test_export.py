@@ -187,7 +187,8 @@ def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(questio
 
 def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
     options = {"lengths": 64, "question": 0, "new": NEW}
-    model = runtime.Model(jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", policy=jaxkv.SnapKV(budget=0.25), **options))
+    policy = jaxkv.SnapKV(budget=0.25, min_budget="raise")
+    model = runtime.Model(jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", policy=policy, **options))
     with pytest.raises(ValueError, match=r"prompt=\[40\] tokens: the policy's budget is too small"):
         model.read(tiny.prompts(5, (40,)))
 

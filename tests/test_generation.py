@@ -325,6 +325,9 @@ def test_stop_strings(model):
         assert (each.text, each.finish_reason, each.stop_reason) == (texts[1], "stop", stops[1])
         assert each.tokens is out.tokens[1]
     assert repr(out[1]) == f"Completion({texts[1]!r}, {len(out.tokens[1])} tokens, stop at {stops[1]!r})"
+    # Each is equal to itself alone: no array is asked for its truth.
+    first, again = out[1], out[1]
+    assert first != again and first == first
     alone = stream.result
     assert len(alone) == 1 and alone[0].text == alone.text and [each.tokens for each in alone] == [alone.tokens]
     for result, at in ((out, 3), (out, -4), (alone, 1)):

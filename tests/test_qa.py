@@ -216,5 +216,7 @@ def test_ends_of_own_texts_are_measured(tmp_path):
         assert outcome.figures["positions"] == [*range(1, 9)]
     with pytest.raises(ValueError, match="tokens=30: more than half of {'0': 59}"):
         OwnTexts(data=str(tmp_path), tokens=30, prefix=70).samples(model)
-    with pytest.raises(ValueError, match="prefix=4096: .*512 positions"):
-        OwnTexts(data=str(tmp_path)).samples(model)
+    # No more are prefilled than the model has positions for.
+    assert OwnTexts(data="x").prefix_of(9000, 512) == 512 - 128 and OwnTexts(data="x").prefix_of(300, 512) == 172
+    with pytest.raises(ValueError, match="tokens=300: more than half of the model's 512 positions"):
+        OwnTexts(data=str(tmp_path), tokens=300).samples(model)

@@ -66,15 +66,15 @@ class Perplexity(Task):
         require(not short, "tokens", self.tokens, remedy)
         return _of_texts(texts)
 
-    def prefix_of(self, length: int) -> int:
-        """Number of tokens of a text of `length` tokens that are prefilled."""
+    def prefix_of(self, length: int, positions: int) -> int:
+        """Number of tokens of a text of `length` tokens that are prefilled by a model of so many positions."""
         return self.prefix
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
         """Scores a batch of texts, tokens after the prefix read one by one; one Outcome (mean loss) per text."""
         tokenizer = tokenizer_of(params)
         ids = [tokenizer.encode(each.context, bos=True) for each in samples]
-        ends = [self.prefix_of(len(each)) for each in ids]
+        ends = [self.prefix_of(len(each), params.config.max_positions) for each in ids]
         prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
         after = np.asarray([each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)], np.int32)
         found = losses_of(params, policy, prefixes, after, seed=how.seed)
@@ -124,7 +124,7 @@ class OwnTexts(Perplexity):
     Attributes:
         data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text".
         count: number of texts, from the first on; 0 for all.
-        prefix: most tokens prefilled of a text.
+        prefix: most tokens prefilled of a text; fewer where the model has no positions for them.
         tokens: number of tokens after them whose loss is measured.
     """
 
@@ -138,19 +138,18 @@ class OwnTexts(Perplexity):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes one sample per text, longest first; refuses texts of fewer than twice `tokens` tokens."""
         texts, most = texts_of(self.data, self.count), params.config.max_positions
-        need = self.prefix + self.tokens
-        require(need <= most, "prefix", self.prefix, f"with tokens={self.tokens} above the model's {most} positions")
+        require(2 * self.tokens <= most, "tokens", self.tokens, f"more than half of the model's {most} positions")
         lengths = _lengths(params, texts)
         short = {title: length for title, length in lengths.items() if length < 2 * self.tokens}
         remedy = f"more than half of {short}, the number of tokens of these texts: lower it, or leave them out"
         require(not short, "tokens", self.tokens, remedy)
         # Texts of like lengths run in one batch, which has the shape of its longest.
-        longest = sorted(texts, key=lambda title: -self.prefix_of(lengths[title]))
+        longest = sorted(texts, key=lambda title: -self.prefix_of(lengths[title], most))
         return _of_texts({title: texts[title] for title in longest})
 
-    def prefix_of(self, length: int) -> int:
-        """Number of tokens of a text of `length` tokens that are prefilled: all but the last `tokens`, at most."""
-        return min(length - self.tokens, self.prefix)
+    def prefix_of(self, length: int, positions: int) -> int:
+        """Number of tokens that are prefilled: all but `tokens` of the text, and of the model's positions, at most."""
+        return min(length - self.tokens, self.prefix, positions - self.tokens)
 
 
 def _lengths(params: LanguageModel, texts: Mapping[str, str]) -> dict[str, int]:
