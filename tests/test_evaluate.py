@@ -342,6 +342,12 @@ def test_shards_are_the_whole(tmp_path, plain, count):
     # It is one: nothing is run again, and what a run would have said is said.
     assert told(tmp_path / "joined") == whole() and joined.run.shard is None
     assert merge(parts, tmp_path / "joined").records == joined.records
+    # Shards whose policies came one by one, in another order, are shards of the same.
+    names = [*POLICIES][::-1]
+    for end in (1, len(names)):
+        told(tmp_path / "last", shard=(count - 1, count), policies={name: POLICIES[name] for name in names[:end]})
+    merge([*parts[:-1], tmp_path / "last"], tmp_path / "again")
+    assert (tmp_path / "again" / "samples.jsonl").read_bytes() == whole()
     with pytest.raises(ValueError, match=r"shard \[0\] of .*it is missing"):
         merge(parts[1:], tmp_path / "none")
     with pytest.raises(ValueError, match="more than once"):

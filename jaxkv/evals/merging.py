@@ -42,7 +42,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
     target = require_folder(out)
     with locked(target):
         run = begin(target, run)
-        records = _in_order(run, [shard.records for shard in shards])
+        records = _in_order(run, shards)
         write_whole(target / SAMPLES, b"".join(record.line() for record in records))
         evaluation = Evaluation(folder=target, run=run, records=tuple(records))
         finish(evaluation)
@@ -53,6 +53,9 @@ def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
     """`Run` of the unsharded evaluation, from (folder, run) of its sorted shards; refuses other or missing shards."""
     first_folder, first = shards[0]
     for folder, run in shards:
+        # Policies may have been added in another order.
+        if run.policies.keys() == first.policies.keys():
+            run = dataclasses.replace(run, policies={name: run.policies[name] for name in first.policies})
         found = differences(_compared(first), _compared(run), ("in the first", "in the second"), but=("shard",))
         where = f"{first_folder} and {folder}"
         require(not found, "folders", where, f"they are no shards of one evaluation ({'; '.join(found)})")
@@ -74,10 +77,11 @@ def _compared(run: Run) -> dict[str, object]:
     return {**run.as_dict(), "made_with": made_with}
 
 
-def _in_order(run: Run, shards: Sequence[Sequence[Record]]) -> list[Record]:
+def _in_order(run: Run, shards: Sequence[Evaluation]) -> list[Record]:
     """Records of all shards as one list, in the order of an unsharded run: by policy, then by batch."""
-    rest, records = [iter(each) for each in shards], list[Record]()
-    for _ in run.policies:
+    records = list[Record]()
+    for policy in run.policies:
+        rest = [iter(each.of(policy)) for each in shards]
         for at, batch in enumerate(run.batches()):
             records += itertools.islice(rest[at % len(rest)], len(batch))
     return records
