@@ -126,6 +126,13 @@ def test_the_newest_tokens_do_not_hold_what_stands_in_the_middle():
     assert mean(task, jaxkv.StreamingLLM(budget=128)) <= 0.1 < 0.6 <= mean(task, jaxkv.SnapKV(budget=128))
 
 
+def test_a_quarter_of_the_cache_finds_needles_though_the_question_comes_later():
+    """The policy and the budget of the README's document that is asked many questions."""
+    task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=12)
+    whole, quarter = (mean(task, policy, True) for policy in (jaxkv.FullKV(), jaxkv.KVzip(budget=0.25)))
+    assert quarter >= whole - 0.1 and whole > 0.8
+
+
 def test_merging_loses_no_more_than_dropping():
     assert mean(ruler("niah_multikey_1"), jaxkv.D2O(budget=64)) >= mean(ruler("niah_multikey_1"), jaxkv.H2O(budget=64))
 
