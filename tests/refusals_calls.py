@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+from lettered import DOC, characters
+from lettered import tiny as speaking
 from refusing import calls, door
-from test_generation import DOC, characters
-from test_generation import tiny as speaking
 from test_implementations import chosen
 from test_plan import EQUAL, WIDE
 from test_prompts import CHAT

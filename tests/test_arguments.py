@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from test_generation import DOC, DRAWING
-from test_generation import tiny as speaking
+from lettered import DOC, DRAWING
+from lettered import tiny as speaking
 
 import jaxkv
 from jaxkv import AdaKV, KVCache, OmniKV, SnapKV, Temperature

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from lettered import characters
 from meshes import mesh_of
-from test_generation import characters
 
 import jaxkv
 from jaxkv import memory

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generation import BOS, DOC, DRAWING, characters, tiny
+from lettered import BOS, DOC, DRAWING, characters, tiny
 
 import jaxkv
 from jaxkv.cache import Turn

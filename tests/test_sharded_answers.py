@@ -3,8 +3,8 @@
 import functools
 
 import pytest
+from lettered import ids, tiny
 from meshes import mesh_of
-from test_generation import ids, tiny
 
 import jaxkv
 

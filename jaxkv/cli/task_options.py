@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxkv._values import shortened
 from jaxkv.cli.fields import Arity, Words, kinds_of, words_of
 from jaxkv.cli.numbers import argument
-from jaxkv.evals.task import Task
+from jaxkv.evals.task import Task, must_be_given
 from jaxkv.policies.registry import documented
 
 _PREFIX = "task "
@@ -34,7 +34,7 @@ def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
             dest=_PREFIX + field.name,
             about=f"{text} (default: {default})" if default else text,
             metavar=f"{words.metavar},{words.metavar}" if several else words.metavar,
-            required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+            required=must_be_given(field),
             read=argument(_with_commas(words) if several else words.read),
         )
 

@@ -12,7 +12,7 @@ from jaxkv._errors import require
 from jaxkv._values import shortened
 from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.records import as_json
-from jaxkv.evals.task import TASKS, How, Sample, Task
+from jaxkv.evals.task import TASKS, How, Sample, Task, must_be_given
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import POLICIES, policy_class, policy_for, takes_budget
@@ -63,15 +63,10 @@ def as_task(task: Task | str) -> Task:
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}{meant}")
     cls = TASKS[task]
-    needed = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
+    needed = [field.name for field in dataclasses.fields(cls) if must_be_given(field)]
     remedy = f"its settings {', '.join(needed)} have no default: give {cls.__name__}({', '.join(needed)}=...)"
     require(not needed, "task", task, remedy)
     return cls()
-
-
-def _has_no_default(field: dataclasses.Field) -> bool:
-    """Whether a dataclass's field has to be given."""
-    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def name_of(task: Task) -> str:

@@ -166,25 +166,44 @@ class Evaluation:
             ValueError: if the folder holds no evaluation, or an unfinished one.
             TypeError: for a folder that is no path.
         """
-        if not isinstance(folder, (str, os.PathLike)):
-            raise TypeError(f"folder={folder!r}: give the folder of an evaluation")
-        path = Path(folder).expanduser()
-        try:
-            run, lines = read_run(path), whole_lines(path)
-        except NotADirectoryError:
-            run, lines = None, []
-        if run is None:
-            raise refusal("folder", str(folder), "no evaluation lies there: give what --out was")
-        if len(lines) != run.lines:
+        found = cls.begun(folder)
+        run, records = found.run, found.records
+        if len(records) != run.lines:
             remedy = "run the same command again, and it goes on from there"
-            raise ValueError(f"{folder} holds {len(lines)} of the evaluation's {run.lines} lines: {remedy}")
-        records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
+            raise ValueError(f"{folder} holds {len(records)} of the evaluation's {run.lines} lines: {remedy}")
         ids = [record.id for record in records[: len(records) // len(run.policies)]]
         expected = [(name, each) for name in run.policies for each in ids]
         for record, (name, each) in zip(records, expected, strict=True):
             remedy = "they are not those of the others: the file was changed; remove them and those behind them, and "
             same = (record.policy, record.id) == (name, each)
             require(same, "folder", f"{folder}, lines of {name}", remedy + "run the same command again")
+        return found
+
+    @classmethod
+    def begun(cls, folder: str | os.PathLike[str], field: str = "folder") -> "Evaluation":
+        """Reads an evaluation that may be unfinished, as far as its lines go.
+
+        Args:
+            folder: the folder that was given as `out`.
+            field: name of the argument in errors.
+
+        Returns:
+            The evaluation with the records of its complete lines.
+
+        Raises:
+            ValueError: if the folder holds no evaluation.
+            TypeError: for a folder that is no path.
+        """
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"{field}={folder!r}: give the folder of an evaluation")
+        path = Path(folder).expanduser()
+        try:
+            run, lines = read_run(path), whole_lines(path)
+        except NotADirectoryError:
+            run, lines = None, []
+        if run is None:
+            raise refusal(field, str(folder), "no evaluation lies there: give what --out was")
+        records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
         return cls(folder=path, run=run, records=tuple(records))
 
     @property

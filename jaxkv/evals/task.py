@@ -181,6 +181,11 @@ class Task(abc.ABC):
         """
 
 
+def must_be_given(field: dataclasses.Field) -> bool:
+    """True if a dataclass's field has no default, so that the task's maker or its command needs it."""
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
 def tokenizer_of(params: LanguageModel) -> Text:
     """The model's tokenizer; refuses a model that has none."""
     return require_text(params.text)

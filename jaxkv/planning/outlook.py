@@ -1,4 +1,4 @@
-"""What a plan says beside memory: seconds of a request, requests an hour, prices, when compression pays, quality."""
+"""Computes seconds of a request, requests an hour, prices and the number of answers that pay for compression."""
 
 import dataclasses
 import math

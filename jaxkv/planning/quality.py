@@ -3,9 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from jaxkv._errors import refusal
 from jaxkv.planning.catalog import catalog
 from jaxkv.planning.setting import Request
 from jaxkv.policies.policy import Method
@@ -69,21 +67,11 @@ def qualities(
     """
     if folder is None:
         return [None] * len(settings), ()
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"quality={folder!r}: give the folder of an evaluation")
     # Reading evaluations imports much that a plan without one does not need.
-    from jaxkv.evals.records import read_record, read_run, whole_lines
     from jaxkv.evals.summary import Evaluation
 
-    path = Path(folder).expanduser()
-    try:
-        run = read_run(path)
-    except NotADirectoryError:
-        run = None
-    if run is None:
-        raise refusal("quality", str(folder), "no evaluation lies there: give the --out of `jaxkv eval`")
-    records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(whole_lines(path), start=1)]
-    evaluation = Evaluation(folder=path, run=run, records=tuple(records))
+    evaluation = Evaluation.begun(folder, "quality")
+    run, records = evaluation.run, evaluation.records
     begun = {record.policy for record in records}
     found, notes = list[Quality | None](), list[str]()
     for setting, policy in zip(settings, given, strict=True):

@@ -1,14 +1,13 @@
 """The part `read` of Quest: each kv head of a layer reads the pages of rows whose keys promise the largest logits."""
 
 import dataclasses
-from fractions import Fraction
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxkv._checks import field, whole
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, Value
+from jaxkv._values import ENDLESS, Value, share_of
 from jaxkv.policies.checks import as_budget
 from jaxkv.policies.reading import WHOLE, Reading, Selector
 
@@ -61,9 +60,8 @@ class PagedReads(Value):
         lengths, budget = np.asarray(lengths, np.int64), self.budget
         if isinstance(budget, int):
             return np.full_like(lengths, budget)
-        share = Fraction(repr(budget))
-        wanted = [n * share.numerator // share.denominator for n in lengths.tolist()]
-        return np.maximum(np.asarray(wanted, np.int64), self._least)
+        assert budget is not None  # made so
+        return np.maximum(share_of(lengths, budget), self._least)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns the static config in which layers above the dense ones read pages that they choose themselves."""

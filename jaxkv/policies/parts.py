@@ -1,7 +1,6 @@
 """`Parts`, the plain value that is all the engine reads of a policy."""
 
 import dataclasses
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -292,7 +291,7 @@ class Parts(Value):
             return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
         if budget is None or self.scorer is None:
             return lengths.copy()
-        rows = _share(budget, lengths) if isinstance(budget, float) else np.minimum(budget, lengths)
+        rows = np.maximum(share_of(lengths, budget), 1) if isinstance(budget, float) else np.minimum(budget, lengths)
         low = np.flatnonzero(rows < forced)
         if strict and low.size and (self.min_budget == "raise" or not isinstance(budget, float)):
             row = int(low[0])
@@ -307,7 +306,7 @@ class Parts(Value):
         if not isinstance(self.budget, float) or sets_rows(self.layers) or self.scorer is None:
             return 0
         lengths = np.asarray(lengths, np.int64)
-        return int((_share(self.budget, lengths) < self.keep.counts(lengths)).sum())
+        return int((np.maximum(share_of(lengths, self.budget), 1) < self.keep.counts(lengths)).sum())
 
     def recents(
         self,
@@ -355,9 +354,3 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("after", (Append, Evict, Again), "Append(), Evict(...) or Again(...)"),
     ("read", (Reads, type(None)), "what layers read, FilteredReads(...) say, or None"),
 )
-
-
-def _share(share: float, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-    """Whole number of rows `[B]` in a share of each prompt's tokens, at least 1, by the decimal that was written."""
-    exact = Fraction(repr(share))  # 0.1 of 600 is 60
-    return np.asarray([max(1, n * exact.numerator // exact.denominator) for n in lengths.tolist()], np.int64)
