@@ -97,17 +97,22 @@ def sampler_of(
 
 def by_other_names(call: Callable[P, R]) -> Callable[P, R]:
     """Decorator that takes or refuses what a function is given by other libraries' names; errors say what to write."""
-    known = list(inspect.signature(call).parameters)
+    parameters = inspect.signature(call).parameters
+    known = [name for name in parameters if name != "self"]
+    places = [name for name, given in parameters.items() if given.kind is not inspect.Parameter.KEYWORD_ONLY]
+    named = [name for name in known if name not in places]
+    title = call.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(call)
     def taken(*args: Any, **options: Any) -> Any:
-        if len(args) > 2:
+        if len(args) > len(places):
+            extra = args[len(places)]
             name = {Method: "policy", KVCache: "cache", int: "max_new_tokens", np.integer: "max_new_tokens"}
-            mine = next((name[kind] for kind in name if isinstance(args[2], kind) and name[kind] in known), "policy")
-            remedy = f"give it by its name: {call.__name__}(params, prompt, {mine}=...)"
-            raise TypeError(f"{shortened(brief(args[2]))}: {remedy}")
+            mine = next((name[kind] for kind in name if isinstance(extra, kind) and name[kind] in known), named[0])
+            before = ", ".join(place for place in places if place != "self")
+            raise TypeError(f"{shortened(brief(extra))}: give it by its name: {title}({before}, {mine}=...)")
         if not options.keys() <= set(known):
-            options = _translated(call.__name__, options, known)
+            options = _translated(title, options, known)
         return call(*args, **options)
 
     return cast(Callable[P, R], taken)

@@ -63,6 +63,7 @@ LAYERS = (
     "jaxkv.results",
     "jaxkv.answering",
     "jaxkv.generation",
+    "jaxkv.serving",
     "jaxkv.testing",
     "jaxkv.analysis",
     "jaxkv.evals",

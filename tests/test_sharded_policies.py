@@ -98,7 +98,7 @@ def test_no_keys_or_values_travel(compiled):
             assert allowed, f"{each.name} sends {shape} by {kind}"
             seen.add((each.name, kind))
     names = {each.name for each in compiled}
-    assert set(TRAVELS) | {"pack", "pack_shared", "placed", "_ring", "logits_of"} <= names
+    assert set(TRAVELS) | {"pack", "pack_shared", "placed", "ring_of", "logits_of"} <= names
     # The table says no more than what was met.
     assert {(name, kind) for name, kinds in TRAVELS.items() for kind in kinds} == seen
 

@@ -85,6 +85,16 @@ def finished(walk: Generator[Any, None, Result], tick: Callable[[Any], object] =
         tick(value)
 
 
+def uncounted(walk: Walk[Result]) -> Walk[Result]:
+    """Generator: runs another one step by step and returns its result; yields 0 in place of each value it yields."""
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            return end.value
+        yield 0.0
+
+
 def compress(
     source: Source,
     parts: Parts,

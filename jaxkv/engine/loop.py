@@ -191,7 +191,7 @@ def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | N
 
 
 @program(static=("axes",))
-def _drawn(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None) -> Drawn:
+def next_tokens(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None) -> Drawn:
     """Compiled `drawn`: samples the next token of every sequence; returns `Drawn` (ids, mask of ended ones, ...)."""
     return drawn(draw, seen, sampling, axes)
 
@@ -304,12 +304,12 @@ def _decode_staged(
     out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)
     assert loader is not None
     if steps == 0:
-        new = _drawn(draw, cache.tables.seen, argument(sampling), axes=axes)
+        new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)
         uncounted = dataclasses.replace(loader, traffic=Traffic())
         logits, cache = extend(flat, cache, new.token[:, None], new.fed * 0, spec=spec, loader=uncounted)
         jax.block_until_ready(logits)
     while ran < steps and ended.sum() <= idle:
-        new = _drawn(draw, cache.tables.seen, argument(sampling), axes=axes)
+        new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)
         logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
         draw = draw.after(logits, new.done)
         # Copied to the host only now, while the device runs the step.

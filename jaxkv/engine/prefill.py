@@ -23,22 +23,31 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import cascaded
 from jaxkv.engine.choosing import Candidates, limits_of, of_prompt
-from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, ranked_first, unordered
+from jaxkv.engine.compress import (
+    Compressed,
+    Source,
+    Walk,
+    compress,
+    observe,
+    ranked_first,
+    uncounted,
+    unordered,
+)
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.replay import Padded, replayed
+from jaxkv.engine.rings import remembered, ring_of
 from jaxkv.engine.spec import gate_weights, reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
 from jaxkv.models.values import Rope
-from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import Reading
 from jaxkv.policies.scorer import Needs, Observed, Scorer, blocks_of, future_of, gate_of, norms_of
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
+from jaxkv.sharding.mesh import host, inside, place, put, settle_down, where
 
 # Share of a prefill's progress that stands for the first of two passes.
 _FIRST_PASS = 0.4
@@ -193,7 +202,8 @@ def prefill(
         cache = yield from read(prompts)
     else:
         yield from prompts.read_twice(padded)
-        cache = finished(read(prompts))
+        # Its layers were counted when they ran.
+        cache = yield from uncounted(read(prompts))
     prompts.require_ordered()
     if prompts.banked:
         assert prompts.reading is not None
@@ -277,7 +287,7 @@ class Prompts(Source):
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, needed.slots))
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.reading = parts.reading(layers, needed.slots)
-        self.remembered = _remembered(parts.ongoing, self.reading, layers)
+        self.remembered = remembered(parts.ongoing, self.reading, layers)
         self.ahead = layers_ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
         self.angles = _angles_by_rope(flat, needed.slots)
@@ -312,7 +322,7 @@ class Prompts(Source):
         rows = Unpacked(k, out.v, self.unscored.inside)
         if self.remembered[index]:
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
-            self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
+            self.rings.append(ring_of(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
         if self.reading is not None and index in self.reading.offloaded:
             # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
@@ -393,24 +403,3 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
     return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes), state
-
-
-def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
-    """List with the number of last queries that the cache keeps for each layer."""
-    if ongoing is not None:
-        return [ongoing.queries] * layers
-    return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(layers)]
-
-
-@program(static=("rows", "axes"))
-def _ring(
-    q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, axes: Axes | None
-) -> Float[Array, "B K G R D"]:
-    """Compiled: float32 ring `[B, K, G, R, D]` of the prompt's last queries, position p at slot p % `rows`."""
-    batch, heads, group, window, dim = q.shape
-    position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
-    slot = jnp.where(position >= 0, position % rows, rows)
-    ring = jnp.zeros((batch, rows, heads, group, dim), jnp.float32)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    by_token = jnp.moveaxis(q, 3, 1).astype(jnp.float32)
-    return jnp.moveaxis(ring.at[index, slot].set(by_token, mode="drop", unique_indices=True), 1, 3)

@@ -13,10 +13,11 @@ from jaxtyping import Bool, Int, PRNGKeyArray
 from jaxkv import arguments, memory
 from jaxkv._checks import whole
 from jaxkv._errors import require
-from jaxkv._settings import settled
+from jaxkv._settings import own_settings, settled
 from jaxkv.cache import Cache, KVCache
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
+from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.decode import Beside, extend, read_on_top
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.lengths import bucket, buckets, tokens_per_call
@@ -120,13 +121,18 @@ class Slots:
         The cache serves any number of sequences; `key` replaces the session's. Raises ValueError for an empty or
         over-long prompt, and for a budget that the policy cannot honour.
         """
-        encoded = self.session.encoded(ids)
-        longest, most = int(encoded.lengths.max()), self.shape.prompt
-        require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_prompt={most}")
-        many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
-        require(len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many)
-        needed = self.session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
-        return self.session.prefill(encoded, needed=needed, key=key)
+        return finished(self.prefilling(ids, key=key))
+
+    def prefilling(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> Walk[KVCache]:
+        """Generator form of `prefill`: runs layer by layer, so that its caller may decode other slots in between."""
+        with own_settings():
+            encoded = self.session.encoded(ids)
+            longest, most = int(encoded.lengths.max()), self.shape.prompt
+            require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_prompt={most}")
+            many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
+            require(len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many)
+            needed = self.session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
+        return (yield from self.session.prefilling(encoded, needed=needed, key=key))
 
     @settled
     def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
@@ -179,6 +185,13 @@ class Slots:
         arrays = sequences_of(cache, new, arguments.as_sampling(sampling), table, key)
         nothing = np.zeros(self._groups, np.int64)
         return Paused(arrays=arrays, key=key, beyond=beyond(cache) if self._every else nothing, done=False)
+
+    @settled
+    def peek(self, sequence: Paused) -> int:
+        """Id of the first token that a sequence will draw in a slot; the sequence itself is unchanged."""
+        arrays = sequence.arrays
+        seen = arrays.cache.tables.seen
+        return int(host(loop.next_tokens(arrays.draw, seen, arrays.sampling, axes=self._axes).token)[0])
 
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
@@ -259,16 +272,18 @@ class Slots:
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
 
     def _compile(self) -> None:
-        """Allocates all slots; compiles every program by running it: prefill in each bucket, draw, take, release."""
+        """Allocates all slots; compiles every program by running it: prefill of each bucket, draw, peek, take, ..."""
         longest = self.shape.prompt
         cache = self._dummy(longest)
-        one = self.begin(cache, max_new_tokens=1).arrays
+        begun = self.begin(cache, max_new_tokens=1)
+        self.peek(begun)
+        one = begun.arrays
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         each = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(one))
         memory.check_bytes(each * self.count // self._groups, f"count={self.count} slots", device)
         self._all = spread(one, slots=self.count, axes=self._axes)
-        begun = loop.begin(self._all.cache, spec=self._spec, size=self.size)
-        self._tails, _ = begun.beside or ((), None)
+        running = loop.begin(self._all.cache, spec=self._spec, size=self.size)
+        self._tails, _ = running.beside or ((), None)
         self.release(range(self.count))
         for _, size in buckets(longest):
             try:

@@ -40,7 +40,7 @@ _NAMES = {
     "logits_of": "logits",
 }
 # Programs on a few integers: they take no memory to speak of and are not compiled.
-SMALL = ("unordered", "placed", "counted", "_ring")
+SMALL = ("unordered", "placed", "counted", "ring_of")
 
 
 def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None) -> Flat:

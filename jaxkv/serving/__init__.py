@@ -1,0 +1,7 @@
+"""Many requests at once: `Engine` answers them over the slots of one running batch."""
+
+from jaxkv.serving.documents import Document
+from jaxkv.serving.engine import Engine, EngineStats
+from jaxkv.serving.requests import QueueFull, Request, RequestStats
+
+__all__ = ["Document", "Engine", "EngineStats", "QueueFull", "Request", "RequestStats"]

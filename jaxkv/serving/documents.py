@@ -1,0 +1,172 @@
+"""Documents of an engine: compressed caches that are asked many times; the least recently used ones wait on disk."""
+
+import collections
+import dataclasses
+import json
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from jaxkv._errors import refusal
+from jaxkv.cache import KVCache, Turn
+from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.policy import Method
+from jaxkv.saved import load_cache
+
+_NOTICES = logging.getLogger("jaxkv")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+    """A document that an engine has compressed, for `submit(question, document=...)`: id, tokens, rows, bytes.
+
+    Attributes:
+        id: name of the document in its engine.
+        tokens: tokens of the document.
+        rows: rows kept per kv head and layer, averaged.
+        nbytes: bytes of its cache on the device.
+        turn: turn of the conversation after it.
+    """
+
+    id: str
+    tokens: int
+    rows: float
+    nbytes: int
+    turn: Turn
+
+
+class Documents:
+    """Caches of an engine's documents, at most `most_bytes` on the device; the least recently used wait in a folder.
+
+    With a folder of the user's, every document is written there when it is added, and found there by the next engine
+    of the same model, policy and slots.
+    """
+
+    def __init__(self, params: LanguageModel, policy: Method, *, most_bytes: int, folder: Path | None):
+        """Finds the documents in `folder`, if one is given; reads none of their caches yet."""
+        self.most_bytes = most_bytes
+        self._params, self._policy, self._lock = params, policy, threading.Lock()
+        self._known: dict[str, Document] = {}
+        # In order of use, the latest last.
+        self._held: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
+        self._kept = folder is not None
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="jaxkv-documents-"))
+            # Removed with this object, or when the process ends.
+            self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for path in sorted(folder.glob("*.json")):
+            self._find(path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the documents' caches on the device."""
+        with self._lock:
+            return sum(self._known[name].nbytes for name in self._held)
+
+    def all(self) -> list[Document]:
+        """List of all documents, in order of their ids."""
+        with self._lock:
+            return [self._known[name] for name in sorted(self._known)]
+
+    def of(self, name: str) -> Document:
+        """The document with an id; ValueError if there is none."""
+        with self._lock:
+            if name not in self._known:
+                raise refusal("document", name, "there is none of this id: it was removed, or is another engine's")
+            return self._known[name]
+
+    def add(self, cache: KVCache) -> Document:
+        """Adds the cache of one document and returns its `Document`; others may leave the device for it."""
+        made = Document(
+            id=f"doc-{secrets.token_hex(8)}",
+            tokens=int(np.asarray(cache.seen)[0]),
+            rows=float(np.mean(cache.kept)),
+            nbytes=cache.nbytes,
+            turn=cache.turn if isinstance(cache.turn, Turn) else cache.turn[0],
+        )
+        cache = dataclasses.replace(cache, logits=None)
+        if self._kept:
+            self._write(made, cache)
+        with self._lock:
+            self._known[made.id] = made
+        self._hold(made.id, cache)
+        return made
+
+    def cache_of(self, name: str) -> KVCache:
+        """Cache of the document with an id, read from disk if it waits there; ValueError if there is none."""
+        made = self.of(name)
+        with self._lock:
+            cache = self._held.get(name)
+        if cache is None:
+            cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
+        self._hold(name, cache)
+        return cache
+
+    def remove(self, name: str) -> None:
+        """Removes the document with an id from the device and the disk; ValueError if there is none."""
+        self.of(name)
+        with self._lock:
+            self._known.pop(name, None)
+            self._held.pop(name, None)
+        self._json(name).unlink(missing_ok=True)
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Drops all caches; removes the folder unless it is the user's."""
+        with self._lock:
+            self._held.clear()
+        if not self._kept:
+            self._remove()
+
+    def _hold(self, name: str, cache: KVCache) -> None:
+        """Keeps a cache on the device as the one used last; writes others to disk and drops them if bytes are short."""
+        with self._lock:
+            if name in self._known:
+                self._held[name] = cache
+                self._held.move_to_end(name)
+            leaving, over = [], sum(self._known[each].nbytes for each in self._held) - self.most_bytes
+            # The one that is asked now stays, whatever it weighs.
+            while over > 0 and len(self._held) > 1:
+                oldest, gone = self._held.popitem(last=False)
+                over -= self._known[oldest].nbytes
+                leaving.append((self._known[oldest], gone))
+        for document, gone in leaving:
+            if not (self._folder / document.id).exists():
+                self._write(document, gone)
+
+    def _json(self, name: str) -> Path:
+        """Path of the file that describes a document; it is written last, so that a half-written one is not found."""
+        return self._folder / f"{name}.json"
+
+    def _made_for(self) -> dict[str, str]:
+        """Dict that tells documents of this engine's model and policy from those of others."""
+        return {"model": str(self._params.fingerprint), "policy": repr(self._policy)}
+
+    def _write(self, document: Document, cache: KVCache) -> None:
+        """Writes a document's cache and description to disk."""
+        cache.save(self._folder / document.id)
+        described = dataclasses.asdict(document) | {"turn": document.turn.value, "made_for": self._made_for()}
+        write_whole(self._json(document.id), json.dumps(described).encode())
+
+    def _find(self, path: Path) -> None:
+        """Adds the document that a file describes; leaves out, with a notice, one of another model or policy."""
+        try:
+            described = json.loads(path.read_text())
+            for_whom = described.pop("made_for")
+            document = Document(**described | {"turn": Turn(described["turn"])})
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            _NOTICES.warning("%s: left out, it describes no document: %s", path, error)
+            return
+        if for_whom != self._made_for() or document.id != path.stem:
+            _NOTICES.warning("%s: left out, it was made by another model or policy", path)
+            return
+        self._known[document.id] = document

@@ -1,0 +1,422 @@
+"""`Engine`: answers many requests at once over the slots of one running batch (continuous batching)."""
+
+import atexit
+import collections
+import dataclasses
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray
+
+from jaxkv import _checks, arguments, hosts, memory
+from jaxkv._errors import require
+from jaxkv._settings import own_settings, settled
+from jaxkv.attention import Implementation
+from jaxkv.cache import Turn
+from jaxkv.engine.session import Session
+from jaxkv.engine.slots import Slots
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.policy import Method
+from jaxkv.results import Completion
+from jaxkv.sampling import Greedy, Sampling, mixed
+from jaxkv.serving.documents import Document, Documents
+from jaxkv.serving.requests import QueueFull, Request
+from jaxkv.serving.room import device_of, slots_that_fit
+from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.work import Order, Reading, Work
+from jaxkv.text.prompts import Prompt, encode
+from jaxkv.words import by_other_names
+
+# Most tokens of an answer where a request does not say.
+_USUAL_NEW = 128
+# Seconds between two attempts to submit a prompt while the queue is full.
+_PATIENCE = 0.02
+# Share of the memory that slots leave free which documents may take.
+_DOCUMENT_SHARE = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """State of an engine at one moment: numbers of requests, slots and tokens, bytes, and the longest pause.
+
+    Attributes:
+        waiting: requests that are not prefilled yet.
+        ready: prefilled requests that wait for a slot.
+        running: slots with a request.
+        slots: number of slots.
+        answered: requests answered so far.
+        refused: requests refused because the queue was full.
+        new_tokens: tokens drawn so far.
+        nbytes: bytes of all slots.
+        document_bytes: bytes of documents on the device.
+        longest_pause_seconds: longest time between two tokens of one request, or between two blocks of up to 8 of them
+            where nobody reads its text.
+    """
+
+    waiting: int
+    ready: int
+    running: int
+    slots: int
+    answered: int
+    refused: int
+    new_tokens: int
+    nbytes: int
+    document_bytes: int
+    longest_pause_seconds: float
+
+
+class Engine:
+    """Answers requests over the slots of one running batch: each is prefilled, compressed, and joins as a slot is free.
+
+    A request's tokens are those of `jaxkv.generate` alone with its key (in float32), whoever is answered beside it.
+    While a prompt is prefilled, tokens of the others are drawn between its layers.
+
+    ```python
+    with jaxkv.Engine(params, policy=jaxkv.AdaKV(budget=1024), slots=16) as engine:
+        requests = [engine.submit(prompt, max_new_tokens=200) for prompt in prompts]
+        for request in requests:
+            print(request.result().text)
+    ```
+    """
+
+    @by_other_names
+    @settled
+    def __init__(
+        self,
+        params: LanguageModel,
+        *,
+        policy: Method | type[Method] | str | None = None,
+        slots: int | np.integer | str = "auto",
+        max_prompt_tokens: int | np.integer | None = None,
+        max_new_tokens: int | np.integer = 512,
+        max_question_tokens: int | np.integer = 0,
+        queue: int | np.integer = 256,
+        documents: str | os.PathLike[str] | None = None,
+        document_bytes: int | np.integer | None = None,
+        mesh: Mesh | None = None,
+        implementation: Implementation | str | None = Implementation.AUTO,
+    ):
+        """Allocates the slots, compiles all programs and starts the thread that answers.
+
+        Args:
+            params: from `jaxkv.load`.
+            policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row.
+            slots: number of requests that draw tokens at the same time; "auto" for as many as fit into nine tenths of
+                the free memory, at most 64. On a mesh a multiple of its groups.
+            max_prompt_tokens: the most tokens of a prompt; with the new tokens they say how many rows a slot holds,
+                where the policy's budget does not. By default the model's positions less the others, at most 4096.
+            max_new_tokens: the most tokens of an answer.
+            max_question_tokens: the most tokens of a question on a document; 0 if none will be asked.
+            queue: the most requests that wait; more are refused.
+            documents: folder in which documents are kept, and found by the next engine of the same model and policy;
+                None keeps them for as long as this engine lives.
+            document_bytes: the most bytes of documents on the device; the least recently used others wait on disk. By
+                default half of the memory that the slots leave free.
+            mesh: devices with the axes "data" and "model" to run on; slots lie over "data".
+            implementation: the implementation of attention; by default the fastest one for these devices.
+
+        Raises:
+            ValueError: for a policy that keeps rows in host memory or reads prompts in chunks, for limits beyond the
+                model's positions, for a mesh of several processes.
+            TypeError: for an argument of the wrong kind, with what to give instead.
+            MemoryError: if the slots, whose bytes it names, do not fit.
+        """
+        params = arguments.as_model(params, mesh)
+        spread = params.axes is not None and hosts.spans(params.axes.mesh)
+        require(not spread, "mesh", "devices of several processes", "an engine runs in one process: give its devices")
+        self._limit = _checks.whole("queue", queue, "let at least 1 request wait")
+        self._session = Session(params, policy, implementation=arguments.as_implementation(implementation))
+        new = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        question = _checks.whole("max_question_tokens", max_question_tokens, "give 0 for none", least=0)
+        if max_prompt_tokens is None:
+            left = params.config.max_positions - new - question
+            remedy = f"the model was made for {params.config.max_positions}: leave tokens for the prompt"
+            require(left > 0, "max_new_tokens", new, remedy)
+            max_prompt_tokens = min(4096, left)
+        limits = {
+            "max_prompt": _checks.whole("max_prompt_tokens", max_prompt_tokens, "take prompts of at least 1 token"),
+            "max_new_tokens": new,
+            "max_question": question,
+        }
+        if slots == "auto":
+            slots = slots_that_fit(self._session, **limits)
+        count = _checks.whole("slots", slots, 'give at least 1 slot, or "auto"')
+        self._slots = Slots(self._session, count=count, **limits)
+        folder = None if documents is None else Path(documents).expanduser().absolute()
+        if document_bytes is None:
+            document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
+        most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
+        self._documents = Documents(params, self._session.policy, most_bytes=most, folder=folder)
+        self._scheduler = Scheduler(self._slots, self._documents, ahead=count)
+        self._changed = threading.Condition()
+        self._refused, self._closing, self._dropping = 0, False, False
+        self._error: BaseException | None = None
+        # A daemon: an engine that nobody closes does not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
+        self._thread.start()
+        atexit.register(_close, weakref.ref(self))
+
+    @by_other_names
+    @settled
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | np.integer | None = None,
+        sampling: Sampling | None = None,
+        stop: str | Iterable[str] | None = (),
+        stop_at_eos: bool = True,
+        key: PRNGKeyArray | int | None = None,
+        raw: bool = False,
+        deadline: float | np.floating | np.integer | None = None,
+        document: Document | None = None,
+    ) -> Request:
+        """Queues one prompt and returns its `Request` at once; any thread may call it.
+
+        Args:
+            prompt: text, chat messages or token ids; a question if `document` is given.
+            max_new_tokens: the most tokens to draw; by default 128, or the engine's limit if that is lower.
+            sampling: how to draw; Greedy() if None.
+            stop: strings that end the answer and are left out of its text.
+            stop_at_eos: True to end at the model's end-of-answer tokens.
+            key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
+            raw: True if the text is plain text, not a user's message.
+            deadline: seconds from now after which the request ends with a TimeoutError; None for none.
+            document: from this engine's `document`, to be asked; it is not changed.
+
+        Returns:
+            The request: iterate over its text, or wait for its `result()`.
+
+        Raises:
+            QueueFull: if as many requests wait as `queue` allows.
+            ValueError: for an empty or over-long prompt, too many tokens, or a document of another engine.
+            TypeError: for an argument of the wrong kind, with what to give instead.
+            RuntimeError: if the engine is closed or has failed.
+        """
+        params, shape = self._session.params, self._slots.shape
+        new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
+        new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
+        sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
+        stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
+        # Refuses users' own samplers, which would be compiled in.
+        mixed([sampling])
+        remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
+        require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
+        require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
+        if deadline is not None:
+            deadline = time.monotonic() + _checks.real("deadline", deadline, "give seconds from now", open_low=True)
+        if document is not None and not isinstance(document, Document):
+            raise TypeError(f"document={type(document).__name__}: give what this engine's document returned")
+        turn = Turn.START if document is None else self._documents.of(document.id).turn
+        encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
+        require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "submit one, or give all of them to map")
+        self._require_fits(int(encoded.lengths[0]), document)
+        eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if stop_at_eos else ()
+        order = Order(
+            encoded=encoded,
+            new=new,
+            sampling=sampling,
+            key=key,
+            stops=stops,
+            eos=tuple(sorted(set(eos))),
+            deadline=deadline,
+            document=document,
+        )
+        request = Request(self._wake)
+        self._queued(Work(order, request, params.text))
+        return request
+
+    def document(self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None) -> Document:
+        """Prefills and compresses a document once and returns its handle, which `submit` takes any number of times.
+
+        Args:
+            prompt: text, chat messages or token ids; text leaves the user's turn open for the question.
+            raw: True if the text is plain text, not a user's message.
+            key: random key or seed, for policies that draw.
+
+        Returns:
+            The document: its id, tokens, rows and bytes. Documents beyond `document_bytes` wait on disk.
+
+        Raises:
+            QueueFull: if as many requests wait as `queue` allows.
+            ValueError: for an empty or over-long document, or if the engine was made without `max_question_tokens`.
+            TypeError: for an argument of the wrong kind, with what to give instead.
+            RuntimeError: if the engine is closed or has failed.
+        """
+        return self.submit_document(prompt, raw=raw, key=key).result()
+
+    @settled
+    def submit_document(
+        self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None
+    ) -> Future[Document]:
+        """Queues a document; returns a future of its handle at once. Arguments and errors are those of `document`."""
+        params, key, raw = self._session.params, arguments.as_key(key), _checks.flag("raw", raw)
+        remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
+        require(self._slots.shape.question > 0, "document", "not asked", remedy)
+        encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
+        require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "give one document")
+        self._require_fits(int(encoded.lengths[0]), None)
+        arguments.warn_unseen(self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget)
+        reading = Reading(encoded, key)
+        self._queued(reading)
+        return reading.future
+
+    def map(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        ordered: bool = True,
+        key: PRNGKeyArray | int | None = None,
+        **options: Any,
+    ) -> Iterator[Completion]:
+        """Answers any number of prompts; yields their `Completion`s, at most `queue` requests under way at a time.
+
+        Args:
+            prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.
+            ordered: True to yield answers in the order of the prompts, False as they are complete.
+            key: random key or seed; prompt i draws with `jax.random.fold_in(key, i)`.
+            options: other arguments of `submit`, the same for all prompts.
+
+        Yields:
+            The answers.
+
+        Raises:
+            ValueError: for a prompt that is refused; the requests under way are cancelled.
+        """
+        ordered, given = _checks.flag("ordered", ordered), arguments.as_key(key)
+        under_way: collections.deque[Request] = collections.deque()
+        left, most = enumerate(prompts), max(1, min(self._limit, 2 * self._slots.count))
+        try:
+            while True:
+                while len(under_way) < most and (item := next(left, None)) is not None:
+                    own = None if given is None else jax.random.fold_in(given, item[0])
+                    under_way.append(self._patiently(item[1], key=own, **options))
+                if not under_way:
+                    return
+                if not ordered:
+                    wait([each.future for each in under_way], return_when=FIRST_COMPLETED)
+                    under_way = collections.deque(sorted(under_way, key=lambda each: not each.done))
+                yield under_way[0].result()
+                under_way.popleft()
+        finally:
+            for request in under_way:
+                request.cancel()
+
+    def _patiently(self, prompt: Prompt, **options: Any) -> Request:
+        """Submits a prompt; waits while the queue is full."""
+        while True:
+            try:
+                return self.submit(prompt, **options)
+            except QueueFull:
+                time.sleep(_PATIENCE)
+
+    @property
+    def documents(self) -> Documents:
+        """The documents of this engine: `all()`, `of(id)`, `remove(id)`."""
+        return self._documents
+
+    @property
+    def stats(self) -> EngineStats:
+        """Numbers of requests, slots, tokens and bytes at this moment."""
+        at = self._scheduler
+        return EngineStats(
+            waiting=len(at.waiting),
+            ready=at.ready,
+            running=at.running,
+            slots=self._slots.count,
+            answered=at.answered,
+            refused=self._refused,
+            new_tokens=at.tokens,
+            nbytes=self._slots.nbytes,
+            document_bytes=self._documents.nbytes,
+            longest_pause_seconds=at.longest_pause,
+        )
+
+    def close(self, *, drain: bool = True) -> None:
+        """Ends the engine: answers the requests it has, or cancels them; new ones are refused. May be called again.
+
+        Args:
+            drain: True to answer all requests first, False to cancel them.
+        """
+        with self._changed:
+            self._closing = True
+            self._dropping = self._dropping or not drain
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._documents.close()
+
+    def __enter__(self) -> "Engine":
+        """Returns the engine."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        """Closes the engine: answers the requests it has; cancels them if the block ended by an error."""
+        self.close(drain=error is None)
+
+    def __repr__(self) -> str:
+        """One-line text: policy, numbers of slots and of requests."""
+        at = self.stats
+        return f"Engine({self._session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
+
+    def _require_fits(self, tokens: int, document: Document | None) -> None:
+        """Raises ValueError for a prompt or question of more tokens than the slots take."""
+        name, most = "max_prompt_tokens", self._slots.shape.prompt
+        if document is not None:
+            name, most = "max_question_tokens", self._slots.shape.question
+        require(tokens <= most, "prompt", f"{tokens} tokens", f"this engine takes up to {name}={most}")
+
+    def _queued(self, work: Work | Reading) -> None:
+        """Queues a request or a document for the engine's thread; raises if it is full, closed or has failed."""
+        with self._changed:
+            if self._error is not None:
+                raise RuntimeError(f"the engine has failed: {self._error}") from self._error
+            if self._closing:
+                raise RuntimeError("the engine is closed: make another one")
+            if len(self._scheduler.waiting) >= self._limit:
+                self._refused += 1
+                raise QueueFull(f"{self._limit} requests wait already: try again later, or make the queue longer")
+            self._scheduler.waiting.append(work)
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """Wakes the engine's thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Body of the engine's thread: computes until the engine is closed; an error of its own ends all requests."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or not self._scheduler.idle)
+                    if self._dropping:
+                        break
+                    if self._closing and self._scheduler.idle:
+                        return
+                with own_settings():
+                    self._scheduler.step()
+            self._scheduler.fail(CancelledError("the engine was closed"))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for an answer for ever
+            with self._changed:
+                self._error = error
+            failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            self._scheduler.fail(failed)
+
+
+def _close(engine: "weakref.ref[Engine]") -> None:
+    """Closes an engine that is still there when the process ends, without answering its requests."""
+    alive = engine()
+    if alive is not None:
+        alive.close(drain=False)

@@ -1,0 +1,210 @@
+"""`Request`: the handle of one prompt submitted to an `Engine`, read by any thread or event loop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+from jaxkv.results import Completion
+
+
+class QueueFull(RuntimeError):
+    """Error of `Engine.submit` if as many requests wait as the engine's `queue` allows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestStats:
+    """Measurements of one answered request: numbers of tokens, rows kept, seconds.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, or of the question if it was asked on a document.
+        new_tokens: tokens drawn, the one that ended the answer included.
+        kept: rows per kv head and layer after prefill, averaged.
+        waited_seconds: from submission until prefill began.
+        prefill_seconds: of the prompt's prefill, without the decode steps of other requests in between.
+        first_token_seconds: from submission until the first token was drawn.
+        seconds: from submission until the answer was complete.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    kept: float
+    waited_seconds: float
+    prefill_seconds: float
+    first_token_seconds: float
+    seconds: float
+
+
+class Request:
+    """Handle of one submitted prompt: iterates over the answer's text; `result()` waits for its `Completion`.
+
+    Any number of threads may read it, each from the first piece on; `await request` and `async for` work as well.
+
+    ```python
+    request = engine.submit("Why is the sky blue?", max_new_tokens=200)
+    for piece in request:
+        print(piece, end="")
+    print(request.result().finish_reason, request.stats)
+    ```
+    """
+
+    def __init__(self, wake: Callable[[], object]):
+        """Makes the handle of a request that has not begun; `wake` is called after `cancel`."""
+        self._wake = wake
+        self._pieces: list[str] = []
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], object]] = []
+        self._readers = 0
+        self._cancelled = False
+        self._stats: RequestStats | None = None
+        self._future: Future[Completion] = Future()
+        # An event loop that gives up waiting must not end the request: `cancel` does.
+        self._future.set_running_or_notify_cancel()
+
+    @property
+    def future(self) -> Future[Completion]:
+        """Future of the `Completion`, for `concurrent.futures.wait` and `as_completed`."""
+        return self._future
+
+    @property
+    def done(self) -> bool:
+        """True if the request has been answered, has failed, or was cancelled."""
+        return self._future.done()
+
+    @property
+    def stats(self) -> RequestStats | None:
+        """Numbers of tokens and seconds of an answered request; None before, and if it failed or was cancelled."""
+        return self._stats
+
+    @property
+    def cancelled(self) -> bool:
+        """True if `cancel` was called before the request ended."""
+        return self._cancelled
+
+    def result(self, timeout: float | int | None = None) -> Completion:
+        """Waits for the answer and returns its `Completion`.
+
+        Args:
+            timeout: seconds to wait at most; None waits for as long as it takes.
+
+        Returns:
+            The answer's text, token ids and reason of the end.
+
+        Raises:
+            TimeoutError: if the answer is not complete after `timeout` seconds, or its `deadline` has passed.
+            concurrent.futures.CancelledError: if the request was cancelled.
+            ValueError: if the policy refused the prompt, as `jaxkv.generate` would.
+            RuntimeError: if the engine failed or was closed before the answer was complete.
+        """
+        return self._future.result(timeout)
+
+    def cancel(self) -> None:
+        """Ends the request: it leaves the queue at once, or its slot after the current block of tokens."""
+        with self._changed:
+            if self.done:
+                return
+            self._cancelled = True
+        self._wake()
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the answer's text piece by piece as it is drawn; raises what `result` raises."""
+        at = 0
+        with self._reading():
+            while True:
+                with self._changed:
+                    # The loop variable is read before it changes.
+                    self._changed.wait_for(lambda at=at: len(self._pieces) > at or self.done)
+                    fresh, ended = self._pieces[at:], self.done
+                yield from fresh
+                at += len(fresh)
+                if ended:
+                    self._future.result()
+                    return
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        """Waits for the answer within an event loop and returns its `Completion`; raises what `result` raises."""
+        return asyncio.wrap_future(self._future).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Yields the answer's text piece by piece within an event loop; raises what `result` raises."""
+        loop, changed, at = asyncio.get_running_loop(), asyncio.Event(), 0
+
+        def tell() -> None:
+            # The loop may have been closed by then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(changed.set)
+
+        with self._reading():
+            with self._changed:
+                self._listeners.append(tell)
+            try:
+                while True:
+                    with self._changed:
+                        changed.clear()
+                        fresh, ended = self._pieces[at:], self.done
+                    for piece in fresh:
+                        yield piece
+                    at += len(fresh)
+                    if ended:
+                        self._future.result()
+                        return
+                    if not fresh:
+                        await changed.wait()
+            finally:
+                with self._changed:
+                    self._listeners.remove(tell)
+
+    def __repr__(self) -> str:
+        """One-line text: whether it waits, was answered, failed or was cancelled, and its length in characters."""
+        state = "under way"
+        if self.done:
+            error = self._future.exception()
+            state = "answered" if error is None else f"ended by {type(error).__name__}"
+        return f"Request({state}, {sum(map(len, self._pieces))} characters)"
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Context manager that counts one more reader of the text while it is open."""
+        with self._changed:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+
+    @property
+    def read(self) -> bool:
+        """True if a thread or event loop iterates over the text at the moment."""
+        return self._readers > 0
+
+    def add(self, piece: str) -> None:
+        """Appends a piece of text and wakes all readers; called by the engine alone."""
+        if piece:
+            with self._changed:
+                self._pieces.append(piece)
+                self._tell()
+
+    def finish(self, completion: Completion, stats: RequestStats) -> None:
+        """Ends the request with its answer and wakes all readers; called by the engine alone."""
+        with self._changed:
+            if not self.done:
+                self._stats = stats
+                self._future.set_result(completion)
+            self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the request with an error, which its readers raise; called by the engine alone."""
+        with self._changed:
+            if not self.done:
+                self._future.set_exception(CancelledError() if self._cancelled else error)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wakes all waiting threads and event loops; the lock is held."""
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()

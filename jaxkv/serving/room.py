@@ -1,0 +1,42 @@
+"""Number of slots that fit into free memory."""
+
+import jax
+import numpy as np
+
+from jaxkv import memory
+from jaxkv._settings import settled
+from jaxkv.engine.prefill_bytes import row_bytes
+from jaxkv.engine.session import Session
+from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.loading import LanguageModel
+
+# Share of the free memory that slots may take; the rest is for documents and what XLA allocates.
+_SHARE = 0.9
+# Beyond this many, a decode step costs more than its batch gains on the devices that were modelled.
+_MOST = 64
+
+
+@settled
+def slots_that_fit(session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int) -> int:
+    """Number of slots that fit into nine tenths of the free memory beside one prefill; 64 at most.
+
+    On a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not even one slot of each group fits.
+    """
+    params, parts = session.params, session.policy.parts()
+    config, axes = params.config, params.axes
+    groups, stretches = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
+    shape = slot_shape(parts, config, prompt=max_prompt, question=max_question, new=max_new_tokens, stretches=stretches)
+    device = device_of(params)
+    # Devices of a CPU mesh share the machine's memory.
+    together = 1 if axes is None else axes.in_one_memory
+    each = sum(shape.rows) * row_bytes(config, parts, params.dtype.itemsize) * together
+    prompt = session.planned(np.asarray([max_prompt]), 0)
+    beside = (prompt.peak_bytes + 2 * each) * together
+    free = int(_SHARE * memory.available_bytes(device)) - beside
+    memory.check_bytes(beside + each, "one slot and a prefill", device)
+    return min(_MOST // groups, max(1, free // each)) * groups if groups <= _MOST else groups
+
+
+def device_of(params: LanguageModel) -> jax.Device:
+    """A device that the model lies on."""
+    return memory.default_device() if params.axes is None else params.axes.mesh.local_devices[0]

@@ -1,0 +1,196 @@
+"""`Scheduler`: decides, step by step, whether a prompt's next layer or the next tokens of all slots are computed."""
+
+import collections
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxkv.cache import KVCache
+from jaxkv.engine.compress import Walk
+from jaxkv.engine.lengths import LOOK
+from jaxkv.engine.slots import Slots
+from jaxkv.serving.documents import Documents
+from jaxkv.serving.work import Reading, Work
+
+# What a prompt can be refused for; any other error is the engine's own.
+_REFUSALS = (ValueError, TypeError, MemoryError)
+
+
+class Scheduler:
+    """Answers requests over slots: first come, first served; prompts are prefilled ahead while all slots are taken.
+
+    `step` runs on one thread; `waiting` may be appended to by others.
+
+    Attributes:
+        slots: the running batch.
+        documents: the documents that can be asked.
+        ahead: the most prompts that are prefilled while no slot is free.
+        waiting: requests that are not prefilled yet, in order of arrival.
+        answered: number of requests answered.
+        tokens: number of tokens drawn.
+        longest_pause: most seconds between two tokens of one request, or between two blocks of up to 8 of them.
+    """
+
+    def __init__(self, slots: Slots, documents: Documents, *, ahead: int):
+        """Makes the scheduler of slots that are all free."""
+        self.slots, self.documents, self.ahead = slots, documents, ahead
+        self.waiting: collections.deque[Work | Reading] = collections.deque()
+        self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
+        self._reading: tuple[Work | Reading, Walk[KVCache]] | None = None
+        self._ready: collections.deque[Work] = collections.deque()
+        self._running: dict[int, Work] = {}
+        # Seconds of a decode step, and when the last one ended.
+        self._step_seconds, self._stepped = 0.0, time.monotonic()
+
+    @property
+    def running(self) -> int:
+        """Number of slots with a request."""
+        return len(self._running)
+
+    @property
+    def ready(self) -> int:
+        """Number of prefilled requests that wait for a slot."""
+        return len(self._ready)
+
+    @property
+    def idle(self) -> bool:
+        """True if there is nothing to do until another request arrives."""
+        return not (self.waiting or self._reading or self._ready or self._running)
+
+    def step(self) -> bool:
+        """Computes a layer of a prompt, or a block of tokens, or both; returns False if there was nothing to do."""
+        self._leave()
+        self._enter()
+        self._begin()
+        if self._reading is not None:
+            self._advance()
+            # A prompt's layers take turns with tokens: nobody waits for a whole prompt, and half of the time is theirs.
+            if self._running and time.monotonic() - self._stepped >= self._step_seconds:
+                self._decode(1)
+            return True
+        if self._running:
+            streamed = any(work.request.read for work in self._running.values())
+            self._decode(1 if streamed else LOOK)
+            return True
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """Ends every request with an error, whether it waits, is prefilled or has a slot."""
+        self.slots.release(self._running)
+        for work in self._all():
+            work.fail(error)
+        self.waiting.clear()
+        self._ready.clear()
+        self._running.clear()
+        self._reading = None
+
+    def _all(self) -> Iterator[Work | Reading]:
+        """Yields every request that has not ended."""
+        yield from list(self.waiting)
+        if self._reading is not None:
+            yield self._reading[0]
+        yield from list(self._ready)
+        yield from list(self._running.values())
+
+    def _leave(self) -> None:
+        """Ends requests that were cancelled or are past their deadline, and frees their slots."""
+        gone = [work for work in self._all() if work.gone]
+        if not gone:
+            return
+        for work in gone:
+            work.fail(TimeoutError("the deadline passed before the answer was complete"))
+        if self._reading is not None and self._reading[0] in gone:
+            self._reading[1].close()
+            self._reading = None
+        for queue in (self.waiting, self._ready):
+            for work in [each for each in queue if each in gone]:
+                queue.remove(work)
+        left = [slot for slot, work in self._running.items() if work in gone]
+        self.slots.release(left)
+        for slot in left:
+            del self._running[slot]
+
+    def _enter(self) -> None:
+        """Copies prefilled sequences into free slots, in order of arrival."""
+        for slot in range(self.slots.count):
+            if not self._ready:
+                return
+            if slot not in self._running:
+                work = self._ready.popleft()
+                assert work.ready is not None
+                self.slots.insert(work.ready, slot)
+                self._running[slot], work.ready = work, None
+
+    def _begin(self) -> None:
+        """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead."""
+        free = self.slots.count - len(self._running) + self.ahead
+        if self._reading is None and self.waiting and len(self._ready) < free:
+            work = self.waiting.popleft()
+            work.begin()
+            self._reading = work, work.walk(self.slots, self.documents)
+
+    def _advance(self) -> None:
+        """Computes the next layer of the prompt that is being prefilled; a prompt that is refused ends alone."""
+        assert self._reading is not None
+        (work, walk), begun = self._reading, time.monotonic()
+        try:
+            next(walk)
+        except StopIteration as end:
+            self._reading = None
+            self._prefilled(work, end.value)
+        except _REFUSALS as error:
+            self._reading = None
+            work.fail(error)
+        work.prefill_seconds += time.monotonic() - begun
+
+    def _prefilled(self, work: Work | Reading, cache: KVCache) -> None:
+        """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
+        if isinstance(work, Reading):
+            work.future.set_result(self.documents.add(cache))
+            return
+        order = work.order
+        try:
+            work.ready = self.slots.begin(
+                cache, max_new_tokens=order.new, sampling=order.sampling, eos=order.eos, key=order.key
+            )
+        except _REFUSALS as error:
+            work.request.fail(error)
+            return
+        work.kept = float(np.mean(cache.kept))
+        if len(self._running) + len(self._ready) >= self.slots.count:
+            # The slot draws the same token again.
+            token = self.slots.peek(work.ready)
+            work.take([token], time.monotonic())
+            self.tokens, work.told = self.tokens + 1, True
+            if work.ends_with(token, order.eos):
+                self._finish(work)
+                return
+        self._ready.append(work)
+
+    def _decode(self, steps: int) -> None:
+        """Draws up to `steps` tokens in every slot; ends the requests that are complete and frees their slots."""
+        begun = time.monotonic()
+        tokens = self.slots.decode(steps, until="any" if self._ready or self._reading or self.waiting else "all")
+        now = time.monotonic()
+        self._step_seconds, self._stepped = (now - begun) / max(1, tokens.shape[1]), now
+        left = []
+        for slot, work in list(self._running.items()):
+            drawn = [token for token in tokens[slot].tolist() if token >= 0]
+            if drawn and work.told:
+                drawn, work.told = drawn[1:], False
+            if drawn:
+                self.longest_pause = max(self.longest_pause, work.take(drawn, now))
+                self.tokens += len(drawn)
+            if self.slots.done[slot] or work.stopped:
+                left.append(slot)
+        if left:
+            self.slots.release(left)
+        # Whoever has an answer may look at once who else is there.
+        for work in [self._running.pop(slot) for slot in left]:
+            self._finish(work)
+
+    def _finish(self, work: Work) -> None:
+        """Ends a request with its answer."""
+        self.answered += 1
+        work.finish()

@@ -1,0 +1,158 @@
+"""`Work` and `Reading`: what the scheduler knows of a request or a document, from its prompt to its answer or cache."""
+
+import dataclasses
+import time
+from collections.abc import Container
+from concurrent.futures import Future
+
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from jaxkv.cache import KVCache
+from jaxkv.engine.compress import Walk
+from jaxkv.engine.sequences import Paused
+from jaxkv.engine.slots import Slots
+from jaxkv.results import Answers
+from jaxkv.sampling import Sampling
+from jaxkv.serving.documents import Document, Documents
+from jaxkv.serving.requests import Request, RequestStats
+from jaxkv.text.prompts import Encoded
+from jaxkv.text.tokenizer import Text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """Validated arguments of `Engine.submit`: encoded prompt, tokens to draw, sampler, key, ends, deadline.
+
+    Attributes:
+        encoded: the prompt, or the question if `document` is given.
+        new: the most tokens to draw.
+        sampling: how to draw.
+        key: random key of the request; None for the engine's.
+        stops: strings that end the answer.
+        eos: ids that end the answer.
+        deadline: time on the clock `time.monotonic` by which the answer must be complete; None for none.
+        document: the document that is asked; None for a prompt of its own.
+    """
+
+    encoded: Encoded
+    new: int
+    sampling: Sampling
+    key: PRNGKeyArray | None
+    stops: tuple[str, ...]
+    eos: tuple[int, ...]
+    deadline: float | None
+    document: Document | None = None
+
+
+class Work:
+    """A request on its way through the scheduler: its handle, its text so far, and times of what happened to it.
+
+    Attributes:
+        order: what was asked.
+        request: the handle that the user holds.
+        answers: ids and text drawn so far.
+        ready: the compressed sequence, while it waits for a slot; else None.
+        told: True if its first token was drawn, and its text given to readers, before it had a slot.
+        kept: rows per kv head and layer after prefill, averaged.
+        prefill_seconds: time of its own prefill so far.
+        last: time at which its last token was drawn; None before the first.
+    """
+
+    def __init__(self, order: Order, request: Request, text: Text | None):
+        """Makes the record of a request that is submitted now."""
+        self.order, self.request = order, request
+        self.answers = Answers(text, 1, order.stops)
+        self.ready: Paused | None = None
+        self.told, self.kept, self.prefill_seconds = False, 0.0, 0.0
+        self.last: float | None = None
+        self._submitted = time.monotonic()
+        self._begun = self._first = self._submitted
+
+    def begin(self) -> None:
+        """Notes that the prefill begins now."""
+        self._begun = time.monotonic()
+
+    def take(self, tokens: list[int], now: float) -> float:
+        """Adds drawn ids and gives their text to readers; returns seconds since the token before, 0 for the first."""
+        pause = 0.0 if self.last is None else now - self.last
+        if self.last is None:
+            self._first = now
+        self.last = now
+        self.answers.take(np.asarray([tokens], np.int32))
+        self.request.add(self.answers.fresh()[0])
+        return pause
+
+    @property
+    def stopped(self) -> bool:
+        """True if the text has met a stop string."""
+        return bool(self.answers.stopped[0])
+
+    @property
+    def gone(self) -> bool:
+        """True if the request was cancelled or its deadline has passed."""
+        late = self.order.deadline is not None and time.monotonic() > self.order.deadline
+        return self.request.cancelled or late
+
+    def walk(self, slots: Slots, documents: Documents) -> Walk[KVCache]:
+        """Generator: prefills the prompt layer by layer, or reads the question on its document; returns the cache."""
+        order = self.order
+        if order.document is None:
+            return (yield from slots.prefilling(order.encoded, key=order.key))
+        yield 0.0
+        return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the request with an error."""
+        self.request.fail(error)
+
+    def ends_with(self, token: int, eos: Container[int]) -> bool:
+        """True if the answer is complete once `token` has been drawn: an end id, a stop string, or enough tokens."""
+        return self.stopped or token in eos or len(self.answers.tokens[0]) >= self.order.new
+
+    def finish(self) -> None:
+        """Ends the request with its answer."""
+        self.request.add(self.answers.flush()[0])
+        now, submitted = time.monotonic(), self._submitted
+        stats = RequestStats(
+            prompt_tokens=len(self.order.encoded.ids[0]),
+            new_tokens=len(self.answers.tokens[0]),
+            kept=self.kept,
+            waited_seconds=self._begun - submitted,
+            prefill_seconds=self.prefill_seconds,
+            first_token_seconds=self._first - submitted,
+            seconds=now - submitted,
+        )
+        self.request.finish(self.answers.completions(self.order.eos)[0], stats)
+
+
+class Reading:
+    """A document on its way through the scheduler: its encoded text, and the future of its handle.
+
+    Attributes:
+        encoded: the document.
+        key: random key for policies that draw; None for the engine's.
+        future: the `Document`, once it is compressed.
+        gone: always False: documents are not cancelled.
+        prefill_seconds: time of its prefill so far.
+    """
+
+    gone = False
+
+    def __init__(self, encoded: Encoded, key: PRNGKeyArray | None):
+        """Makes the record of a document that is submitted now."""
+        self.encoded, self.key, self.prefill_seconds = encoded, key, 0.0
+        self.future: Future[Document] = Future()
+        # Whoever gives up waiting does not end it.
+        self.future.set_running_or_notify_cancel()
+
+    def begin(self) -> None:
+        """Does nothing: only requests count the time that they waited."""
+
+    def walk(self, slots: Slots, documents: Documents) -> Walk[KVCache]:
+        """Generator: prefills the document layer by layer; returns its cache."""
+        return slots.prefilling(self.encoded, key=self.key)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the document's prefill with an error."""
+        self.future.set_exception(error)

@@ -1,0 +1,304 @@
+"""`jaxkv.Engine`: requests from many threads get what they get alone; cancelling, deadlines, faults, documents."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import threading
+
+import lettered
+import numpy as np
+import pytest
+import slot_runs as runs
+import tiny
+from lettered import DOC, ids
+from policy_table import BY_NAME
+
+import jaxkv
+from jaxkv.compilation import Clock
+from jaxkv.sampling import Greedy, Temperature
+from jaxkv.serving.documents import Documents
+from jaxkv.serving.requests import Request
+from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.work import Order, Work
+from jaxkv.text.prompts import encode
+
+# It does not go by the end of a document, of which `prefill` would warn.
+POLICY = jaxkv.KNorm(budget=16)
+LIMITS = {"slots": 3, "max_prompt_tokens": 64, "max_new_tokens": runs.NEW}
+
+
+def model():
+    return tiny.tiny(tiny.TWO_LAYERS)
+
+
+def submitted(engine, asked, **more):
+    """One of `slot_runs`' requests, with the end ids of the model alone."""
+    return engine.submit(asked.prompt, max_new_tokens=asked.new, sampling=asked.sampling, key=asked.seed, **more)
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """An engine whose model speaks characters, with room for questions."""
+    options = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 40, "queue": 4}
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", ["adakv", "h2o", "kvzip"])
+def test_requests_are_answered_as_alone(name):
+    """Greedy and sampled ones, of which some are cancelled on the way; nothing is compiled once the engine is there."""
+    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(5, 16, sampled=True)]
+    policy = BY_NAME[name].policy(20)
+    with jaxkv.Engine(model(), policy=policy, **LIMITS) as engine:
+        with Clock() as clock:
+            requests = [submitted(engine, asked) for asked in given]
+            for request in requests[3::5]:
+                request.cancel()
+            answers = [None if at % 5 == 3 else request.result() for at, request in enumerate(requests)]
+        assert clock.programs == 0
+        assert engine.stats.answered >= 12
+        assert engine.stats.waiting == engine.stats.ready == engine.stats.running == 0
+    for asked, answer in zip(given, answers, strict=True):
+        if answer is not None:
+            assert answer.tokens.tolist() == runs.alone(model(), policy, asked)
+            assert answer.finish_reason == "length"
+
+
+def work_of(prompt, new, eos=()):
+    """A request as the scheduler takes it."""
+    encoded = encode(prompt, None, model().config, close=True)
+    order = Order(encoded=encoded, new=new, sampling=Greedy(), key=None, stops=(), eos=eos, deadline=None)
+    return Work(order, Request(lambda: None), None)
+
+
+@pytest.fixture
+def scheduler(tmp_path):
+    """A scheduler of one slot, stepped by hand."""
+    slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
+    return Scheduler(slots, Documents(model(), slots.session.policy, most_bytes=0, folder=tmp_path), ahead=3)
+
+
+def test_requests_wait_compressed_with_their_first_token_told(scheduler):
+    """While the first draws, the others are prefilled and their first token is drawn; one needs no slot at all."""
+    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(7, 4)]
+    tokens = [
+        runs.alone(model(), scheduler.slots.session.policy, dataclasses.replace(asked, seed=0)) for asked in given
+    ]
+    works = [work_of(asked.prompt, new) for asked, new in zip(given, (24, 6, 1, 5), strict=True)]
+    ended = work_of(given[1].prompt, 6, eos=(tokens[1][0],))
+    scheduler.waiting.extend([*works[:3], ended, works[3]])
+    while scheduler.ready < 2:
+        assert scheduler.step()
+    assert not works[0].request.done and works[2].request.done and ended.request.done
+    assert works[1].answers.tokens == [tokens[1][:1]] and works[3].answers.tokens == [tokens[3][:1]]
+    while scheduler.step():
+        pass
+    assert scheduler.idle and scheduler.answered == 5
+    for work, expected, new in zip(works, tokens, (24, 6, 1, 5), strict=True):
+        found = work.request.result(0).tokens.tolist()
+        # The same tokens, as far as both go.
+        assert len(found) == new and found[: len(expected)] == expected[:new]
+    assert ended.request.result(0).finish_reason == "stop" and ended.request.result(0).tokens.tolist() == tokens[1][:1]
+    assert works[3].request.stats.first_token_seconds < works[0].request.stats.seconds
+
+
+def test_tokens_are_drawn_between_the_layers_of_a_prompt(scheduler):
+    """A request goes on drawing while another prompt is prefilled."""
+    long, short = work_of(list(range(10)), 24), work_of(list(range(60)), 2)
+    scheduler.waiting.append(long)
+    while not long.answers.tokens[0]:
+        scheduler.step()
+    scheduler.waiting.append(short)
+    before = len(long.answers.tokens[0])
+    # So that each layer is followed by a step of decoding, however fast this machine is.
+    scheduler._step_seconds = 0.0
+    while not short.answers.tokens[0]:
+        scheduler.step()
+        scheduler._step_seconds = 0.0
+    assert len(long.answers.tokens[0]) - before >= model().config.layers
+    while scheduler.step():
+        pass
+    assert len(long.request.result(0).tokens) == 24 and scheduler.longest_pause > 0
+
+
+@pytest.mark.parametrize("stop", [(), "q", ("zz", "k")])
+def test_text_comes_in_pieces_and_ends_at_stop_strings(letters, stop):
+    alone = jaxkv.generate(lettered.tiny(), DOC, policy=POLICY, max_new_tokens=40, stop=stop, stop_at_eos=False)
+    request = letters.submit(DOC, max_new_tokens=40, stop=stop, stop_at_eos=False)
+    pieces = list(request)
+    assert "".join(pieces) == alone.text == request.result().text
+    assert request.result().tokens.tolist() == alone.tokens.tolist()
+    assert request.result().stop_reason == alone.stop_reason
+    # Whoever comes later reads the same from the beginning.
+    assert list(request) == pieces
+
+
+def test_event_loops_read_requests(letters):
+    async def read(seed):
+        request = letters.submit(ids(seed, 12)[0], max_new_tokens=9, stop_at_eos=False)
+        pieces = [piece async for piece in request]
+        return "".join(pieces), await request
+
+    async def main():
+        return await asyncio.gather(*(read(seed) for seed in range(4)))
+
+    for text, completion in asyncio.run(main()):
+        assert text == completion.text and len(completion.tokens) == 9
+
+
+def test_threads_submit_at_once():
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **LIMITS) as engine:
+        prompts = ids(3, *range(10, 26))
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            ask = lambda prompt: engine.submit(prompt, max_new_tokens=6, stop_at_eos=False).result()  # noqa: E731
+            answers = list(pool.map(ask, prompts))
+    alone = jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, max_new_tokens=6, stop_at_eos=False).tokens
+    assert [answer.tokens.tolist() for answer in answers] == [tokens.tolist() for tokens in alone]
+
+
+def test_lists_are_mapped_in_order_or_as_they_come(letters):
+    prompts = ids(4, *range(8, 20))
+    options = {"max_new_tokens": 5, "stop_at_eos": False}
+    ordered = [answer.text for answer in letters.map(iter(prompts), **options)]
+    assert ordered == jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, **options).text
+    assert sorted(answer.text for answer in letters.map(prompts, ordered=False, **options)) == sorted(ordered)
+    drawn = [answer.text for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)]
+    again = [answer.text for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)]
+    assert drawn == again != ordered[:3]
+
+
+def test_documents_are_compressed_once_and_asked_by_many(letters):
+    document = letters.document(DOC)
+    cache = jaxkv.prefill(lettered.tiny(), DOC, policy=POLICY)
+    assert document.tokens == int(cache.seen[0]) and document.rows == pytest.approx(float(np.mean(cache.kept)))
+    options = {"max_new_tokens": 12, "stop_at_eos": False}
+    questions = ["what?", "where is it?", "who"]
+    requests = [letters.submit(question, document=document, **options) for question in questions]
+    for question, request in zip(questions, requests, strict=True):
+        assert request.result().text == jaxkv.generate(lettered.tiny(), question, cache=cache, **options).text
+    letters.documents.remove(document.id)
+    with pytest.raises(ValueError, match="there is none of this id"):
+        letters.submit("what?", document=document)
+
+
+def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
+    """With bytes for one of them, three documents are asked in turns; the next engine finds them in the folder."""
+    texts = [DOC, DOC[::-1], DOC.upper()]
+    options = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 8}
+    options |= {"documents": tmp_path / "here", "document_bytes": 1}
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
+        documents = [engine.document(text) for text in texts]
+        assert engine.stats.document_bytes == documents[-1].nbytes
+        answers = [engine.submit("who?", document=each).result().text for each in documents * 2]
+        assert answers[:3] == answers[3:]
+    (tmp_path / "here" / "notes.json").write_text("{}")
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
+        assert sorted(engine.documents.all(), key=lambda each: each.id) == sorted(documents, key=lambda each: each.id)
+        assert [engine.submit("who?", document=each).result().text for each in documents] == answers[:3]
+    with jaxkv.Engine(lettered.tiny(), policy=jaxkv.KNorm(budget=17), **options) as engine:
+        assert engine.documents.all() == []
+
+
+def test_one_request_fails_alone(letters):
+    """A sequence that is refused on the way is nobody else's business."""
+    short, long = ids(6, 9)[0], ids(6, 70)[0]
+    before = letters.submit(short, max_new_tokens=30, stop_at_eos=False)
+    with pytest.raises(ValueError, match="this engine takes up to max_prompt_tokens=64"):
+        letters.submit(long)
+    document = letters.document(DOC)
+    gone = letters.submit("why?", document=document)
+    letters.documents.remove(document.id)
+    after = letters.submit(short, max_new_tokens=30, stop_at_eos=False)
+    assert before.result().text == after.result().text
+    # Removed in time or not: an answer or a refusal, never a hang.
+    error = gone.future.exception(timeout=60)
+    assert error is None or "there is none of this id" in str(error)
+
+
+def test_deadlines_cancellation_and_full_queues(letters):
+    long = {"max_new_tokens": 40, "stop_at_eos": False}
+    requests = [letters.submit(DOC, **long) for _ in range(4)]
+    late = None
+    with pytest.raises(jaxkv.QueueFull, match="4 requests wait already"):
+        for _ in range(200):
+            requests.append(letters.submit(DOC, **long))
+    refused = letters.stats.refused
+    assert refused == 1
+    for request in requests[:-1]:
+        request.cancel()
+    requests[-1].result()
+    late = letters.submit(DOC, deadline=1e-6, **long)
+    with pytest.raises(TimeoutError, match="the deadline passed"):
+        late.result()
+    for request in requests[:-1]:
+        assert request.future.exception() is None or isinstance(request.future.exception(), BaseException)
+    cancelled = [request for request in requests[:-1] if request.cancelled]
+    assert cancelled
+    with pytest.raises(concurrent.futures.CancelledError):
+        cancelled[-1].result()
+    assert letters.submit(DOC, max_new_tokens=2).result().finish_reason == "length"
+
+
+def test_an_error_of_the_engine_ends_all_requests_with_its_message(monkeypatch):
+    engine = jaxkv.Engine(lettered.tiny(), policy=POLICY, **LIMITS)
+    begun = threading.Event()
+
+    def broken(*_, **__):
+        begun.set()
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine._slots, "decode", broken)
+    requests = [engine.submit(DOC, max_new_tokens=4) for _ in range(5)]
+    for request in requests:
+        with pytest.raises(RuntimeError, match="the engine failed: RuntimeError: the device is gone"):
+            request.result(timeout=60)
+    with pytest.raises(RuntimeError, match="the engine has failed: the device is gone"):
+        engine.submit(DOC)
+    engine.close()
+
+
+def test_closing_answers_or_cancels():
+    engine = jaxkv.Engine(lettered.tiny(), policy=POLICY, **LIMITS)
+    requests = [engine.submit(DOC, max_new_tokens=6, stop_at_eos=False) for _ in range(5)]
+    engine.close()
+    assert [len(request.result(timeout=0).tokens) for request in requests] == [6] * 5
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.submit(DOC)
+    engine.close()
+    engine = jaxkv.Engine(lettered.tiny(), policy=POLICY, **LIMITS)
+    requests = [engine.submit(DOC, max_new_tokens=24, stop_at_eos=False) for _ in range(9)]
+    engine.close(drain=False)
+    ended = [request.future.exception(timeout=0) for request in requests]
+    assert any(isinstance(error, concurrent.futures.CancelledError) for error in ended)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"slots": 0}, 'slots=0: give at least 1 slot, or "auto"'),
+        ({"slots": "many"}, "slots='many'"),
+        ({"queue": 0}, "queue=0: let at least 1 request wait"),
+        ({"max_prompt_tokens": 10**6}, "tokens in all"),
+        ({"max_new_tokens": 10**6, "max_prompt_tokens": None}, "leave tokens for the prompt"),
+        ({"policy": jaxkv.OmniKV(filter_layers=(0,), offload=True)}, "rows wait in host memory"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        jaxkv.Engine(lettered.tiny(), **{"slots": 1, "max_prompt_tokens": 16, "max_new_tokens": 8} | options)
+
+
+def test_slots_from_memory(monkeypatch):
+    from jaxkv import memory
+    from jaxkv.serving import room
+
+    session = jaxkv.Session(lettered.tiny(), POLICY)
+    limits = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}
+    assert room.slots_that_fit(session, **limits) == 64
+    one = jaxkv.engine.slots.Slots(session, count=1, **limits).nbytes
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 20 * one)
+    count = room.slots_that_fit(session, **limits)
+    assert 5 <= count <= 18
+    monkeypatch.setattr(memory, "machine_bytes", lambda: one // 2)
+    with pytest.raises(MemoryError, match="one slot and a prefill needs"):
+        room.slots_that_fit(session, **limits)
