@@ -52,7 +52,7 @@ class PageBounds:
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Bounds with those pages computed anew that `count` new rows behind `length` others have joined.
+        """Page bounds recomputed from `keys` for pages that `count` rows appended at `length` join; others kept.
 
         `keys` are those of the rows that `joined_rows` names; sequences with a `count` of 0 are unchanged.
         """
@@ -75,7 +75,7 @@ class PageBounds:
 
 
 def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
-    """Offsets in each segment of all rows of the pages that up to `tokens` new rows behind `length` others can join."""
+    """Offsets `[B, K, n]` in each segment of all rows of pages that `tokens` rows appended at `length` can fall in."""
     pages = (tokens + page - 2) // page + 1
     return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
 

@@ -46,7 +46,7 @@ def _repacked(
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:
-    """Copies a cache into new buffers with `room` more free rows behind every segment (one number, or one per layer).
+    """Copies a cache into new pools with `room` more free rows per segment; `batch` repeats its one sequence.
 
     `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole groups; ValueError if the cache
     holds several. `release` deletes the given cache's pools one by one, so that both never exist whole.

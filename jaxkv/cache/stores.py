@@ -56,7 +56,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Decoded keys and values in the model's dtype, as attention reads them."""
+        """Pair of decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
 
     @abc.abstractmethod
     def put(
@@ -116,7 +116,7 @@ class Dense(Store):
         return self.k.dtype
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Keys and values in the model's dtype: the stored arrays themselves."""
+        """Pair of keys and values in the model's dtype: the stored arrays themselves."""
         return self.k, self.v
 
     def put(
