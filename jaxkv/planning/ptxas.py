@@ -28,7 +28,7 @@ def ptxas() -> str | None:
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
-    """Assembles each PTX file in `folder` with ptxas for an `architecture` such as `sm_90a`; returns its kernels."""
+    """Assembles PTX files in `folder` for an `architecture` (say `sm_90a`); returns their kernels, or RuntimeError."""
     found = list[Kernel]()
     for path in sorted(glob.glob(f"{folder}/**/*.ptx", recursive=True)):
         # XLA also leaves the empty rests of modules that it split.

@@ -60,7 +60,7 @@ class Quality:
 def qualities(
     folder: str | os.PathLike[str] | None, settings: Sequence[Request], given: Sequence[Method]
 ) -> tuple[list[Quality | None], tuple[str, ...]]:
-    """`Quality` of each setting's policy in the evaluation of a folder, None where it has no row; and notes.
+    """List of each setting's `Quality`, None without a row in the evaluation in `folder`; and notes, as texts.
 
     `given` are the policies as users wrote them; a setting's may have learned of the model since. An unfinished
     evaluation counts as far as it goes. Without a folder there is none. ValueError if the folder holds no evaluation.

@@ -21,7 +21,7 @@ class PrefillWork:
 
 
 def rows_read(request: Request) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows per kv head `[L]` that a decode step reads in the middle of the answer; indices of filter layers."""
+    """Two: rows per kv head `[L]` that a decode step reads midway through the answer; indices of filter layers."""
     parts, layers, behind = request.policy.parts(), request.config.layers, request.new // 2
     planned = plan_prefill(request.config, request.policy, [request.context], dtype=request.dtype)
     # Budgets over layers that depend on the prompt are taken as uniform.
@@ -76,7 +76,7 @@ def prefill_work(request: Request, weights: int) -> PrefillWork:
 
 
 def step_scores(request: Request) -> float:
-    """FLOP of scoring the cache again, for policies that do so every few tokens, averaged over decode steps."""
+    """FLOP of scoring the cache again every few tokens, averaged over decode steps; 0 for policies that do not."""
     parts = request.policy.parts()
     if parts.every is None or parts.ongoing is None or parts.ongoing.rank is not None or request.new < parts.every:
         return 0.0
