@@ -117,7 +117,7 @@ class Loader:
         sources = [bank.rows[bank.layers.index(each)] for each in layers]
         asked = _by_device(positions, axes)
         held = [{device: _bits(part) for device, part in _by_device(source, axes).items()} for source in sources]
-        # On a single device it may be another one than the bank's.
+        # Off a mesh, `positions` may be on another device than the one that the bank belongs to.
         held = held if axes is not None else [dict.fromkeys(asked, *each.values()) for each in held]
         where, at = list(asked), [np.asarray(part) for part in asked.values()]
         batch, count = at[0].shape
@@ -129,7 +129,7 @@ class Loader:
             source = held[index][where[which]]
             np.take(source[row % source.shape[0]], at[which][row], axis=0, out=packed[which][row, index], mode="clip")
 
-        # Copies let other threads run: a sequence's rows of one layer each.
+        # numpy's copies release the interpreter lock: each task copies one sequence's rows of one layer.
         list(_threads().map(take, np.ndindex(len(where), batch, len(layers))))
         dtype = bank.rows[0].dtype
         sent = [

@@ -82,7 +82,7 @@ def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array,
 
 @program(static=("page", "axes"))
 def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None) -> PageBounds:
-    """Compiled: bounds of all pages of segments of equal size, from all keys; zeros for pages without rows.
+    """Compiled: `PageBounds` of all pages of equally large segments, by their first `length` rows; zeros without rows.
 
     `length` rows of each segment count.
     """
@@ -95,7 +95,7 @@ def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes 
 
 
 def _extremes(keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int) -> tuple[Array, Array]:
-    """Minimum and maximum `[B, K, n / page, D]` of the keys of each page whose rows are `held`; zeros without any."""
+    """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys where `held`; zeros for pages without."""
     batch, heads, rows, dim = keys.shape
     some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
 

@@ -73,7 +73,7 @@ class Store(abc.ABC):
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gathers rows by index into a store of n rows; they stay encoded.
+        """Gathers rows by index into a store of n rows, still encoded; zeros where the mask `real` is False.
 
         Args:
             row: row indices.

@@ -223,7 +223,7 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    """Text of a table of records, with numbers aligned to the right."""
+    """Text of a table of records: a header, then a line for each, with numbers aligned to the right."""
     if not records:
         return "(nothing to say: a single layer)"
     lines = [list(records[0]), *([_cell(value) for value in each.values()] for each in records)]

@@ -141,7 +141,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Runs `jaxkv eval merge`: joins the shards in `folders` into one folder, prints the table; returns exit code 0."""
+    """Runs `jaxkv eval merge`: joins shards in a new folder, prints its table or JSON; returns exit code 0."""
     _print(merge(options.folders, options.out), as_json=options.json)
     return 0
 

@@ -33,7 +33,7 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_filters(options: argparse.Namespace) -> int:
-    """Runs `jaxkv filters`: finds and prints the filter layers, then saves and draws them; returns exit code 0.
+    """Runs `jaxkv filters`: prints the filter layers, then saves and draws them if asked; returns exit code 0.
 
     If saving or drawing fails, the layers are already on stdout.
     """

@@ -146,7 +146,7 @@ def _answer(record: dict[str, Any], result: Generation, *, as_json: bool) -> str
 
 
 def _print_pieces(pieces: Iterable[str], *, go_on: bool) -> Unwritten | None:
-    """Prints pieces of text as they come, then a newline; raises a stdout error, or with `go_on` returns it last."""
+    """Prints pieces of text as they come and a newline; raises a stdout error, or returns it at the end if `go_on`."""
     lost = None
     for piece in pieces:
         lost = lost or _print(piece, end="")

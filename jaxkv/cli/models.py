@@ -43,7 +43,7 @@ def random_key(seed: int) -> PRNGKeyArray:
 
 
 def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids, with the BOS token, of each text; ValueError if the model called `name` has no tokenizer."""
+    """Token ids of each text, with the BOS token if the tokenizer adds it; ValueError if the model has no tokenizer."""
     remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
     require(params.text is not None, "--model", name, remedy)
     assert params.text is not None

@@ -49,7 +49,7 @@ class Option:
 
 @_cached
 def options_of(cls: type[Method]) -> dict[str, Option]:
-    """Command-line options of a policy class by flag, in the order of its fields."""
+    """Dict from flag to `Option` of a policy class, in the order of its fields; cached."""
     hints, about, meaningful = typing.get_type_hints(cls), documented(cls), _meaningful(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init and field.name in meaningful]
     options = [_option(field, hints[field.name], about.get(field.name, "")) for field in fields]
@@ -216,7 +216,7 @@ def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Na
 
 
 def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """Yields flag, text as written, and parsed words of each policy option that the user gave, `--base` left out."""
+    """Yields (flag, text as written, argparse's value) of each policy option that the user gave, without `--base`."""
     for flag, spelling in options.policy_spellings.items():
         words = getattr(options, _PREFIX + flag)
         if isinstance(words, bool):

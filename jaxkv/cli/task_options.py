@@ -45,7 +45,7 @@ def _with_commas(words: Words) -> Callable[[str], list]:
 
 
 def task_from(options: argparse.Namespace, cls: type[Task]) -> Task:
-    """Task of class `cls` built from the settings, and the seed if it has one, that the parsed options give."""
+    """Task of class `cls` with the settings (and `seed`) that the parsed options give; others keep their defaults."""
     given = {
         # Comma-separated values arrive as one list per word and are joined into one tuple.
         name.removeprefix(_PREFIX): tuple(sum(value, [])) if isinstance(value, list) else value

@@ -81,7 +81,7 @@ class CompiledProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """XLA's figures of the `decode` loop and the largest `prefill` program, compiled without a GPU.
+    """XLA's figures, compiled without a GPU: the `decode` loop, the `prefill` program of highest peak, all programs.
 
     Attributes:
         decode: the decode loop with all layers.

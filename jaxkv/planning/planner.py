@@ -162,7 +162,7 @@ def setting_of(
 
 
 def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups of a mesh such as `2x4` or (2, 4), 1 for None; ValueError unless `count` GPUs."""
+    """Number of data-parallel groups of a mesh such as `2x4` or (2, 4), 1 for None; ValueError unless of `count`."""
     if mesh is None:
         return 1
     parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []
@@ -219,7 +219,7 @@ def outlook_of(
     count = setting.gpus if isinstance(setting, Setting) else 1
     hourly, fitting = None if price is None else price * count, fits(setting)
     here = isinstance(setting, HostSetting)
-    # A machine that does not say what is free has no largest batch.
+    # Where a machine's free memory is unknown, every batch counts as fitting: there is no largest one.
     known = not here or setting.memory is not None
     batches = [setting.batch if fitting else 0, most if most and known and most != setting.batch else 0]
     speeds = [speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches]
@@ -320,7 +320,7 @@ def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setti
 
 
 def _with_more_gpus(setting: Setting) -> Setting | None:
-    """Setting with 2, 4, 8 or 16 times the GPUs, the fewest that fit; None if none fits."""
+    """Setting with 2, 4, 8 or 16 times the GPUs (as larger or more groups), the fewest that fit; None if none fits."""
     for times in (2, 4, 8, 16):
         for data in dict.fromkeys((setting.data, setting.data * times)):
             try:

@@ -8,7 +8,7 @@ from jaxkv.planning.catalog import catalog
 from jaxkv.planning.setting import Request
 from jaxkv.policies.policy import Method
 
-# Prompts of an evaluation that are shorter or longer than this many times the plan's are said to be so.
+# A note is given where an evaluation's prompts are this many times shorter or longer than the plan's.
 _OTHER_LENGTH = 2
 
 
