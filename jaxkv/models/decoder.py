@@ -186,7 +186,7 @@ class Ends(nnx.Module):
 
 
 class Took(NamedTuple):
-    """Named tuple of seconds of a batch of one size: `compile_seconds` of its first run, `running_seconds` of its latest."""
+    """Named tuple of a batch size's seconds: `compile_seconds` of the first run, `running_seconds` of the latest."""
 
     compile_seconds: float
     running_seconds: float
