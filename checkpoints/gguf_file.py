@@ -199,7 +199,7 @@ class GgufFile:
         return ids
 
     def _read_rope_scaling(self) -> dict[str, Any] | None:
-        """`rope_scaling` dictionary of Hugging Face from the metadata; None for plain RoPE; ValueError if unsupported."""
+        """Hugging Face's `rope_scaling` dictionary from the metadata; None for plain RoPE; ValueError if unknown."""
         arch = self._arch
         kind = self._get(f"{arch}.rope.scaling.type", kind=str)
         # The factor has a new and an old key; without a type it means linear, as in llama.cpp.
