@@ -34,10 +34,10 @@ class Asking:
 def by_row(
     asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` of positions = rows: attention of `asked`, maximum over heads, summed over queries by weight.
+    """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, maximum over heads, weighted sum over queries.
 
-    The maximum is summed over the queries by their weights, float32. Positions from `candidates` on are not scored. On
-    a mesh the maximum is taken over all devices' heads.
+    Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are those
+    of `asked`. On a mesh the maximum is taken over all devices' heads.
     """
     batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
