@@ -36,8 +36,8 @@ def by_row(
 ) -> Float[Array, "B n"]:
     """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, maximum over heads, weighted sum over queries.
 
-    Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are those
-    of `asked`. On a mesh the maximum is taken over all devices' heads.
+    Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are
+    those of `asked`. On a mesh the maximum is taken over all devices' heads.
     """
     batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
