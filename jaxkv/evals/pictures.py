@@ -47,7 +47,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
 
 
 def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
-    """Dict {policy name without budget: row names}: the rows that a plot joins to one line."""
+    """Dict {policy name without budget: names of its rows of the table}, which a plot joins to one line."""
     lines: dict[str, list[str]] = {}
     for policy in evaluation.policies:
         lines.setdefault(policy.rpartition("@")[0] or policy, []).append(policy)
@@ -136,7 +136,7 @@ def _line(
 
 
 def _megabytes(evaluation: Evaluation) -> dict[str, float]:
-    """Mean MB of kept rows of a sample by policy, of policies whose task counts them."""
+    """Dict {policy: mean MB of the rows kept of a sample}, without policies whose samples have no byte counts."""
     sizes = {policy: evaluation.cell(policy).nbytes for policy in evaluation.policies}
     return {policy: size / 1e6 for policy, size in sizes.items() if size is not None}
 
@@ -229,7 +229,7 @@ def _map(evaluation: Evaluation) -> Any:
 
 
 def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
-    """Mean score of records, an array `[depths, lengths]`; NaN where there is no sample."""
+    """Mean score of records by depth (rounded down to one of `depths`) and length, as an array; NaN without samples."""
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
         depth = max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
@@ -240,12 +240,12 @@ def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[
 
 
 def _is_curve(value: Any) -> bool:
-    """True for a list of at least two numbers."""
+    """True for a list of at least two numbers, which can be drawn as a curve."""
     return isinstance(value, list) and len(value) > 1 and all(map(_is_number, value))
 
 
 def _curves(evaluation: Evaluation) -> list[str]:
-    """Names of the entries of `Record.figures` that are lists of numbers in every record."""
+    """List of the names in `Record.figures` that are lists of at least two numbers in every record; not "positions"."""
     names = dict.fromkeys(name for record in evaluation.records for name in record.figures if name != "positions")
     return [name for name in names if all(_is_curve(record.figures.get(name)) for record in evaluation.records)]
 

@@ -26,7 +26,7 @@ _NOT_COMPARED = ("model",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that the results of an evaluation depend on, as `run.json` stores it.
+    """Settings that an evaluation's results depend on, as `run.json` stores them: task, model, policies, batch, seed.
 
     Attributes:
         task: name of the task.

@@ -154,7 +154,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "Evaluation":
-        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote.
+        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote; refuses others.
 
         Args:
             folder: the folder that was given as `out`.

@@ -161,7 +161,7 @@ def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slot
 
 
 class _Choice:
-    """Rows that filter layers choose by full attention's queries; call `layer` for each layer, from the lowest up."""
+    """Masks of rows that filter layers choose by full attention's queries; call `layer` for each layer in order."""
 
     def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
         self.reading, self.prompt, self.steps, self.budget, self.slots = reading, prompt, steps, budget, slots

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness' own command line, with the model "jaxkv" among its models.
+"""Runs lm-evaluation-harness' own command line with the model "jaxkv" registered.
 
 python -m jaxkv.evals.harness run --model jaxkv --tasks gsm8k,coqa,truthfulqa_gen \
     --model_args model=smollm2-135m-instruct,policy=snapkv,budget=256 --batch_size 8

@@ -66,7 +66,7 @@ class Recipe(abc.ABC):
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Largest haystack size, to a 400th part, whose prompt and answer take at most `length` tokens.
+    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens, by bisection.
 
     A `length` that not even the smallest haystack fits is refused.
     """
