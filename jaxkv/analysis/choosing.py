@@ -89,7 +89,7 @@ def _name(policy: PolicyLike) -> str:
 def kept_rows(
     params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
-    """Dict {policy: mask `bool[L, K, n]` of the prompt rows that its prefill keeps}, from one forward pass for all.
+    """Dict {policy: mask `bool[L, K, n]` of prompt rows that its prefill keeps}; one forward pass serves all policies.
 
     Policies that read prompts twice run a prefill of their own.
     `prompt` holds one prompt, repeated for each data group of a mesh. `key` is the random key of policies that draw;

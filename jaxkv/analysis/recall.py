@@ -139,7 +139,7 @@ def recall(
 
 
 class RecallMeasure(PolicyMeasure):
-    """`Measure` class behind `recall`: uses the queries after the prompt."""
+    """`Measure` class behind `recall`: sums the attention of the queries after the prompt on the rows policies keep."""
 
     least_following = 1
 

@@ -108,7 +108,7 @@ def retained(
 
 
 class RetainedMeasure(QueryMeasure):
-    """`Measure` class behind `retained`: uses the last queries of each layer."""
+    """`Measure` class behind `retained`: sums the attention of each layer's last queries on their top keys."""
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
         remedy = "give shares of a text's keys, above 0 and at most 1"

@@ -125,7 +125,7 @@ def similarity(
 
 
 class SimilarityMeasure(QueryMeasure):
-    """`Measure` class behind `similarity`: uses the last queries of each layer."""
+    """`Measure` class behind `similarity`: compares layers by the attention of their last queries."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
         remedy = "give a share of the tokens, above 0 and below 1"

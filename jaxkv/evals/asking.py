@@ -155,7 +155,7 @@ class _Group(NamedTuple):
         asks: dict[tuple[int, ...], list[int]] = {}
         for number in sorted(first.values()):
             asks.setdefault(tuple(self.pairs[number][0]), []).append(number)
-        # Programs are compiled for a batch's size: there are few powers of two.
+        # Programs are compiled for each batch size: powers of two keep them few.
         documents = [*asks]
         documents += documents[-1:] * ((1 << (len(documents) - 1).bit_length()) - len(documents))
         cache, found = self._prefilled([list(each) for each in documents]), dict[int, Answer]()

@@ -55,7 +55,7 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Rows at which plots place a policy: its budget, or for a share the mean rows kept; None without a budget."""
+    """Rows at which a policy stands on plots' x axis: its budget, for a share the mean rows kept; None if neither."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
         # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.
@@ -188,7 +188,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_map(evaluation: Evaluation) -> bool:
-    """True if scores are shares and every sample has a length and a depth, with few enough lengths to draw."""
+    """True if scores are shares and all samples have a length and a depth: two pairs or more, few enough lengths."""
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))

@@ -101,7 +101,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of `samples.jsonl`: the outcome of one sample under one policy.
+    """One line of `samples.jsonl`: prediction, score, and tokens, rows and bytes of one sample under one policy.
 
     Attributes:
         task: name of the task.

@@ -112,7 +112,7 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """Writes `run.json` to a locked folder and returns its `Run`; refuses a folder where another evaluation has begun.
+    """Writes a locked folder's `run.json`, or adds new policies to it; returns its `Run`; refuses another evaluation's.
 
     Policies that an earlier run of the folder had come first, in its order, so that its lines stay as they are.
     """

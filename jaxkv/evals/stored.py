@@ -43,7 +43,7 @@ class Hub:
 
 @functools.cache
 def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Dict of a benchmark by part name: the prompt template, number of new tokens and metric of each part."""
+    """Dict {part name: its "prompt" template, "new_tokens" and "metric"} of a benchmark, read from a packaged file."""
     return json.loads((resources.files("jaxkv.evals") / "data" / f"{name}.json").read_text("utf-8"))
 
 

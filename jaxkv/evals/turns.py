@@ -115,7 +115,7 @@ class Turns(Task):
         return made
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Holds a batch of conversations; returns one Outcome each: mean score, answers, and rows after each turn."""
+        """Runs a batch of conversations; returns one `Outcome` each: mean score, answers, and rows after each turn."""
         outcomes: dict[int, Outcome] = {}
         # Conversations with equally many turns run as one batch.
         lengths = [sample.context.count(_NEXT) for sample in samples]
@@ -179,7 +179,7 @@ def _hold(
 
 
 class _Talk(NamedTuple):
-    """One conversation: the user's turns, and for each the right answer, or an empty text if there is none."""
+    """One conversation: its name and group, the user's turns, and each turn's right answer ("" if there is none)."""
 
     name: str
     group: str

@@ -178,7 +178,8 @@ class JaxKVLM(TemplateLM):
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each request: its continuation's log-probability, and True if greedy decoding would draw it."""
-        for request in requests:  # The harness looks at the first token of an empty continuation after no context.
+        # After an empty context the harness takes a continuation's first token, which an empty one lacks.
+        for request in requests:
             require(bool(request.args[1]), "continuation", request.args[1], "it adds no token to its context")
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -188,7 +189,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """For each request, as token ids: its continuation's log-probability, and True if greedy would draw it."""
+        """For each request, as token ids: its continuation's log-probability, and if greedy decoding would draw it."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
@@ -236,7 +237,8 @@ class JaxKVLM(TemplateLM):
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
         session, count = Session(self.params, self.policy, key=self._key(contexts[0])), len(continuations)
-        # The last token is not read; where positions are short, the first one makes room.
+        # A continuation's last token is not read. Each pair fits the model's positions, but the longest context and the
+        # longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
         cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
         shared = len(contexts) < count

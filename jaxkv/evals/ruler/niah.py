@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
-# RULER's, scripts/data/synthetic/{niah,constants}.py: of several, and of one.
+# RULER's, scripts/data/synthetic/{niah,constants}.py: templates for several values, and for one.
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _MANY = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "

@@ -25,12 +25,12 @@ FILES = {
 
 
 class Asked(NamedTuple):
-    """One question with its right answers, and indices of the documents that answer it.
+    """One question with its right answers, and indices of its own documents and of others in their article.
 
     Attributes:
         text: the question.
         answers: right answers, any of which counts.
-        context: indices of the documents with the answer.
+        context: indices of the question's documents; of HotpotQA, those that distract too.
         near: indices of documents of the same article, which are taken before all others.
     """
 
