@@ -55,7 +55,7 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Rows at which a policy stands on plots' x axis: its budget, for a share the mean rows kept; None if neither."""
+    """Rows at which a policy stands on plots' x axis: its budget, or for a share the mean rows kept; None without."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
         # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.
