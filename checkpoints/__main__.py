@@ -9,7 +9,7 @@ from .converting import DTYPES, convert
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns exit code 0, 2 after an error printed on stderr, or 130 after an interrupt."""
+    """Runs the command line and prints the path written; returns 0, 2 after an error or 130 after an interrupt."""
     options = _parser().parse_args(argv)
     try:
         print(convert(options.source, options.target, dtype=options.dtype))

@@ -23,7 +23,7 @@ _SECONDS, _SECONDS_PER_BYTE = 10.0, 1e-6
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Jinja source of the chat template of a folder in Hugging Face's layout; None if it has no template.
+    """Jinja source of a Hugging Face folder's default chat template, None if it has none; ValueError if malformed.
 
     `settings` is the content of its `tokenizer_config.json`.
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         self._begin()
 
     def render(self, **variables: Any) -> str:
-        """Text rendered by the template from variables that JSON can hold, such as messages and special tokens.
+        """Renders the template with JSON-like variables in its own process; returns the text, ValueError if it fails.
 
         Raises:
             TypeError: for a variable that JSON cannot hold.
@@ -90,7 +90,7 @@ class ChatTemplate:
         return answer["text"]
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request to the rendering process and returns its answer, a dictionary with "text" or "error".
+        """Sends a request to the rendering process and returns its answer, a dictionary with "text", or with "error".
 
         Starts a new process if the old one has ended.
         """
@@ -120,7 +120,7 @@ class ChatTemplate:
 
 
 class _Worker:
-    """Rendering process: sends it requests as lines of JSON and kills it if it takes too long."""
+    """Handle of a rendering process: exchanges lines of JSON with it, and kills it if it takes too long."""
 
     def __init__(self) -> None:
         # Only Jinja's folders are on its path, so that no user's module shadows the standard library's.
@@ -169,12 +169,12 @@ class _Worker:
         return answer
 
     def _give_up(self) -> None:
-        """Kills the process and marks it as late, when its time is over."""
+        """Kills the process and sets `late`; called by the timer when the time for an answer is over."""
         self.late = True
         self._process.kill()
 
     def end(self) -> None:
-        """Kills the process and closes its pipes."""
+        """Kills the process, closes its pipes and waits for it; does nothing in a forked child."""
         if not self.mine:
             return
         self._process.kill()

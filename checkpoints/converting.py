@@ -124,7 +124,7 @@ def _is_at(source: str | os.PathLike[str], folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _writing(part: Path) -> Iterator[None]:
-    """Context manager that turns an OSError into a ValueError that says how to resume; written files stay."""
+    """Context manager that turns an OSError into a ValueError that says how to resume; deletes nothing."""
     try:
         yield
     except OSError as error:
@@ -143,7 +143,7 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Manifest entries, by name, of tensors written by an earlier run of this conversion; creates a missing folder."""
+    """Manifest entries of tensors that an earlier run wrote, by name; makes the folder; ValueError if unrelated."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,7 +212,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
-    """Writes config and tokenizer files beside the weights, and removes half-written tensors."""
+    """Writes config, tokenizer files and vocabulary beside the weights; deletes tensors that the checkpoint lacks."""
     for stray in (part / TENSORS).iterdir():
         if stray.name not in checkpoint.stored:  # half-written by a run that was stopped
             _remove(stray)

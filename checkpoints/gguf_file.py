@@ -42,7 +42,7 @@ _AT_ONCE = 1 << 20
 
 
 class GgufFile:
-    """An open GGUF file: its config under Hugging Face keys, its tensors and its vocabulary.
+    """GGUF file opened for reading: Hugging Face config, tensors under Hugging Face names, and vocabulary.
 
     Attributes:
         path: the file.
@@ -96,7 +96,7 @@ class GgufFile:
         return None
 
     def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int) -> np.ndarray:
-        """Rows first to last - 1 of a tensor as float32, in the file's row order."""
+        """Rows first to last - 1 of a tensor as float32, in the file's row order; ValueError for unknown formats."""
         from gguf import quants
 
         try:
@@ -114,7 +114,7 @@ class GgufFile:
             raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _get(self, key: str, default: Any = None, *, kind: type) -> Any:
-        """Metadata value of a key, with its type checked; `default` if the key is absent."""
+        """Metadata value of a key, or `default` if the key is absent; ValueError if it is not of type `kind`."""
         value = self._metadata.get(key)
         if value is None:
             return default
@@ -124,14 +124,14 @@ class GgufFile:
         return value
 
     def _list(self, key: str, kind: type) -> tuple[Any, ...]:
-        """Metadata list of a key as a tuple, with the type of its items checked; empty if the key is absent."""
+        """Metadata list of a key as a tuple, empty if the key is absent; ValueError for items not of type `kind`."""
         values = self._get(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
         require(sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again")
         return tuple(values)
 
     def _hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
-        """Number under an architecture's key, such as `llama.block_count`; ValueError if layers differ in it."""
+        """Number under a key of the architecture, such as `llama.block_count`; ValueError if layers differ in it."""
         key = f"{self._arch}.{key}"
         value = self._metadata.get(key)
         if isinstance(value, list):
@@ -145,7 +145,7 @@ class GgufFile:
         return value
 
     def _read_config(self) -> dict[str, Any]:
-        """Model config translated from the metadata to the keys of a Hugging Face `config.json`."""
+        """Config from the metadata, under the keys of a Hugging Face `config.json`; ValueError if unsupported."""
         arch, heads, embed = self._arch, self._hyper("attention.head_count"), self._hyper("embedding_length")
         require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
         head_dim = self._hyper("attention.key_length", embed // heads)
@@ -199,7 +199,7 @@ class GgufFile:
         return ids
 
     def _read_rope_scaling(self) -> dict[str, Any] | None:
-        """Hugging Face's `rope_scaling` dictionary from the metadata; None for unscaled RoPE."""
+        """Hugging Face's `rope_scaling` dictionary from the metadata; None for plain RoPE; ValueError if unknown."""
         arch = self._arch
         kind = self._get(f"{arch}.rope.scaling.type", kind=str)
         # The factor has a new and an old key; without a type it means linear, as in llama.cpp.
@@ -262,7 +262,7 @@ _ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "
 
 
 def undo_permutation(array: Float[np.ndarray, "rows *rest"], heads: int) -> Float[np.ndarray, "rows *rest"]:
-    """Query or key projection `[heads * D, ...]` of arch "llama" with its rows in Hugging Face's order.
+    """Query or key projection `[heads * D, ...]` of arch "llama", with rows reordered into Hugging Face's order.
 
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to
     GGUF interleaves the two halves of each head; this takes them apart again.
@@ -288,7 +288,7 @@ def _hf_name(name: str) -> str:
 
 
 def _decimal(value: float) -> float:
-    """Shortest decimal that rounds to this float32: 1e-5 rather than 9.999999747378752e-06."""
+    """Shortest decimal that rounds to this float32, as a float: 1e-5 rather than 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 

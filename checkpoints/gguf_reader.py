@@ -68,7 +68,7 @@ class GgufTensor:
         return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        """`count` elements of the stored array from element `first` on, read from the file."""
+        """Reads `count` elements of the stored array from element `first` on; ValueError if the file is shorter."""
         # Read, not mapped: a mapping keeps all pages that were read in the process' memory.
         found = np.fromfile(self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize)
         remedy = f"the file ends within {self.name!r}, and did not when it was opened; download it again"
@@ -98,7 +98,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 
 
 class _Cursor:
-    """Read position in the mapped file's metadata; raises `_Corrupt` beyond its end."""
+    """Read position `at` in a memory-mapped GGUF header; its readers raise `_Corrupt` beyond the header's end."""
 
     def __init__(self, data: np.ndarray, path: Path):
         self.path = path
@@ -108,19 +108,19 @@ class _Cursor:
         self._end = min(len(data), _MOST_BYTES)
 
     def take(self, size: int) -> memoryview:
-        """Reads the next `size` bytes."""
+        """Reads the next `size` bytes as a memoryview; raises `_Corrupt` beyond the end."""
         if self.at + size > self._end:
             raise _Corrupt(f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata")
         self.at += size
         return self._view[self.at - size : self.at]
 
     def many(self, dtype: Any, count: int) -> list[Any]:
-        """Reads the next `count` little-endian numbers as a list of Python numbers."""
+        """Reads the next `count` little-endian numbers of a dtype as a list of Python numbers."""
         kind = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self.take(count * kind.itemsize), kind).tolist()
 
     def whole(self, size: int) -> int:
-        """Reads the next unsigned integer, of `size` bytes."""
+        """Reads the next unsigned integer of `size` bytes, little-endian."""
         return int.from_bytes(self.take(size), "little")
 
     def text(self) -> str:
@@ -128,7 +128,7 @@ class _Cursor:
         return str(self.take(self.whole(8)), "utf-8")
 
     def count(self, most: int, what: str) -> int:
-        """Reads the next 64-bit count; raises `_Corrupt` if it is above `most`."""
+        """Reads the next 64-bit unsigned integer, a number of items; raises `_Corrupt` if it is above `most`."""
         count = self.whole(8)
         if count > most:
             raise _Corrupt(f"{count:,} {what}, at most {most:,} are read")
@@ -136,7 +136,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
-    """Reads the header: returns the metadata by key, and the number of tensors."""
+    """Reads magic, version and metadata: returns the metadata by key, and the number of tensors."""
     if bytes(cursor.take(4)) != _MAGIC:
         raise _Corrupt("GGUF magic invalid")
     version = cursor.whole(4)
@@ -153,7 +153,7 @@ def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """Reads the next metadata value, of the GGUF type with number `kind`."""
+    """Reads the next metadata value (number, text or list), of the GGUF type number `kind`; `_Corrupt` if unknown."""
     if kind in _SCALARS:
         return cursor.many(_SCALARS[kind], 1)[0]
     if kind == _STRING:
@@ -169,7 +169,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
-    """Reads the tensor list: returns `GgufTensor`s by name, in file order; raises `_Corrupt` for overlapping ones."""
+    """Reads the tensor list: returns `GgufTensor`s by name, in file order; raises `_Corrupt` if one is unsound."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _Corrupt(f"an alignment of {alignment!r}, which is no power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -192,7 +192,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
 
 
 def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
-    """`GgufTensor` for the tensor at byte `at`, and its size in bytes."""
+    """`GgufTensor` of a tensor at byte `at` of the file, and its size in bytes; raises `_Corrupt` if it is unsound."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}

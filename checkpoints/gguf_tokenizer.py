@@ -74,7 +74,7 @@ class GgufTokenizer:
         return self.model == "llama" or _PRE.get(self.pre or "") is _LLAMA3
 
     def build(self) -> Any:
-        """Builds a `tokenizers.Tokenizer` from the vocabulary.
+        """Builds a `tokenizers.Tokenizer` from the vocabulary; ValueError for unsupported or inconsistent ones.
 
         Returns:
             A `tokenizers.Tokenizer`.
@@ -97,7 +97,7 @@ class GgufTokenizer:
         return tokenizer
 
     def _added(self, *, special: bool) -> list[Any]:
-        """`AddedToken`s to match whole in text: the special tokens if `special`, else the user-defined ones."""
+        """`AddedToken`s to match whole in text: control and special tokens if `special`, else user-defined ones."""
         from tokenizers import AddedToken
 
         chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}

@@ -21,7 +21,7 @@ def check_size(path: Path, most: int = _MOST_BYTES) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Text of a UTF-8 file, without its byte order mark.
+    """Text of a UTF-8 file without its byte order mark; ValueError if it is unreadable, not UTF-8 or too large.
 
     Raises:
         ValueError: where it cannot be read, is not UTF-8, or is too large.
@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Content of a file that holds one JSON object, as a dictionary.
+    """Dictionary from a file that holds one JSON object; ValueError for any other content.
 
     Raises:
         ValueError: where the file is not a JSON object, or nests too deeply.

@@ -44,7 +44,7 @@ class WheelSource:
 
     @property
     def where(self) -> str:
-        """Description of where the weights come from, as text."""
+        """Text "package==version: member" that says where the weights come from."""
         return f"{self.package}=={self.version}: {self.member}"
 
 
@@ -85,7 +85,7 @@ class FolderSource:
 
     @property
     def where(self) -> str:
-        """Description of where the weights come from, as text."""
+        """Text "comes with jaxkv" that says where the weights come from."""
         return "comes with jaxkv"
 
 
@@ -111,7 +111,7 @@ class Manifest:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all named models.
+    """Names of all named models, as a sorted tuple.
 
     Returns:
         Their names, sorted.
@@ -120,7 +120,7 @@ def names() -> tuple[str, ...]:
 
 
 def manifest(name: str) -> Manifest:
-    """Manifest of a named model.
+    """`Manifest` of a named model; ValueError for an unknown name.
 
     Args:
         name: one of `names()`.
@@ -145,7 +145,7 @@ def manifests_folder() -> Path:
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
-    """Writes a model's OmniKV filter layers into its manifest file, atomically.
+    """Writes the layer indices of a model's OmniKV filters into its manifest in the package; OSError if it cannot.
 
     Args:
         name: one of `names()`.
@@ -165,7 +165,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
-    """All manifests in the package, by model name; cached."""
+    """All `Manifest`s in the package, by model name; cached."""
     folder = resources.files(__package__) / "manifests"
     parsed = (_parse(json.loads(file.read_text("utf-8"))) for file in folder.iterdir() if file.name.endswith(".json"))
     return {each.name: each for each in parsed}

@@ -38,7 +38,7 @@ _MOST_AXES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of Orbax folder (weights or saved cache): its format's name and version, and words for error messages.
+    """Kind of Orbax folder, weights or saved cache: its format's name and version, and words for error messages.
 
     Attributes:
         format: name in the manifest.
@@ -97,7 +97,7 @@ class Converted:
 
 
 def open_converted(folder: Path) -> Converted | None:
-    """Opens a folder that `convert` wrote, reading metadata only; None for a folder of another kind.
+    """Opens a folder that `convert` wrote as a `Converted`, reading metadata only; None for other folders.
 
     Raises:
         ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
@@ -129,7 +129,7 @@ def open_converted(folder: Path) -> Converted | None:
 
 
 def require_whole(folder: Path, kind: Kind) -> None:
-    """Raises ValueError unless a path is a completely written folder of arrays; does not read the manifest."""
+    """Raises ValueError unless a path is a completely written folder with a manifest, which is not read."""
     remedy = f"give a folder that {kind.writer} has written"
     require(folder.exists(), "path", folder, f"no such folder: {remedy}")
     require(folder.is_dir(), "path", folder, f"a file: {remedy}")
@@ -148,7 +148,7 @@ def require_free(folder: Path, field: str) -> None:
 
 
 def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Reads the manifest of a folder of arrays as a dictionary; refuses folders of another kind or version.
+    """Dictionary read from a folder's manifest; ValueError for a folder of another kind or format version.
 
     Raises:
         ValueError: for a folder of another kind, or of another version of the format.
@@ -180,12 +180,12 @@ class Entry:
         return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind)
 
     def json(self) -> dict[str, Any]:
-        """The entry's shape, dtype and checksum as a dictionary for the manifest."""
+        """Shape, dtype and checksum of the entry as a dictionary for the manifest."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
 def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
-    """`Entry` of each array in a manifest, by name, validated.
+    """`Entry` of each array in the value of a manifest, by name; ValueError for an unsound value.
 
     Raises:
         ValueError: where `said`, the manifest's value, is not that.
@@ -207,7 +207,7 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
 
 
 def is_plain(name: str) -> bool:
-    """True if every file system accepts `name` for a folder: letters, digits, dots and hyphens."""
+    """True if `name` is safe as a folder's name: at most 200 letters, digits, `_`, dots and hyphens, no dot first."""
     return _PLAIN.fullmatch(name) is not None
 
 
@@ -267,7 +267,7 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
 
 
 def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays as an Orbax folder with a manifest that includes `said`, atomically.
+    """Writes arrays and a manifest that includes `said` as an Orbax folder, atomically; ValueError if it cannot.
 
     Raises:
         ValueError: where something lies there, or nothing can be written.
@@ -283,12 +283,12 @@ def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapp
 
 
 def reason(error: Exception) -> str:
-    """First line of an error's message, or its class name."""
+    """Text of an error in one line: its `strerror`, the first line of its message, or its class name."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
-    """Reads an array from an Orbax folder, or only the part `index` of it.
+    """Reads an array, or only its part `index`, from an Orbax folder; ValueError if it is missing or damaged.
 
     Raises:
         ValueError: where it is missing, damaged, or not what its entry says. Damage in a part is only found if
@@ -335,7 +335,7 @@ _TEXTS, _FLAGS = ("model", "pre", "chat_template"), ("add_bos", "add_space_prefi
 
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
-    """`GgufTokenizer` read from its JSON file, with every field validated."""
+    """`GgufTokenizer` read from its JSON file; ValueError if a field has another type than the vocabulary's."""
     said = read_json(path)
     tokens = said.get("tokens")
     count = len(tokens) if isinstance(tokens, list) else 0

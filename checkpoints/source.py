@@ -19,7 +19,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk: config, tensors by name and tokenizer; weights are not read until used.
+    """Checkpoint on disk: config, tensors by name and tokenizer; weights are read only when they are asked for.
 
     Attributes:
         path: the folder or file.
@@ -43,7 +43,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a Hugging Face folder, a folder written by `convert`, or a GGUF file; reads metadata only.
+    """Opens a Hugging Face folder, a folder written by `convert`, or a GGUF file as `Checkpoint`; reads metadata only.
 
     Args:
         path: the folder or file; `fetch` finds it for a model's name.

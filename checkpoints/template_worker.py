@@ -22,7 +22,7 @@ _LONGEST_ERROR = 500
 
 
 def _bound_memory(size: int) -> None:
-    """Limits the address space of this process: 1 GiB, and 64 bytes for each byte of a request of `size` bytes."""
+    """Limits this process's address space to 1 GiB plus 64 bytes per byte of the request; not on Windows."""
     try:
         import resource
     except ImportError:  # Windows: the process that asks bounds the time
@@ -85,7 +85,7 @@ def _render(template: Any, variables: dict[str, Any], most: int) -> str:
 
 
 def main() -> None:
-    """Answers rendering requests from stdin until it ends or is idle for 60 seconds."""
+    """Answers rendering requests from stdin on stdout until stdin ends or no request comes for 60 seconds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     sys.path += sys.argv[1:]
     compiled: dict[str, Any] = {}

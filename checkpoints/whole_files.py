@@ -14,7 +14,7 @@ _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes bytes to a file atomically and flushes them to disk; on failure the old file stays unchanged.
+    """Writes bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
 
     A new file gets the mode that the umask gives; a replaced one hands on its mode and, where allowed, its owner.
 
@@ -55,7 +55,7 @@ def _take_after(path: Path, old: os.stat_result) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's directory entries to disk, so that a renamed file's name survives a crash."""
+    """Flushes a folder's directory entries to disk, so that a rename survives a crash; does nothing on Windows."""
     if os.name == "nt":  # Windows does not open folders
         return
     try:

@@ -70,7 +70,7 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name or a submodule at its first use and returns it."""
+    """Imports a public name or a submodule at its first use, keeps and returns it; AttributeError for other names."""
     public = name in _MODULES
     found = public or (name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"jaxkv.{name}"))
     if not found:

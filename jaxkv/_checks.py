@@ -68,7 +68,7 @@ def real(
 
 
 def flag(name: str, value: Any) -> bool:
-    """Validates a bool of Python or numpy and returns it as a Python bool.
+    """Validates a bool of Python, numpy or JAX and returns it as a Python bool.
 
     Args:
         name: the argument or field, for the error message.

@@ -31,7 +31,7 @@ class Value:
             setattr(cls, "__hash__", Value.__hash__)  # noqa: B010
 
     def meaning(self) -> dict[str, Any]:
-        """Field names and values that equality and hash are computed from."""
+        """Dictionary of the fields that equality and hash are computed from, by name."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields if field.compare}
 
@@ -52,7 +52,7 @@ class Typed(Value):
 
 
 def typed(value: Any) -> Any:
-    """Key for equality and hash: nested tuples of a value's contents and their types."""
+    """Hashable key for equality: nested tuples of a value's contents and the types of these."""
     if isinstance(value, Value):
         return type(value), *((name, typed(each)) for name, each in value.meaning().items())
     by_field = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -82,7 +82,7 @@ def plain(value: Any) -> Any:
 
 
 def normalise(value: Any) -> None:
-    """Converts a dataclass's fields during construction: numpy and JAX scalars to Python's, lists to tuples."""
+    """Converts a dataclass's fields in place, also if frozen: numpy and JAX scalars to Python's, lists to tuples."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         made = tuple(plain(each) for each in given) if isinstance(given, list) else plain(given)
@@ -135,7 +135,7 @@ def namespace(*values: Any) -> Any:
 
 
 def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
-    """Smallest values for which `below` is False, found elementwise by bisection between `low` and `high`.
+    """Elementwise bisection between `low` and `high`: the smallest values for which `below` is False.
 
     `below` is True at `low` and False at `high`.
     """

@@ -42,7 +42,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes of the full and the compressed cache, and mean rows kept per kv head, before the first token is drawn."""
+    """Bytes of the full cache, the compressed one and its slack, and mean rows per kv head, all after prefill."""
 
     full_bytes: int
     cache_bytes: int
@@ -146,7 +146,7 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
 def _stats(
     request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None
 ) -> Stats:
-    """`Stats` of one `generate` call, from its clocks, cache sizes and transfers."""
+    """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
     session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
     moved, cut = _tallied(cache)
@@ -180,6 +180,6 @@ def _stats(
 
 
 def _tallied(cache: KVCache) -> tuple[int, int]:
-    """Rows of all sequences that the policy's `capacity` moved to other devices, and that its budget cut."""
+    """Counts (moved, cut) over all sequences: rows that `capacity` moved to other devices, rows that the budget cut."""
     moved, cut = (0 if each is None else int(host(each)[: cache.batch].sum()) for each in (cache.moved, cache.cut))
     return moved, cut

@@ -29,7 +29,7 @@ _SEEDS = 2**32
 
 
 def as_model(params: Any, mesh: Any = None) -> LanguageModel:
-    """Validates a `LanguageModel` and returns it, moved to `mesh` if one is given."""
+    """Validates a `LanguageModel` and returns it, on `mesh` if one is given; TypeError for other values."""
     if isinstance(params, LanguageModel):
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
@@ -37,7 +37,7 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
 
 
 def as_cache(cache: Any) -> KVCache | None:
-    """Validates a `KVCache` and returns it with its arrays on the device and its bank in host memory; None for None.
+    """Validates a `KVCache` or None and returns it, with numpy arrays moved to the device; TypeError for other values.
 
     A cache of numpy arrays is put on the device. Anything but a `KVCache` of arrays is refused by a TypeError.
     """
@@ -59,14 +59,14 @@ def as_cache(cache: Any) -> KVCache | None:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    """Cache with its arrays moved to the device, as prefill leaves it, and its bank in host memory."""
+    """Cache with its arrays moved to the device, as prefill leaves it, and offloaded rows (`bank`) to the host."""
     bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
     device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
 def as_sampling(given: Any) -> Sampling:
-    """Validates a sampler and returns it; `Greedy` for None."""
+    """Validates a sampler and returns it, `Greedy` for None; TypeError for classes and other values."""
     if given is None:
         return Greedy()
     if isinstance(given, type):
@@ -78,7 +78,7 @@ def as_sampling(given: Any) -> Sampling:
 
 
 def as_stops(given: Any) -> tuple[str, ...]:
-    """Stop strings as a tuple, from one string, several strings or None; ValueError for empty strings."""
+    """Stop strings as a tuple, from one string, several or None; ValueError for empty ones, TypeError for others."""
     if given is None:
         return ()
     many = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping))
@@ -91,7 +91,7 @@ def as_stops(given: Any) -> tuple[str, ...]:
 
 
 def as_key(given: Any) -> PRNGKeyArray | None:
-    """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed; None for None.
+    """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed, None for None; TypeError for others.
 
     Longer seeds, whose upper bits JAX would drop, are refused with a ValueError.
     """
@@ -112,7 +112,7 @@ def as_key(given: Any) -> PRNGKeyArray | None:
 
 
 def as_implementation(given: Any) -> Implementation:
-    """`Implementation` of attention from its member or value; `AUTO` for None."""
+    """`Implementation` of attention from its member or value, `AUTO` for None; ValueError for an unknown name."""
     return Implementation.AUTO if given is None else named(given)
 
 
@@ -138,7 +138,7 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
 def require_fits(
     config: ModelConfig, policy: Method, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None
 ) -> None:
-    """Raises ValueError if prompts plus `new` tokens exceed the model's positions, or do not match the cache."""
+    """Raises ValueError if prompts plus `new` tokens exceed the model's positions or do not match the cache's batch."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
@@ -171,7 +171,7 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
 
 
 def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
-    """`require_fits` for policies with rolling positions: the rows held at a time must fit the model's positions."""
+    """Raises ValueError if a policy with rolling positions would hold more rows than the model has positions."""
     limit, parts = config.max_positions, policy.parts()
     if cache is None:
         read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())

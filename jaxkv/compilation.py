@@ -102,7 +102,7 @@ class Clock:
         return max(0.0, self.seconds - self.compile_seconds)
 
     def __enter__(self) -> "Clock":
-        """Starts the clock."""
+        """Starts the clock and returns it."""
         self._started = time.perf_counter()
         _RUNNING.clocks.append(self)
         return self

@@ -72,7 +72,7 @@ class LanguageModel(nnx.Module):
         return self.flat.axes
 
     def on(self, mesh: Mesh) -> "LanguageModel":
-        """Copy of the model with its parameters sharded over a mesh, cached after the first call.
+        """Model with its parameters sharded over a mesh: a copy, cached after the first call, or this very model.
 
         Args:
             mesh: devices with the axes "data" and "model".
@@ -163,7 +163,7 @@ def load(
 
 
 def _dtype(given: Any) -> np.dtype:
-    """Validates the parameters' dtype: float32, bfloat16 or float16; ValueError for others."""
+    """Validates the parameters' dtype, float32, bfloat16 or float16, and returns it; ValueError for others."""
     try:
         name = jnp.dtype(given).name
     except TypeError:  # not a dtype
@@ -173,7 +173,7 @@ def _dtype(given: Any) -> np.dtype:
 
 
 def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
-    """Reads a checkpoint's tensors into a decoder's parameters, one at a time, and checks that all fit.
+    """Fills a decoder's parameters from a checkpoint, tensor by tensor; ValueError unless all fit and are finite.
 
     With `mesh` (from `model_mesh`) each device gets its shard; otherwise the default device gets whole parameters.
 
@@ -283,7 +283,7 @@ def _finite(depth: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
-    """Jitted form of a function of one parameter, whose result every process gets."""
+    """Jitted form of a function of one parameter; on a mesh, its result is replicated on all of its devices."""
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
     return _jitted(fn, mesh)
 
@@ -322,14 +322,14 @@ def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
 
 
 def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
-    """Copies all parameters of one decoder into another one, sharded over a mesh."""
+    """Copies all parameters of the decoder `source` into `target`, in place, sharded over a mesh."""
     values = dict(named_parameters(source))
     for path, parameter in named_parameters(target):
         parameter.set_value(put(values[path].get_value(), NamedSharding(mesh, spec_of(path, mesh))))
 
 
 def _fingerprint(decoder: Decoder) -> str:
-    """Hex hash of a model: its config, and each parameter's first row and sum of bits."""
+    """Hash of a model as 16 hex digits: of its config, and of each parameter's first row and sum of bits."""
     digest = hashlib.sha256(repr(decoder.config).encode())
     # All computations are dispatched before the first result is awaited.
     for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:

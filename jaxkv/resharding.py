@@ -18,7 +18,7 @@ from jaxkv.sharding.parameters import model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Returns a copy of a cache on another mesh or on a single device; each head keeps its rows, bit by bit.
+    """Returns a cache on another mesh or on one device, with equal rows per head: a copy, or itself if it lies there.
 
     Rows that the policy's `capacity` moved to other heads stay there, and no others are moved: a device whose heads
     hold more gets a larger pool.
@@ -45,7 +45,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
 
 def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
-    """Returns a copy of a cache on the mesh of `axes`, or on the default device for None."""
+    """Returns a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if it lies there."""
     if axes == cache.axes:
         return cache
     there = laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
@@ -55,7 +55,7 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
 
 
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
-    """Numbers of rows per device, one for each pool on the new mesh: a share of the largest, or more for full heads."""
+    """List of each pool's rows per device: an even share times `capacity`, or what the fullest device needs."""
     layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape

@@ -241,7 +241,7 @@ class Answers:
         return np.asarray([stop is not None for stop in self.met], bool)
 
     def take(self, drawn: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
-        """Adds drawn ids, -1 after a sequence's end; returns the number of ids after a stop string, per sequence."""
+        """Adds drawn ids, -1 after a sequence's end; returns the count of ids after a stop string, per sequence."""
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(drawn.tolist()):
             fresh = [token for token in ids if token >= 0]
@@ -252,18 +252,18 @@ class Answers:
         return surplus
 
     def fresh(self) -> list[str]:
-        """New text of each sequence since the last call, without a trailing part that may begin a stop string."""
+        """List of each sequence's new text since the last call, less a trailing part that may begin a stop string."""
         return [self._show(row) for row in range(len(self.tokens))]
 
     def flush(self) -> list[str]:
-        """Ends all sequences; returns the text that was held back of each, such as beginnings of stop strings."""
+        """Ends all sequences; returns the list of texts held back so far, such as beginnings of stop strings."""
         for row, decoder in enumerate(self._decoders):
             if decoder is not None and self.met[row] is None:
                 self._text[row] += decoder.flush()
         return [self._show(row, whole=True) for row in range(len(self.tokens))]
 
     def completions(self, eos: Container[int]) -> list[Completion]:
-        """Makes the `Completion` of each sequence; `eos` are the ids that end one."""
+        """List of a `Completion` for each sequence; `eos` are the ids that end one."""
         made = []
         for ids, stop, text, decoder in zip(self.tokens, self.met, self._text, self._decoders, strict=True):
             ended = stop is not None or ids[-1] in eos
@@ -292,7 +292,7 @@ class Answers:
         return bool(found)
 
     def _show(self, row: int, *, whole: bool = False) -> str:
-        """New text of a sequence, without a trailing part that may begin a stop string, unless `whole`."""
+        """New text of a sequence, marked as shown, less a trailing part that may begin a stop string unless `whole`."""
         text = self._text[row]
         end = len(text)
         if not whole and self.met[row] is None:

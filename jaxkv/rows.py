@@ -68,7 +68,7 @@ class Rows:
         return dense_pool(self.k[at], self.v[at], self.pos[at])
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
-        """Number of tokens that can still be appended to a layer, for each sequence.
+        """Number of tokens that can still be appended to a layer, `[B]`: the smallest number over its kv heads.
 
         Args:
             layer: index among the layers held.
@@ -129,7 +129,7 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
 
 @settled
 def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
-    """Attention output of the last appended tokens' queries over a layer's rows, each seeing no later row.
+    """Attention output `[B, H, N, D]` of the last N appended tokens' queries over a layer's rows, causal among the N.
 
     Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D). Reverse-mode
     gradients are supported, except if layers share a pool or a kv head has 48 query heads or more: there a loop walks
@@ -190,7 +190,7 @@ def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: A
 
 
 def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
-    """Validates a layer's keys and values of shape `[B, K, S, D]` and returns them as JAX arrays."""
+    """Validates a layer's keys and values `[B, K, S, D]` and returns them as JAX arrays; ValueError otherwise."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
         require(rows.ndim == 4, field, list(rows.shape), "give [B, K, S, D]: batch, kv heads, tokens, head dim")
@@ -207,7 +207,7 @@ def order_hint(k: Array) -> str:
 
 
 def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
-    """Validates queries `[B, H, N, D]` and returns them grouped by kv head, `[B, K, G, N, D]`.
+    """Validates queries `[B, H, N, D]` and returns them as `[B, K, G, N, D]`; ValueError if they do not fit the keys.
 
     `field` is the argument's name in errors, `rows` are the keys.
     """
@@ -221,7 +221,7 @@ def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float
 
 
 def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> Int[Array, " B"]:
-    """Validates numbers of tokens per sequence within [0, most] and returns them as `i32[B]`; `most` for None.
+    """Validates numbers of tokens per sequence within [0, most] and returns `i32[B]`; `most` for None; else ValueError.
 
     The error for other numbers ends in `hint`.
     """
@@ -239,7 +239,7 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
 
 
 def _held_layer(rows: Rows, layer: Any) -> int:
-    """Validates a layer's index among the layers in `rows` and returns it as an int."""
+    """Validates a layer's index among the layers in `rows` and returns it as an int; ValueError for others."""
     layers = rows.start.shape[0]
     remedy = f"these rows hold layers 0 to {layers - 1}"
     layer = whole("layer", layer, remedy, least=0)

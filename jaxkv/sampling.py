@@ -56,7 +56,7 @@ def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
 
 
 def _narrow(value: Any) -> Any:
-    """The number as numpy int32 or float32, clipped to its range; arrays are returned unchanged."""
+    """Number as numpy int32, at most 2**31 - 1, or as float32; arrays are returned unchanged."""
     if isinstance(value, int):
         return np.int32(min(value, np.iinfo(np.int32).max))
     if isinstance(value, float):
@@ -73,7 +73,7 @@ class _Compiled(Value):
     draw: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
-        """Calls the user's sampler; returns its token ids."""
+        """Calls the user's sampler with logits and keys; returns its token ids."""
         return self.draw(logits, keys)
 
 
@@ -87,7 +87,7 @@ class Greedy(Sampler):
     """Sampler that picks the likeliest token; ties go to the lowest id."""
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Argmax of each sequence's logits; the keys are unused."""
+        """Token ids `i32[B]` with the largest logit of each sequence; the keys are unused."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -106,14 +106,14 @@ class Temperature(Sampler):
         _checks.field(self, "temperature", _checks.real, remedy, open_low=True)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws token ids from softmax(logits / temperature), after `cut` has masked logits."""
+        """Draws token ids `i32[B]` from softmax(logits / temperature), after `cut` has masked logits."""
         # Subtract the maximum first, so that division by a tiny temperature gives 0 or -inf and never overflows.
         below = logits - logits.max(axis=-1, keepdims=True)
         scaled = jnp.where(below == 0, 0.0, below / self.temperature)
         return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those of excluded tokens set to minus infinity; here none are."""
+        """Logits with those of excluded tokens set to minus infinity; this base class excludes none."""
         return logits
 
 
@@ -155,7 +155,7 @@ class TopP(Temperature):
         _checks.field(self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those outside the fewest likeliest tokens that together reach probability p set to -infinity."""
+        """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
         ordered = jnp.sort(logits, axis=-1, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
         least = jnp.where(before < self.p, ordered, jnp.inf).min(axis=-1, keepdims=True)
@@ -205,7 +205,7 @@ class Mixed:
     p: Float[Array, " B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws each sequence's token id with its own sampler; runs only the kinds of sampler that are used."""
+        """Draws token ids `i32[B]`, each sequence's by its own sampler; runs only the samplers that are used."""
         token = nothing = Greedy()(logits, keys)
         numbers = {"temperature": self.temperature, "k": self.k, "p": self.p}
         for kind, sampler in enumerate(_KINDS[1:], start=1):

@@ -31,7 +31,7 @@ def load_cache(
     policy: Method | type[Method] | str | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """Loads a `KVCache` from a folder that `KVCache.save` wrote, with every bit as saved.
+    """Loads a `KVCache` that `KVCache.save` wrote, bit by bit; ValueError if damaged, or another model's or policy's.
 
     Args:
         path: the folder.

@@ -101,7 +101,7 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str =
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Given(Method):
-    """Policy with the parts it is given, so that tests can replace one part of a policy."""
+    """Policy whose `parts()` are those given to it, so that tests can replace one part of a policy."""
 
     made: Parts = Parts()
 
@@ -143,7 +143,7 @@ class _Case:
         return prefill(self.model, list(prompts), policy=policy or self.policy, key=key, progress=False)
 
     def drawn(self, policy: Method) -> Generation:
-        """`Generation` of a few tokens after both prompts, with a policy."""
+        """`Generation` of 12 tokens after both prompts, with a policy."""
         prompts = [list(prompt) for prompt in self.prompts]
         return generate(
             self.model, prompts, policy=policy, max_new_tokens=_NEW, stop_at_eos=False, key=0, progress=False
@@ -186,7 +186,7 @@ def _require(holds: Any, about: str, *where: object) -> None:
 
 
 def _rows_are_the_prompts(case: _Case) -> None:
-    """Checks that kept rows are equal to the prompt's own rows, in ascending order without repeats."""
+    """Asserts that kept rows are equal to the prompt's own rows, in ascending order without repeats."""
     # Rounded as the policy's store rounds them.
     everything = _Given(made=Parts(store=case.parts.store))
     whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
@@ -205,7 +205,7 @@ def _rows_are_the_prompts(case: _Case) -> None:
 
 
 def _what_must_stay_stays(case: _Case) -> None:
-    """Checks that every segment keeps the rows that the policy must keep: sinks, window, protected spans."""
+    """Asserts that every segment keeps the rows that the policy must keep: sinks, window, protected spans."""
     keep = case.parts.keep
     mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
     for part in segments(case.cache):
@@ -215,7 +215,7 @@ def _what_must_stay_stays(case: _Case) -> None:
 
 
 def _as_many_as_planned(case: _Case) -> None:
-    """Checks that the number of kept rows and the cache's bytes equal the prefill plan's."""
+    """Asserts that the number of kept rows and the cache's bytes equal the prefill plan's."""
     kept, needed = case.cache.kept.sum(axis=2), case.needed
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
@@ -239,7 +239,7 @@ def _positions(cache: KVCache, sequence: int) -> list[list[int]]:
 
 
 def _neighbours_change_nothing(case: _Case) -> None:
-    """Checks that another sequence in the batch, or padding, does not change a sequence's kept positions."""
+    """Asserts that another sequence in the batch, or padding, does not change a sequence's kept positions."""
     first, second = case.prompts
     for about, prompts, row, sequence in (
         ("another sequence beside it changes what is kept", (first, second[::-1]), 0, 0),
@@ -250,7 +250,7 @@ def _neighbours_change_nothing(case: _Case) -> None:
 
 
 def _draws_are_said(case: _Case) -> None:
-    """Checks that another random key changes no kept row, unless the policy declares that it draws."""
+    """Asserts that another random key changes no kept row, unless the policy declares that it draws."""
     if case.parts.draws:
         return
     remedy = "another random key changes what is kept: a scorer or merger that draws has a property `draws`, True"
@@ -260,7 +260,7 @@ def _draws_are_said(case: _Case) -> None:
 
 
 def _a_whole_budget_changes_nothing(case: _Case) -> None:
-    """Checks that with a budget of the whole text and no threshold, the tokens are those of FullKV."""
+    """Asserts that with a budget of the whole text and no threshold, the tokens are those of FullKV."""
     if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
     roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
@@ -270,7 +270,7 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
 
 
 def _it_grows_as_it_says(case: _Case) -> None:
-    """Checks that during decoding, segments append, evict or compress as the policy declares."""
+    """Asserts that during decoding, segments append, evict or compress as the policy declares."""
     after, parts = case.drawn(case.policy).cache, case.parts
     grown = after.kept.astype(np.int64) - case.cache.kept
     new = np.asarray(after.seen) - np.asarray(case.lengths)
@@ -288,7 +288,7 @@ def _it_grows_as_it_says(case: _Case) -> None:
 
 
 def _equal_policies_are_equal(case: _Case) -> None:
-    """Checks that a copy of the policy is equal to it, has the same hash, and keeps the same rows."""
+    """Asserts that a copy of the policy is equal to it, has the same hash, and keeps the same rows."""
     same = dataclasses.replace(case.policy)
     _require(same == case.policy and hash(same) == hash(case.policy), "a policy equals its copy")
     _require(_positions(case.prefilled(case.prompts, same), 0) == _positions(case.cache, 0), "and keeps the same rows")

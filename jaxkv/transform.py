@@ -209,7 +209,7 @@ class _Given(Source):
             parts.budgets(lengths, self.sizes.forced[lengths])
 
     def candidates(self, index: int) -> Candidates:
-        """`Candidates` of one layer: its prompt rows with their scores, through which no gradient flows."""
+        """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         k, v = as_keys_values(*self.arrays[index - self.first][:2])
         like = self.like
@@ -252,7 +252,7 @@ class _Given(Source):
         )
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Numbers of rows to keep and of most recent rows, each `[L, B]`, for a group of layers."""
+        """Numbers of rows to keep per kv head, and of most recent ones among them, each `[L, B]`, for some layers."""
         sizes = self.sizes
         if self.parts.claims:
             return _by_claims(self.parts, sizes, self.length, claims)
@@ -262,11 +262,11 @@ class _Given(Source):
         return rows, recent
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Number of rows to allocate in a group of layers' pool: the most that any length keeps, plus the room."""
+        """Number of rows to allocate in a pool of a group of layers: the most that any length keeps, plus the room."""
         return self.like.shape[1] * (self.sizes.capacity[group[0]] + len(group) * self.room)
 
     def rows(self, index: int) -> Unpacked:
-        """Removes a layer's held keys and values and returns them as `Unpacked`."""
+        """Removes a layer's keys and values from `held` and returns them as `Unpacked`."""
         return self.held.pop(index)
 
 
@@ -343,7 +343,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
 
 
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
-    """Validates a layer's queries and returns them grouped by kv head; ValueError if the policy needs more tokens."""
+    """Validates a layer's queries and returns them as `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
     slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     asks = "all S queries" if parts.needs.sums else f"the last {window} queries of each sequence, or all S"
     require(given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]")

@@ -75,7 +75,7 @@ def sampler_of(
     top_p: Any = None,
     min_p: Any = None,
 ) -> Sampling:
-    """Makes the sampler that other libraries' arguments of sampling stand for; `Greedy` for a temperature of 0.
+    """Sampler that other libraries' sampling arguments mean, `Greedy` without randomness; ValueError for two cuts.
 
     Without `do_sample`, tokens are drawn at random if there is a temperature above 0. More than one cut is refused.
     """
@@ -96,7 +96,7 @@ def sampler_of(
 
 
 def by_other_names(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that takes or refuses what a function is given by other libraries' names; errors say what to write."""
+    """Decorator that translates arguments given by other libraries' names; TypeError, with the remedy, for others."""
     parameters = inspect.signature(call).parameters
     known = [name for name in parameters if name != "self"]
     places = [name for name, given in parameters.items() if given.kind is not inspect.Parameter.KEYWORD_ONLY]
@@ -119,7 +119,7 @@ def by_other_names(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _translated(call: str, options: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Options by the names in `known`; TypeError for names that are neither these nor other libraries' for the same."""
+    """Options under the names in `known`, translated from other libraries' names; TypeError for untranslatable ones."""
     made = {name: value for name, value in options.items() if name in known}
     # None is these libraries' default: it says nothing of sampling.
     others = {name: value for name, value in options.items() if name not in known}
@@ -145,7 +145,7 @@ def _translated(call: str, options: Mapping[str, Any], known: list[str]) -> dict
 
 
 def _unknown(call: str, name: str, value: Any, known: list[str]) -> TypeError:
-    """Makes the TypeError for an argument that a call does not have, with what to write instead."""
+    """Returns the TypeError for an argument that a call does not have, with a text that says what to write instead."""
     if name == "compression_ratio":
         remedy = f"it is the policy's: give policy=SnapKV({share_kept(value)}), the share that is kept"
     elif name == "budget":

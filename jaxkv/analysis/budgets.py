@@ -68,7 +68,7 @@ class Budgets(PolicyFigure):
             figure.colorbar(image, ax=panels, label=f"rows kept, budget {said}")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Numbers of one table row: rows kept per text; mean, min and max per head; means of first and last layer."""
+        """Dict of one table row: rows per text; mean, min and max per head; means of the lowest and highest layer."""
         mine = self.rows[policy, budget]
         return {
             "rows": float(self.totals[policy, budget].mean()),
@@ -112,11 +112,11 @@ class BudgetsMeasure(PolicyMeasure):
     """`Measure` class behind `budgets`: counts the rows that each policy keeps; uses no layer outputs."""
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Number of rows kept of one text, `[C, L, K]`: by cell (policy and budget), layer and kv head."""
+        """Tuple of one array `[C, L, K]`: numbers of rows kept, by cell (policy and budget), layer and kv head."""
         return (self.counts(text),)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Budgets:
-        """`Budgets` from the counts of all texts: means over texts, and totals by text."""
+        """`Budgets` from the counts of all texts: means over texts (`rows`), sums over layers and heads (`totals`)."""
         counts = self.by_policy([each for (each,) in found])
         return Budgets(
             rows=mean_of(list(np.moveaxis(counts, 2, 0))),

@@ -35,7 +35,7 @@ Policies = Mapping[str, PolicyLike] | Sequence[PolicyLike]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Every policy at every budget, `cells[policy][budget]`, with the policies' names and the budgets."""
+    """Every policy at every budget (`cells[policy][budget]`), with the policies' `names` and the `budgets`."""
 
     names: tuple[str, ...]
     budgets: tuple[Budget, ...]
@@ -43,14 +43,14 @@ class Grid:
 
 
 def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
-    """Validated `Grid` of every policy at every budget, bound to the model's number of layers and filter layers."""
+    """Validated `Grid` of every policy at every budget, fitted to the model's layers and its filter layers (OmniKV)."""
     params, made = as_model(params), checked(policies, budgets)
     cells = tuple(tuple(policy_for(cell, params.config, params.filter_layers) for cell in row) for row in made.cells)
     return dataclasses.replace(made, cells=cells)
 
 
 def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
-    """Validated `Grid` of every policy at every budget, not bound to a model; unnamed policies are named by `_name`.
+    """Validated `Grid` of every policy at every budget, not fitted to a model; policies without a name are given one.
 
     ValueError for empty lists, repeated names or budgets, and policies that choose the rows to read for each token.
     """
@@ -74,7 +74,7 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
 
 
 def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
-    """The policy with this budget; a ValueError is prefixed with the policy's name."""
+    """Policy of this budget, from a policy, class or name; a ValueError's text is prefixed with `name`."""
     try:
         return with_budget(as_policy(policy), budget)
     except ValueError as error:
@@ -82,14 +82,14 @@ def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
 
 
 def _name(policy: PolicyLike) -> str:
-    """Name of a policy: the registered name it was given by, else its class and its changed fields."""
+    """Name of a policy as text: the string it was given as, else its class and the fields that differ from defaults."""
     return policy if isinstance(policy, str) else brief(as_policy(policy))
 
 
 def kept_rows(
     params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
-    """Masks `bool[L, K, n]` of the prompt rows that each policy's prefill keeps, by policy, from one forward pass.
+    """Dict {policy: mask `bool[L, K, n]` of prompt rows that its prefill keeps}; one forward pass serves all policies.
 
     Policies that read prompts twice run a prefill of their own.
     `prompt` holds one prompt, repeated for each data group of a mesh. `key` is the random key of policies that draw;
@@ -122,14 +122,14 @@ def kept_rows(
 
 
 def _reads_twice(policy: Method) -> bool:
-    """True if the policy's prefill reads prompts a second time."""
+    """True if the policy's prefill reads prompts a second time for its scores (as KVzip's does)."""
     return policy.parts().needs.replay is not None
 
 
 def _after_prefill(
     params: LanguageModel, prompt: Encoded, policy: Method, key: PRNGKeyArray
 ) -> Bool[np.ndarray, "L K n"]:
-    """Mask `bool[L, K, n]` of the rows of the first prompt that a prefill leaves in the cache."""
+    """Runs a policy's own prefill; returns the mask `bool[L, K, n]` of the first prompt's rows that its cache holds."""
     cache = Session(params, policy, key=key).prefill(prompt)
     mask = np.zeros((params.config.layers, params.config.kv_heads, int(prompt.lengths[0])), bool)
     positions = [host(pool.pos) for pool in cache.pools]
@@ -153,7 +153,7 @@ class _Choices:
         self.below: Array | None = None
 
     def look(self, index: int, out: LayerOut) -> None:
-        """Scores one layer's rows; stores its mask of kept rows, or scores where budgets need those of all layers."""
+        """Scores one layer's rows; stores its mask of kept rows, or its scores if budgets depend on all layers."""
         parts, scorer = self.parts, self.parts.scorer
         if scorer is None:
             self.chosen.append(np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3]))
@@ -168,7 +168,7 @@ class _Choices:
             self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])
 
     def masks(self) -> Bool[np.ndarray, "L K n"]:
-        """Masks `bool[L, K, n]` of the kept rows of all layers; called after `look` of the last layer."""
+        """Masks `bool[L, K, n]` of all layers' kept rows; called after `look` at the last layer."""
         if self.waiting and self.parts.layers.joint:
             rows, recent = self._tables()
             self._choose([self.waiting], rows[:1], recent[:1])
@@ -179,7 +179,7 @@ class _Choices:
         return np.stack(self.chosen)
 
     def _tables(self) -> tuple[Table, Table]:
-        """Tables `[L, B]` of kept rows and of most recent rows, known before any scores; for budgets without scores."""
+        """Numbers of rows to keep, and of most recent rows among them, each `[L, B]`; for budgets without scores."""
         assert self.told.rows is not None and self.told.recent is not None
         return self.told.rows, self.told.recent
 

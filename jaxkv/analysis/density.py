@@ -32,7 +32,7 @@ _MAPS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Density(Figure):
-    """Result of `density`: `variance` over keys and share of `dense` weights by layer and head, and `maps` by bin.
+    """Result of `density`: `variance` of attention over keys, share of large (`dense`) weights, mean weights (`maps`).
 
     Attributes:
         variance: `f32[L, H]` of each query head, the variance over keys of the attention that each key receives from
@@ -51,7 +51,7 @@ class Density(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path, layers: Sequence[int] | None = None) -> None:
-        """Writes a picture file: maps of mean weights for up to five layers, and variance and dense weights by layer.
+        """Writes a picture: maps of mean weights for up to five layers; variance and share of large weights by layer.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -89,7 +89,7 @@ class Density(Figure):
         figure.colorbar(image, ax=panels, label="mean weight", pad=0.01)
 
     def _draw_lines(self, panel: Any) -> None:
-        """Draws variance and share of dense weights against the layer into one panel, on two y axes."""
+        """Draws variance and share of large weights against the layer into one panel, on two y axes."""
         index = np.arange(len(self.variance))
         other = panel.twinx()
         for head in self.variance.T:
@@ -106,7 +106,7 @@ class Density(Figure):
         whole_numbers(panel.xaxis)
 
     def records(self) -> list[dict[str, Any]]:
-        """Table rows by layer: variance over keys (heads' mean, min, max), and % of weights that are not small."""
+        """List of dicts, one per layer: variance over keys (heads' mean, min, max), and % of weights that are large."""
         heads = zip(self.variance.mean(axis=1), self.variance.min(axis=1), self.variance.max(axis=1), strict=True)
         return [
             {
@@ -156,7 +156,7 @@ class DensityMeasure(Measure):
         return Needs(queries=text.slots, sums=True)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Arrays of one layer: variances `[H]`, shares of dense weights `[H]`, attention mass by bins `[n, n]`."""
+        """Arrays of a layer: variances and shares of large weights `[H]`, weights summed by bins `[n, n]`."""
         q, positions = layer.last(text.slots)
         assert layer.out.sums is not None
         count, mass = _dense(
@@ -174,7 +174,7 @@ class DensityMeasure(Measure):
         return variance, host(count)[0].reshape(-1) / pairs, host(mass)[0]
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of one text: variances and dense shares `[L, H]`, and mean weight by query and key bin `[L, n, n]`."""
+        """Arrays of a text: variances and shares of large weights `[L, H]`, mean weight by bins `[L, n, n]`."""
         variance, dense, mass = (np.stack(each) for each in zip(*layers, strict=True))
         return variance, dense, mass / np.maximum(_pairs(text.count, self.bins), 1)
 
@@ -206,7 +206,7 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """Number of weights of `least` x their query's largest or more, by head; mean attention `[n, n]` between bins."""
+    """Number of weights >= `least` x their query's largest, by head; sums of weights by bins `[B, n, n]`, head mean."""
     queries = q.shape[3]
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, queries)

@@ -31,14 +31,14 @@ class Figure(abc.ABC):
 
     @abc.abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """Table rows: dictionaries of column name to text or number, ready for JSON.
+        """Table rows as a list of dictionaries {column name: text or number}, ready for JSON.
 
         Returns:
             Dictionaries of equal keys.
         """
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All fields as numpy arrays by field name, ready for `np.savez`."""
+        """Dict {field name: the field as a numpy array}, ready for `np.savez`."""
         return {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
@@ -54,7 +54,7 @@ class PolicyFigure(Figure):
         return self.policies.index(policy)
 
     def records(self) -> list[dict[str, Any]]:
-        """Table rows as dictionaries, one for each policy at each budget."""
+        """Table rows as a list of dictionaries, one for each policy at each budget."""
         return [
             {"policy": policy, "budget": budget, **self._record(at, column)}
             for at, policy in enumerate(self.policies)
@@ -63,7 +63,7 @@ class PolicyFigure(Figure):
 
     @abc.abstractmethod
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Numbers by column name for one table row, that of a policy and a budget given by index."""
+        """Dict {column name: number} of one table row, that of a policy and a budget given by index."""
 
 
 def mean_of(parts: list[np.ndarray]) -> np.ndarray:
@@ -72,5 +72,5 @@ def mean_of(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def error(values: np.ndarray) -> float:
-    """Standard error of the mean of `values`, one per text; NaN for a single one."""
+    """Standard error of the mean of `values`, one per text; NaN for a single value."""
     return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")

@@ -26,7 +26,7 @@ from jaxkv.text.prompts import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FittedGate:
-    """A gate fitted to some texts, and how well it fits them.
+    """Result of `fit_gate`: KVzap's `gate`, number of `tokens`, and share of the scores' variance `explained` by layer.
 
     Attributes:
         gate: the gate, for `KVzap(gate=...)`; `gate.to_bytes()` is the content of its file.
@@ -82,7 +82,7 @@ def fit_gate(
 def _observed(
     params: LanguageModel, prompt: Any, asked: Replay
 ) -> list[tuple[Float[np.ndarray, "n E"], Float[np.ndarray, "n K"]]]:
-    """Normed hidden states of one text's tokens and logarithms of their KVzip+ scores, of each layer.
+    """Reads one text twice; list by layer of (normed hidden states `[n, E]`, logarithms of KVzip+ scores `[n, K]`).
 
     A row that receives no attention counts as the least of its head's that receive some.
     """
@@ -101,22 +101,22 @@ def _observed(
 
 
 def _logarithms(peak: Float[Array, "B K S"], count: int) -> Float[np.ndarray, "n K"]:
-    """Logarithms `[n, K]` of the first sequence's scores; zeros as the least positive score of their head."""
+    """Logarithms `[n, K]` of the first sequence's scores; a zero counts as its head's smallest positive score."""
     scores = host(peak.astype(jnp.float32))[0, :, :count].astype(np.float64).T
     least = np.where(scores > 0, scores, np.inf).min(axis=0)
     return np.log(np.maximum(scores, least))
 
 
 class _Sums:
-    """Float64 sums of products of one layer's hidden states, with a 1 behind each, and its scores."""
+    """One layer's least squares as float64 sums X^T X and X^T Y: X hidden states with a 1 behind each, Y scores."""
 
     def __init__(self, embed: int, heads: int):
-        """Sums of no tokens."""
+        """Sets all sums to zero, for hidden states of size `embed` and scores of `heads` kv heads."""
         self.count, self.squares = 0, np.zeros(heads)
         self.xx, self.xy = np.zeros((embed + 1, embed + 1)), np.zeros((embed + 1, heads))
 
     def add(self, hidden: Float[np.ndarray, "n E"], scores: Float[np.ndarray, "n K"]) -> None:
-        """Adds the products of a text's tokens."""
+        """Adds the products of one text's hidden states and scores to the sums."""
         x = np.concatenate([hidden, np.ones((len(hidden), 1))], axis=1)
         self.count += len(x)
         self.xx += x.T @ x
@@ -124,7 +124,7 @@ class _Sums:
         self.squares += (scores**2).sum(axis=0)
 
     def weights(self, penalty: float) -> KVzapWeights:
-        """Weights and biases that solve the normal equations, float32."""
+        """Ridge solution as float32 `KVzapWeights`: weights penalised by `penalty`, biases not."""
         ridge = np.full(len(self.xx), penalty)
         ridge[-1] = 0.0
         solved = np.linalg.solve(self.xx + np.diag(ridge), self.xy).astype(np.float32)

@@ -107,7 +107,7 @@ class EvictionLoss(PolicyFigure):
             right.set_title(f"layers of texts: {share:.0%}\non or below the line")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Numbers of one table row: mean rows, loss, bound, and % of cases with loss <= the first policy's."""
+        """Dict of one table row: mean rows, loss, bound; % of queries and of layers with loss <= the first policy's."""
         first = self.policies[0]
         queries, layers = self.at_most(self.policies[policy], first)
         return {
@@ -157,7 +157,7 @@ def eviction_loss(
 
 
 class LossMeasure(PolicyMeasure):
-    """`Measure` class behind `eviction_loss`: uses the queries after the prompt, and the values."""
+    """`Measure` class behind `eviction_loss`; refuses policies that merge rows or renumber positions."""
 
     least_following = 1
 
@@ -179,7 +179,7 @@ class LossMeasure(PolicyMeasure):
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Losses and bounds of one layer, `[2, C, w]`: by cell (policy and budget) and query."""
+        """Tuple of one array `[2, C, w]`: losses and bounds of one layer, by cell (policy and budget) and query."""
         q, positions = layer.last(text.following)
         rows, prompt = text.masks(self.policies, layer.index), text.repeated(text.prompt)
         loss, bound = _loss(layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt, graphs=layer.graphs)

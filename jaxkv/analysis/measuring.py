@@ -105,16 +105,16 @@ class Measure(abc.ABC):
         return None
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Arrays computed from one layer of one text; none by default."""
+        """Tuple of arrays computed from one layer of one text; empty by default."""
         return ()
 
     @abc.abstractmethod
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of one text, computed from the arrays of its layers."""
+        """Tuple of arrays of one text, computed from the arrays of its layers."""
 
     @abc.abstractmethod
     def figure(self, texts: list[Text], found: list[Arrays]) -> Figure:
-        """The `Figure`, computed from the arrays of all texts; each `Text` comes without its masks."""
+        """The measurement's result (a `Figure`) from the arrays of all texts; each `Text` comes without its masks."""
 
 
 class QueryMeasure(Measure):
@@ -139,7 +139,7 @@ class PolicyMeasure(Measure):
         self.policies = tuple(cell for row in grid.cells for cell in row)
 
     def counts(self, text: Text) -> Int[np.ndarray, "C L K"]:
-        """Number of rows kept of one text, `[C, L, K]`: by cell (policy and budget), layer and kv head."""
+        """Numbers of a text's rows kept, int64 `[C, L, K]`: by cell (policy and budget), layer and kv head."""
         return np.asarray([text.rows[cell].sum(axis=-1) for cell in self.policies], np.int64)
 
     def by_policy(self, found: Sequence[np.ndarray]) -> np.ndarray:
@@ -158,7 +158,7 @@ def measured(
     key: int | Array | None = 0,
     begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
-    """Runs each text once under full attention and returns the `Figure` of each measurement.
+    """Runs each text under full attention; returns the list of each measurement's `Figure`; refuses non-finite results.
 
     If measurements have policies, each text without its `following` last tokens is run once more, for all policies
     together. `key` is for policies that draw; `begin` is called before each text with its index and number of tokens.
@@ -212,7 +212,7 @@ def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Seque
 
 
 def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:
-    """Each text as an `Encoded`; ValueError for one too long for the model, or of `following` tokens or fewer."""
+    """List of each text as `Encoded`; ValueError for one too long for the model, or of `following` tokens or fewer."""
     listed = _checks.several("texts", texts, "give a list of one or more texts")
     one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
     require(not one, "texts", texts, "give a list of texts, each of them text or ids")

@@ -92,7 +92,7 @@ class Recall(PolicyFigure):
             panel.legend(frameon=False)
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Numbers of one table row: mean rows kept, and recall, its standard error and visible attention in %."""
+        """Dict of one table row: mean rows kept, and recall, its standard error and visible attention in %."""
         mine = self.by_text[policy, budget]
         return {
             "rows": float(self.rows[policy, budget].mean()),
@@ -139,7 +139,7 @@ def recall(
 
 
 class RecallMeasure(PolicyMeasure):
-    """`Measure` class behind `recall`: uses the queries after the prompt."""
+    """`Measure` class behind `recall`: sums the attention of the queries after the prompt on the rows policies keep."""
 
     least_following = 1
 
@@ -148,14 +148,14 @@ class RecallMeasure(PolicyMeasure):
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Share of each query's attention on each cell's kept rows of a layer, then on all rows, `[H, w, C + 1]`."""
+        """One array `[H, w, C + 1]`: each query's attention on each cell's kept rows, and last on all prompt rows."""
         q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
         return (mine.reshape(-1, *mine.shape[2:]).astype(np.float64),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Recall, attention on kept rows and later tokens `[C, L, H]`, kept rows `[C, L, K]` of one text."""
+        """Recall, attention on kept rows and later tokens (both `[C, L, H]`), rows kept `[C, L, K]` of one text."""
         sets = np.moveaxis(np.stack([each for (each,) in layers]), -1, 0)
         kept, prompt = sets[:-1], sets[-1]
         recalled = kept.sum(axis=-1) / np.maximum(prompt.sum(axis=-1), 1e-30)
@@ -185,7 +185,7 @@ def paid(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B K G w n"]:
-    """Attention probability of each query on each of n masks of rows: the sum over a mask's rows, `[B, K, G, w, n]`."""
+    """Attention probability of each query summed over the rows of each of n masks, `[B, K, G, w, n]`."""
 
     def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
         shares = probabilities(mine, keys, position)

@@ -41,7 +41,7 @@ class Retained(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path) -> None:
-        """Writes a picture file: attention held against share of keys, one curve per kv head, coloured by layer.
+        """Writes a picture file: attention held against share of keys, per kv head (coloured by layer) and median.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -69,7 +69,7 @@ class Retained(Figure):
             figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
 
     def records(self) -> list[dict[str, Any]]:
-        """Table rows as dictionaries, one per share of keys: mean, min, median and max attention held, in %."""
+        """List of dicts, one per share of keys: mean, min, median and max of the heads' attention held, in %."""
         heads = self.mass.reshape(-1, len(self.shares))
         return [
             {
@@ -108,7 +108,7 @@ def retained(
 
 
 class RetainedMeasure(QueryMeasure):
-    """`Measure` class behind `retained`: uses the last queries of each layer."""
+    """`Measure` class behind `retained`: sums the attention of each layer's last queries on their top keys."""
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
         remedy = "give shares of a text's keys, above 0 and at most 1"
@@ -117,7 +117,7 @@ class RetainedMeasure(QueryMeasure):
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Share of attention that the top keys hold in one layer, `[K, n]`: by kv head and share of keys."""
+        """Tuple of one array `[K, n]`: share of a layer's attention on top keys, by kv head and share of keys."""
         q, positions = self.last(text, layer)
         mine = host(_mean_weights(q, layer.out.k, positions, axes=text.axes))[0, :, : text.count]
         running = np.cumsum(-np.sort(-mine.astype(np.float64), axis=-1), axis=-1)
@@ -125,7 +125,7 @@ class RetainedMeasure(QueryMeasure):
         return (running[:, np.asarray(keys) - 1] / running[:, -1:],)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Share of attention that the top keys hold in one text, `[L, K, n]`."""
+        """Tuple of one array `[L, K, n]`: share of attention that the top keys hold in one text."""
         return (np.stack([each for (each,) in layers]),)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Retained:
@@ -142,6 +142,6 @@ class RetainedMeasure(QueryMeasure):
 def _mean_weights(
     q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"], positions: Int[Array, "B w"], *, axes: Axes | None
 ) -> Float[Array, "B K S"]:
-    """Attention probability of each key: the mean over a kv head's queries and query heads."""
+    """Attention probability of each key, `[B, K, S]`: the mean over a kv head's queries and query heads."""
     mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
     return mean_of_devices(mine, "G", axes)

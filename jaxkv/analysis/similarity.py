@@ -66,7 +66,7 @@ class Similarity(Figure):
                 panel.axhline(layer, color="#D55E00", linewidth=0.8, linestyle="--")
 
     def records(self) -> list[dict[str, Any]]:
-        """Table rows by layer but the last: attention on its top tokens, its own and that of higher layers."""
+        """List of dicts, one per layer but the last: share of its own and higher layers' attention on its top keys."""
         above = [self.mass[layer, layer + 1 :] for layer in range(len(self.mass))]
         return [
             {
@@ -125,7 +125,7 @@ def similarity(
 
 
 class SimilarityMeasure(QueryMeasure):
-    """`Measure` class behind `similarity`: uses the last queries of each layer."""
+    """`Measure` class behind `similarity`: compares layers by the attention of their last queries."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
         remedy = "give a share of the tokens, above 0 and below 1"
@@ -133,12 +133,12 @@ class SimilarityMeasure(QueryMeasure):
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Attention weight of each query on each token in one layer, `[w, S]`."""
+        """Tuple of one array `[w, S]`: attention weight of each query on each token in one layer."""
         q, positions = self.last(text, layer)
         return (host(_weights(q, layer.out.k, positions, axes=text.axes))[0],)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Similarity map of one text, `[L, L]`."""
+        """Tuple of one array `[L, L]`, a text's similarity map: layer m's attention on l's top tokens at [l, m]."""
         weights = np.stack([each for (each,) in layers])
         return (_shared(weights, np.arange(text.count - weights.shape[1], text.count), self.share),)
 
@@ -170,7 +170,7 @@ def _weights(
 
 
 def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float) -> np.ndarray:
-    """Similarity map `[L, L]` of one text, from the queries' attention weights and positions."""
+    """Similarity map `[L, L]` of one text: at [l, m] for m >= l, share of m's attention weights on l's top tokens."""
     layers = len(weights)
     out = np.zeros((layers, layers))
     for row, at in enumerate(positions):
@@ -183,7 +183,7 @@ def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"
 
 
 def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None) -> FilterLayers:
-    """The `m` filter layers whose chosen tokens carry most attention of the layers that reuse them, as `FilterLayers`.
+    """Finds the `m` filter layers whose chosen tokens carry most attention of layers that reuse them (`FilterLayers`).
 
     Args:
         found: the similarity map.

@@ -11,7 +11,7 @@ from jaxkv.attention.xla import Walk
 
 
 class Setting(NamedTuple):
-    """Device, dtype and head dim of a model, which `Backend.refusal` accepts or refuses.
+    """Named tuple of a device's platform and GPU capability and a model's dtype and head dim, for `Backend.refusal`.
 
     Attributes:
         platform: `cpu`, `gpu` (or `cuda`), `tpu`.
@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 class Backend(abc.ABC):
-    """Abstract attention functions of one kind of device: five required ones, and optional fused ones.
+    """Abstract base class of the attention functions of one kind of device: five required, and optional fused ones.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
@@ -61,7 +61,7 @@ class Backend(abc.ABC):
     custom_calls: ClassVar[tuple[str, ...]] = ()
 
     def refusal(self, setting: Setting) -> str | None:
-        """Error text with a remedy if this backend cannot serve a model on a device; None if it can.
+        """Error text if this backend cannot serve a model on a device, None if it can; always None in the base class.
 
         Args:
             setting: the model and the device.
@@ -82,7 +82,7 @@ class Backend(abc.ABC):
         *,
         lse: bool = True,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
-        """Causal attention of T consecutive queries of each prompt; returns the output and its log-sum-exp, or None.
+        """Causal attention of T consecutive queries of each prompt; returns output and log-sum-exp (None unless `lse`).
 
         Args:
             q: rotated queries; T divides S.
@@ -105,7 +105,7 @@ class Backend(abc.ABC):
         length: Int[Array, " B"],
         first: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B K G S"]:
-        """Attention that each key receives from T consecutive queries of each prompt, summed over the queries.
+        """Attention `f32[B, K, G, S]` that each key receives from T consecutive queries of each prompt, summed.
 
         Args:
             q: rotated queries; T divides S.
@@ -126,7 +126,7 @@ class Backend(abc.ABC):
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
     ) -> Float[Array, "B K S"]:
-        """Attention that each key receives from a prompt's last w queries, mean over queries and group.
+        """Attention `f32[B, K, S]` that each key receives from a prompt's last w queries, mean over queries and group.
 
         Args:
             q: rotated queries.
@@ -178,7 +178,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         other: Float[Array, "B K D"] | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
-        """Attention of one token per sequence; returns output and scores with each row's mean attention added.
+        """Attention of one token per sequence; returns output, and scores plus attention, or a `Received` to add later.
 
         Args:
             q: rotated queries.
@@ -199,7 +199,7 @@ class Backend(abc.ABC):
     def packed(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
     ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-        """Gathers the rows `source` of one layer's keys and values; returns a pool's keys, values and positions.
+        """Gathers one layer's keys and values at the indices `source`; returns pool rows' keys, values and positions.
 
         Args:
             k: keys as the pool stores them.
@@ -219,7 +219,7 @@ class Backend(abc.ABC):
         return keys, values, jnp.where(real, source % slots, -1)
 
     def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
-        """Computes the table of pool rows that each kernel program of a decode step reads, for all layers.
+        """Computes a table of the pool rows that each decode kernel program reads. Optional: not implemented here.
 
         Args:
             start: first row of each segment.
@@ -249,7 +249,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Rotates a new token's query and key, appends its row to the pool and returns attention and pool.
+        """Rotates a token, appends its row, attends; returns output, pool and scores. Optional: not implemented here.
 
         Args:
             q: n split-K parts of the queries before rotation; M is B, or more with padding sequences.
@@ -280,7 +280,7 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Adds split-K parts of a product to hidden states; returns the sum and its RMS norm.
+        """Adds split-K parts of a product to hidden states; returns sum and RMS norm. Optional: not implemented here.
 
         Args:
             x: hidden states.
@@ -295,7 +295,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrites the lowest-ranked row of each segment above its limit with its newest row; returns the pool.
+        """Evicts a row of each segment above its limit; returns pool and flags. Optional: not implemented here.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
@@ -308,7 +308,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves one row of each masked segment into the place of another row; returns the pool's leaves.
+        """Overwrites one row of each masked segment by another; returns the pool. Optional: not implemented here.
 
         Args:
             *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a

@@ -16,7 +16,7 @@ from jaxkv.attention.backend import Backend, Setting
 
 
 class Implementation(enum.Enum):
-    """Enum of attention implementations by name, each with the import path of its `Backend` class.
+    """Enum of attention implementations by name; all but AUTO hold the import path of their `Backend` class.
 
     Attributes:
         AUTO: the fastest that the device, the dtype and the head dim allow.
@@ -40,7 +40,7 @@ class Implementation(enum.Enum):
     backend: str
 
     def __new__(cls, value: Any, backend: str = "") -> Any:
-        """Enum member with the user's name for it as value, and the import path of its backend class."""
+        """Creates a member with the user's name for it as value, and with the import path of its backend class."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member
@@ -85,7 +85,7 @@ def choose(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """Implementations of prefill and decode for a requested name, a dtype, a head dim and a device.
+    """`Implementations` for a requested name, dtype, head dim and device; ValueError if that name cannot run there.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not run there.
@@ -101,7 +101,7 @@ def choose(
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:
-    """CUDA compute capability of a device, such as (9, 0); None for devices without one."""
+    """CUDA compute capability of a device as a tuple such as (9, 0); None for devices without one."""
     capability = getattr(device, "compute_capability", None)
     if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
         return None

@@ -25,7 +25,7 @@ from jaxkv.attention.xla import (
 
 
 class Received(NamedTuple):
-    """Logits and log-sum-exp of one token's attention over a shared pool, from which scores are updated later.
+    """Logits, log-sum-exp and optional key products of one token's attention over a pool, to update scores from later.
 
     Attributes:
         logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
@@ -83,7 +83,7 @@ def column_sums(
 def block_sums(
     q: Float[Array, "B K G T D"], k: Float[Array, "B K T D"], inside: Bool[Array, "B T"], *, zeros: bool = False
 ) -> Float[Array, "B K G T"]:
-    """Attention `f32[B, K, G, T]` that each key of a block receives from the block's T queries, earlier and later ones.
+    """Attention `f32[B, K, G, T]` that each key of a block receives from the block's T queries, summed; no causal mask.
 
     Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are products that nothing divides, and all
     others take part as if their logits were 0.
@@ -99,7 +99,7 @@ def block_sums(
 def probabilities(
     q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
 ) -> Float[Array, "G w S"]:
-    """Attention probabilities of w queries of one kv head over all keys, float32; 0 for later keys.
+    """Attention probabilities `f32[G, w, S]` of w queries of one kv head over all keys; 0 for later keys.
 
     `position` is that of each query; the probabilities of a negative one, which is padding, are undefined.
     """
@@ -117,7 +117,7 @@ def window_mass(
     reduce: Callable[..., Float[Array, "*n"]],
     *rows: Shaped[Array, "B K ..."],
 ) -> Float[Array, "B K *n"]:
-    """Attention probabilities of w queries over all keys, reduced by `reduce` head by head: to `[S]` scores, say.
+    """Applies `reduce` to each kv head's attention probabilities `[G, w, S]` over all keys; returns stacked results.
 
     `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
     array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w.
@@ -136,7 +136,7 @@ def window_mass(
 
 
 def group_logits(q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K w S"]:
-    """Largest logit `f32[B, K, w, S]` of each query position's query heads on every key, later keys included.
+    """Largest logit `f32[B, K, w, S]` of each query position on each key over the G query heads; no causal mask.
 
     All logits of one kv head are in memory at a time.
     """
@@ -170,7 +170,7 @@ def pool_sums(
     walk: Walk,
     weight: float,
 ) -> Float[Array, "B P"]:
-    """Scores `f32[B, P]` of pool rows plus `weight` times the attention of R queries with known log-sum-exp.
+    """Scores `f32[B, P]` of pool rows plus `weight` times the attention received from R queries with known log-sum-exp.
 
     R folds the group and the tokens; `lse` is +inf for queries that do not count.
     """
@@ -204,7 +204,7 @@ def walk_scored(
     widest: int,
     other: Float[Array, "B K D"] | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
-    """Attention of one token over a shared pool; returns the output, and its logits for a later score update.
+    """Attention of one token over a shared pool; returns output, and a `Received` to update scores from later.
 
     Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
     the keys while they are read.
@@ -223,7 +223,7 @@ def walk_scored(
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Loop body: softmax maximum and sum, output, logits and products after one more block of each segment."""
+        """Loop body: running softmax maximum, sum and output, and logits and products with one more block written."""
         maximum, total, acc, held, products = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
@@ -258,7 +258,7 @@ def walk_scored(
 def add_received(
     score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """Scores `f32[B, P]` plus one token's attention, mean over the group, for the sequences in `counts`."""
+    """Scores `f32[B, P]` plus one token's attention, mean over the group, for sequences in the mask `counts`."""
     group, width = received.logits.shape[2:]
     first, _ = span(start, score.shape[1], width)
     lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
@@ -282,7 +282,7 @@ def _summed(logits, lse, inside):
 
 
 def _walk_sums(q, k, lse, start, length, score, rows, weight):
-    """Scores plus `weight` times the attention of queries over a shared pool, in blocks of each segment."""
+    """Scores `f32[B, P]` plus `weight` times attention received from queries, in blocks of each segment."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 
@@ -300,7 +300,7 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight):
 
 
 def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
-    """Adds n values per segment to consecutive elements of a pool leaf, from row `begin` on; windows may overlap."""
+    """Pool leaf with n values per segment added to consecutive elements from `begin` on; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,),

@@ -31,7 +31,7 @@ class Cudnn(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention and log-sum-exp: by cuDNN for whole prompts, by the Pallas kernel for parts (`first`)."""
+        """Causal attention by cuDNN, or by Pallas if `first` is given: output and log-sum-exp (None unless `lse`)."""
         if first is not None:
             return super().prefill(q, k, v, length, first, lse=lse)
         return causal(q, k, v, length, lse=lse)
@@ -52,11 +52,11 @@ def causal(
     batch, heads, group, slots, dim = q.shape
 
     def by_token(a: Array) -> Array:
-        """Array of heads before tokens transposed to cuDNN's layout `[B, S, heads, D]`."""
+        """Transposes `[B, K, .., S, D]` to cuDNN's layout `[B, S, heads, D]`, kv heads and group as one axis."""
         return jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        """Causal attention by cuDNN of arrays `[B, S, heads, D]`."""
+        """Causal attention by cuDNN of arrays `[B, S, heads, D]`, padding masked by `length`."""
         return jax.nn.dot_product_attention(
             q,
             k,

@@ -34,17 +34,17 @@ class Asking:
 def by_row(
     asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` of positions: attention of `asked` to `k`, maximum over heads; row p holds position p.
+    """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, maximum over heads, weighted sum over queries.
 
-    The maximum is summed over the queries by their weights, float32. Positions from `candidates` on are not scored. On
-    a mesh the maximum is taken over all devices' heads.
+    Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are
+    those of `asked`. On a mesh the maximum is taken over all devices' heads.
     """
     batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
     rows, queries = keys.shape[2], scale_queries(asked.q).reshape(batch, heads, group * window, dim)
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
-        """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and the mask of keys they see."""
+        """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and mask of keys each query sees."""
         logits = lax.dot_general(queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
@@ -57,7 +57,7 @@ def by_row(
     trips = -(-candidates.max() // block)
 
     def block_of(index: Array) -> tuple[Array, Array]:
-        """First row and keys of one block; the last block begins earlier, to stay within the segment."""
+        """First row and keys of block `index`; the last block begins earlier, to stay within the segment."""
         first = jnp.minimum(index * block, rows - block)
         return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
 
@@ -93,7 +93,7 @@ def by_position(
     slots: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Scores `f32[B, S]` of positions: attention of `asked` to `k`, maximum over heads that hold it, 0 if none does.
+    """Scores `f32[B, S]` of the positions in a pool: attention of `asked`, maximum over heads, weighted sum of queries.
 
     The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
     of each segment are scored; `slots` exceeds all positions.
@@ -108,7 +108,7 @@ def by_position(
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
     def received(index: Array | int) -> Array:
-        """Scores `f32[B, S]` of all positions by one block of queries."""
+        """Scores `f32[B, S]` of all positions by one block of queries: maximum over heads, weighted sum of queries."""
 
         def part(a: Array, axis: int) -> Array:
             """Block `index` of `size` queries, sliced from an array along `axis`."""
@@ -149,7 +149,7 @@ def by_page(
 
 
 def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:
-    """Probabilities of each column, maximum over heads, summed over queries by their weights: `f32[B, n]`."""
+    """Scores `f32[B, n]` from probabilities: maximum over heads, summed over queries by their weights."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)
 

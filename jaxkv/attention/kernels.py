@@ -37,7 +37,7 @@ class Kernels(Backend):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one kernel; returns the output, and the log-sum-exp or None."""
+        """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
         out, found = self._kernels.flash(q, k, v, _firsts(first, length), length, interpret=self.interpret)
         return out, found if lse else None
 
@@ -69,7 +69,7 @@ class Kernels(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Attention of one token per sequence; returns the output and scores with each row's attention added."""
+        """Attention of one token per sequence; returns output, and scores plus each row's attention. No `other`."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         out, _, score = self._kernels.attend(
             q, k, v, start, length, score=score, counts=counts, widest=widest, interpret=self.interpret
@@ -77,7 +77,7 @@ class Kernels(Backend):
         return out, score
 
     def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
-        """Gathers one layer's chosen rows by a kernel; returns the pool's keys, values and positions."""
+        """Gathers one layer's keys and values at `source` by a kernel; returns a pool's keys, values, positions."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def deal(self, start: Array, length: Array, *, dim: int, itemsize: int) -> Any:
@@ -102,7 +102,7 @@ class Kernels(Backend):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Rotates a new token, appends its row and attends, in one kernel; returns output, pool and scores."""
+        """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
         return self._kernels.decode_token(
             q,
             kv,
@@ -121,15 +121,15 @@ class Kernels(Backend):
         )
 
     def add_norm(self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Sum of hidden states and split-K parts of a product, and its RMS norm, in one kernel."""
+        """Adds split-K parts of a product to hidden states in one kernel; returns the sum and its RMS norm."""
         return self._kernels.add_norm(x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret)
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrites the lowest-ranked row of each segment above its limit with its newest row, in one kernel."""
+        """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and flags."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves one row of each masked segment into another row's place, in one kernel; returns the pool."""
+        """Overwrites one row of each masked segment by another row, in one kernel; returns the pool's leaves."""
         return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 

@@ -11,7 +11,7 @@ def merge(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> Float[Array, "*n D"]:
-    """Attention over the union of two disjoint sets of keys, from output and log-sum-exp over each; in out's dtype.
+    """Attention output over the union of two disjoint sets of keys, from output and log-sum-exp over each set.
 
     At most one set is empty, with a log-sum-exp of -inf.
     """
@@ -26,7 +26,7 @@ def merge_with_lse(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> tuple[Float[Array, "*n D"], Float[Array, "*n"]]:
-    """Attention over the union of two disjoint sets of keys, and its log-sum-exp; -inf where both are empty."""
+    """Attention output and log-sum-exp over the union of two disjoint sets of keys; -inf where both are empty."""
     both = jnp.logaddexp(lse, other_lse)
     nothing = jnp.isneginf(both)
     first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)

@@ -22,7 +22,7 @@ class Mosaic(Kernels):
         return mosaic
 
     def refusal(self, setting: Setting) -> str | None:
-        """Error text for devices other than Hopper, and for other dtypes and head dims; None if it serves them."""
+        """Error text for devices known not to be Hopper GPUs and for unsupported dtypes and head dims; else None."""
         if not setting.gpu:
             remedy = f"it needs a GPU, this is {setting.platform}"
         elif setting.capability not in (None, _HOPPER):
@@ -39,6 +39,6 @@ class Mosaic(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one Mosaic kernel; returns the output, and the log-sum-exp or None."""
+        """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`)."""
         out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
         return out, found if lse else None

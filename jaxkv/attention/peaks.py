@@ -16,7 +16,7 @@ def chunk_peaks(
     inside: Bool[Array, "B m"],
     weights: tuple[Float[Array, "B N"], Float[Array, "B K G m"]] | None = None,
 ) -> Float[Array, "B K m"]:
-    """Largest attention `f32[B, K, m]` on each of m rows from N queries and a kv head's query heads.
+    """Largest attention `f32[B, K, m]` that each of m rows receives, over N queries and a kv head's query heads.
 
     The softmax runs over these rows and over the tokens that the queries belong to, of which `own_lse` is known. The
     logits of all queries of a head are in memory at once.
@@ -37,7 +37,7 @@ def chunk_peaks(
     by_query, by_row = weights or (jnp.ones((batch, tokens), jnp.float32), jnp.ones((batch, heads, group, rows)))
 
     def head(inputs: tuple[Array, ...]) -> Array:
-        """Largest attention `f32[m]` on the rows of one kv head of one sequence."""
+        """Largest attention `f32[m]` that each row of one kv head of one sequence receives."""
         queries, lse, key, row_weight, real, there, query_weight = inputs
         logits = rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
         logits = jnp.where(there, logits, MASKED)

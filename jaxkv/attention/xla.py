@@ -80,7 +80,7 @@ def causal(
             return from_bits(mine, dtype)
 
         def step(index, carry, *, masked):
-            """Loop body: softmax maximum and sum, and output, after one more block of keys."""
+            """Loop body: softmax maximum and sum, and unnormalised output, after one more block of keys."""
             maximum, total, acc = carry
             # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
@@ -135,7 +135,7 @@ def over_pool(
     *,
     walk: Walk,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of R queries per kv head over the rows of its segment, with log-sum-exp, read as `walk` says."""
+    """Attention of R queries per kv head over its segment, read by `walk` (by WINDOWS if R >= 48): output and lse."""
     rows, scaled = q.shape[2], scale_queries(q)
     if rows == 1 and q.dtype.itemsize == 2:
         # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
@@ -184,7 +184,7 @@ def masked_product(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of scaled queries by one product of all heads with all pool rows, masked to each segment."""
+    """Attention of scaled queries by one product with all pool rows, masked to segments: float32 output and lse."""
     batch, heads, rows, dim = q.shape
     flat = q.reshape(batch, heads * rows, dim)
     logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
@@ -203,13 +203,13 @@ def by_windows(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention and lse of scaled queries over each segment, in blocks: work grows with the longest segment, not P."""
+    """Attention of scaled queries over each segment, block by block, not over all P rows: float32 output and lse."""
     batch, heads, rows, dim = q.shape
     block = walk_block(k, heads)
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):
-        """Loop body: softmax maximum and sum, and output, after one more block of each segment."""
+        """Loop body: softmax maximum and sum, and unnormalised output, after one more block of each segment."""
         maximum, total, acc = carry
         begin = start + index * block
         clamped = jnp.clip(begin, 0, k.shape[1] - block)
@@ -235,7 +235,7 @@ def by_windows(
 
 
 def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Shaped[Array, "B K n *D"]:
-    """Gathers `size` consecutive pool rows from each first row `begin` on, for each sequence and kv head."""
+    """Gathers `[B, K, size, ...]`: `size` consecutive pool rows from row `begin` on, for each sequence and kv head."""
     batch, count, *rest = rows.shape
     first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
     numbers = lax.GatherDimensionNumbers(

@@ -23,7 +23,7 @@ class Xla(Backend):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention, prompt by prompt; returns the output, and the log-sum-exp or None."""
+        """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
             """Attention output and log-sum-exp of one prompt."""
@@ -48,7 +48,7 @@ class Xla(Backend):
         return columns.window_mass(q, k, positions, lambda p, at: columns.mean_over_window(p, at).mean(axis=0))
 
     def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, read as `walk` says; returns output and log-sum-exp."""
+        """Attention of R queries per kv head over its segment, read by `walk`; returns output and log-sum-exp."""
         return xla.over_pool(q, k, v, start, length, walk=walk)
 
     def attend_scored(

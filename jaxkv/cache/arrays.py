@@ -17,7 +17,7 @@ from jaxkv.cache.pools import Pool
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Arrays that a policy carries from token to token: prompt length, budget, recent queries, merging thresholds.
+    """Policy arrays kept while decoding: prompt lengths, budgets, recent and choosable row counts, thresholds, queries.
 
     Only policies that evict or compress again after the prompt have one.
 
@@ -62,7 +62,7 @@ class Tables:
     state: State | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
-        """Tables of the n layers with these indices; the query rings stay those of all layers."""
+        """Tables with the arrays `[L, ...]` reduced to n layers by index; `seen` and the query rings are unchanged."""
         state = self.state
         if state is not None:
             state = dataclasses.replace(

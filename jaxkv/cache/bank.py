@@ -42,7 +42,7 @@ class Bank:
         return self if all(there) else self.moved(None, axes)
 
     def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "Bank":
-        """Copy of the bank for the sequences with indices `of` (None: all), in host memory of their devices."""
+        """Copy of the bank for the sequences with indices `of` (None: all), in pinned host memory of their devices."""
         rows = [host(each) if of is None else host(each).take(of, axis=0) for each in self.rows]
         return dataclasses.replace(self, rows=tuple(waiting(each, axes) for each in rows))
 
@@ -61,7 +61,7 @@ def host_of(device: jax.Device) -> SingleDeviceSharding:
 
 
 def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
-    """One layer's rows as an array in pinned host memory, sharded on a mesh; does not wait for the copy."""
+    """Starts copying one layer's rows to pinned host memory, sharded on a mesh; returns the array without waiting."""
     if axes is None:
         return jax.device_put(rows, host_of(next(iter(jnp.zeros(()).devices()))))
     there = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)
@@ -108,7 +108,7 @@ class Loader:
         return None if bank is None else cls(bank=bank, traffic=traffic)
 
     def rows(self, layers: tuple[int, ...], positions: Int[Array, "B T"]) -> Float[Array, "B n T 2 K D"]:
-        """Rows at `positions` of several layers, copied to the device: one gather on the host, one transfer.
+        """Copies rows at `positions` of n layers to the device, `[B, n, T, 2, K, D]`; adds its transfers to `traffic`.
 
         The gather is the host's own work, not a program's: a device executes programs in order, and so it would wait
         for those that it is to run beside. On a mesh each device gets those of its own heads and sequences.
@@ -117,7 +117,7 @@ class Loader:
         sources = [bank.rows[bank.layers.index(each)] for each in layers]
         asked = _by_device(positions, axes)
         held = [{device: _bits(part) for device, part in _by_device(source, axes).items()} for source in sources]
-        # On a single device it may be another one than the bank's.
+        # Off a mesh, `positions` may be on another device than the one that the bank belongs to.
         held = held if axes is not None else [dict.fromkeys(asked, *each.values()) for each in held]
         where, at = list(asked), [np.asarray(part) for part in asked.values()]
         batch, count = at[0].shape
@@ -129,7 +129,7 @@ class Loader:
             source = held[index][where[which]]
             np.take(source[row % source.shape[0]], at[which][row], axis=0, out=packed[which][row, index], mode="clip")
 
-        # Copies let other threads run: a sequence's rows of one layer each.
+        # numpy's copies release the interpreter lock: each task copies one sequence's rows of one layer.
         list(_threads().map(take, np.ndindex(len(where), batch, len(layers))))
         dtype = bank.rows[0].dtype
         sent = [
@@ -143,7 +143,7 @@ class Loader:
         return jax.make_array_from_single_device_arrays(whole, split, sent)
 
     def whole_layer(self, layer: int, like: Int[Array, " B"]) -> Float[Array, "B 1 S 2 K D"]:
-        """All rows of one layer, copied to the devices of the array `like` and repeated for its B sequences."""
+        """Copies all rows of a layer to the devices of `like`, `[B, 1, S, 2, K, D]`, repeated for its B sequences."""
         axes, rows = Axes.of(like), self.bank.rows[self.bank.layers.index(layer)]
         if axes is None:
             sent = self._sent(rows, SingleDeviceSharding(next(iter(like.devices()))))
@@ -163,7 +163,7 @@ class Loader:
 def _of_each(
     rows: Float[Array, "#B S 2 K D"], like: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B 1 S 2 K D"]:
-    """Compiled: one layer's rows as `[B, 1, S, 2, K, D]`; one sequence's rows are repeated for all B of `like`."""
+    """Compiled: broadcasts one layer's rows to `[B, 1, S, 2, K, D]`; one sequence is repeated for all B of `like`."""
     return jnp.broadcast_to(rows[:, None], (len(like), 1, *rows.shape[1:]))
 
 

@@ -47,7 +47,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def encoded_policy(manifest: Mapping[str, Any]) -> Any:
-    """JSON value of the policy in a saved cache's manifest; `encoding.decode` makes the policy from it."""
+    """JSON value of the policy in a saved cache's manifest, None if absent; `encoding.decode` makes a policy of it."""
     return manifest.get(_POLICY)
 
 

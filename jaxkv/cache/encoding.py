@@ -84,7 +84,7 @@ def _is_frozen(cls: Any) -> bool:
 
 
 def _inside(name: str, part: object) -> str:
-    """Path (text) of field or element `part` of the value at path `name`: both joined by a dot."""
+    """Path (text) of field or element `part` of the value at path `name`, joined by a dot; `part` alone at the top."""
     return f"{name}.{part}" if name else str(part)
 
 

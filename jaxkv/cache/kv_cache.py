@@ -90,7 +90,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """One-line text: policy, sequences, rows per kv head, bytes, turn; also for tracers and deleted arrays."""
+        """One-line text: policy, sequences, tokens, rows per kv head, bytes, turn; counts left out if unreadable."""
         layers, batch, heads = _shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -176,13 +176,13 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache's rows, free rows, tables and policy state on devices; logits and counts are left out."""
+        """Bytes on devices of pools (with free rows), tables and policy state; not of bank, logits, `moved`, `cut`."""
         held = dataclasses.replace(self, bank=None, logits=None, moved=None, cut=None)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of offloaded rows in host memory."""
+        """Bytes of offloaded rows in host memory; 0 without a bank."""
         return 0 if self.bank is None else self.bank.nbytes
 
     @property
@@ -192,7 +192,7 @@ class KVCache:
         return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(rows))
 
     def room_nbytes(self, room: Sequence[int]) -> int:
-        """Bytes per sequence of `room` free rows behind every segment, with the bounds of their pages.
+        """Bytes per sequence of `room` more free rows behind every segment, with the bounds of their pages (Quest).
 
         Args:
             room: free rows, one number for each layer.
@@ -214,7 +214,7 @@ class KVCache:
 
     @property
     def slack_nbytes(self) -> int:
-        """Bytes of pool rows that hold no token."""
+        """Bytes of pool rows that hold no token: free rows, and all rows of padding sequences."""
         rows = self.seen.shape[0] * sum(pool.rows for pool in self.pools)
         return (rows - int(self.kept.sum())) * self.row_bytes
 
@@ -257,7 +257,7 @@ def laid_out(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Copies a cache to another mesh (`axes=None`: one device) by way of the host, one array at a time.
+    """Copies a cache to another mesh (None: one device) through the host, pools repacked to P = `rows` or the least.
 
     `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
     with these letters; by default on the mesh.
@@ -298,7 +298,7 @@ def laid_out(
 def _relocated(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
-    """One array of a cache as `laid_out` places it: sequences `of`, pool rows from `sources`, first rows `start`."""
+    """Numpy array of one leaf of a cache with sequences `of` and pool rows `sources`; for leaf `start`, `start`."""
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))
@@ -317,7 +317,7 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _known(leaf: Any) -> np.ndarray | None:
-    """Numpy array of an array's values; None for tracers, deleted arrays, and arrays partly held by other processes."""
+    """Numpy array of an array's values; None for tracers, deleted, empty or partly remote arrays, and non-arrays."""
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
         return None
     # No transfer between processes: one process may print a cache while the others do not.

@@ -38,7 +38,7 @@ class Layout(enum.Enum):
         return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[self]
 
     def pool_of(self, layer: int) -> int:
-        """Index of the pool that holds a layer's segments."""
+        """Index of the pool that holds a layer's segments: 0 if all layers share one, else the layer's own index."""
         return 0 if self.one_pool else layer
 
     def groups(self, layers: Sequence[int]) -> list[Sequence[int]]:

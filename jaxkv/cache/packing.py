@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes, inside, where
 
 
 class Unpacked(NamedTuple):
-    """Keys, values, positions and scores of one layer's rows before packing, padded to S slots per kv head.
+    """One layer's rows before packing, padded to S slots per kv head: keys, values, mask, positions, scores, mass.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
@@ -105,7 +105,7 @@ def pack_shared(
     *,
     axes: Axes | None = None,
 ) -> Pool:
-    """Writes one layer's rows that `mask` keeps into the shared pool (donated), each segment from row `start` on."""
+    """Writes one layer's rows that `mask` keeps into the shared pool (donated) from row `start` on; returns it."""
     batch, heads, slots, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)

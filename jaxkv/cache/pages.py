@@ -52,7 +52,7 @@ class PageBounds:
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Bounds with those pages computed anew that `count` new rows behind `length` others have joined.
+        """Page bounds recomputed from `keys` for pages that `count` rows appended at `length` join; others kept.
 
         `keys` are those of the rows that `joined_rows` names; sequences with a `count` of 0 are unchanged.
         """
@@ -75,14 +75,14 @@ class PageBounds:
 
 
 def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
-    """Offsets in each segment of all rows of the pages that up to `tokens` new rows behind `length` others can join."""
+    """Offsets `[B, K, n]` in each segment of all rows of pages that `tokens` rows appended at `length` can fall in."""
     pages = (tokens + page - 2) // page + 1
     return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
 
 
 @program(static=("page", "axes"))
 def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None) -> PageBounds:
-    """Compiled: bounds of all pages of segments of equal size, from all keys; zeros for pages without rows.
+    """Compiled: `PageBounds` of all pages of equally large segments, by their first `length` rows; zeros without rows.
 
     `length` rows of each segment count.
     """
@@ -95,7 +95,7 @@ def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes 
 
 
 def _extremes(keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int) -> tuple[Array, Array]:
-    """Minimum and maximum `[B, K, n / page, D]` of the keys of each page whose rows are `held`; zeros without any."""
+    """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys where `held`; zeros for pages without."""
     batch, heads, rows, dim = keys.shape
     some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
 

@@ -46,10 +46,11 @@ def _repacked(
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:
-    """Copies a cache into new buffers with `room` more free rows behind every segment (one number, or one per layer).
+    """Copy of a cache with `room` more free rows per segment, `batch` times if given; `release` deletes the old pools.
 
-    `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole groups; ValueError if the cache
-    holds several. `release` deletes the given cache's pools one by one, so that both never exist whole.
+    `room` is one number, or one per layer. `batch` repeats a cache of one sequence that many times, and on a mesh pads
+    to whole groups; ValueError if the cache holds several. `release` deletes the given cache's pools one by one, so
+    that both never exist whole.
     """
     copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:

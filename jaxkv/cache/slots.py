@@ -19,7 +19,7 @@ def _batch_axes(tree: Any) -> list[int]:
 
 @program(static=("axes",), donate=("running",))
 def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Writes sequences into slots of a running batch (donated) and returns it; other slots keep their arrays.
+    """Copies sequences into slots `slot` (-1: skipped) of a running batch (donated); returns the batch.
 
     Both are dataclasses of the same arrays whose annotations name an axis B. `slot` is the index of each new sequence's
     slot, -1 to leave it out; on a mesh it lies in the sequence's own group.
@@ -39,7 +39,7 @@ def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None 
 
 @program(static=("axes",))
 def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Copies the arrays of the slots with indices `slot`; `insert` can write them into the same or other slots.
+    """Copy of the arrays of the sequences in slots `slot` of a running batch; `insert` can write them into any slots.
 
     `slot` holds slot indices; on a mesh one of each group, -1 for any of the group's slots.
     """

@@ -56,7 +56,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Decoded keys and values in the model's dtype, as attention reads them."""
+        """Pair of decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
 
     @abc.abstractmethod
     def put(
@@ -73,7 +73,7 @@ class Store(abc.ABC):
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gathers rows by index into a store of n rows; they stay encoded.
+        """Gathers rows by index into a store of n rows, still encoded; zeros where the mask `real` is False.
 
         Args:
             row: row indices.
@@ -116,7 +116,7 @@ class Dense(Store):
         return self.k.dtype
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Keys and values in the model's dtype: the stored arrays themselves."""
+        """Pair of keys and values in the model's dtype: the stored arrays themselves."""
         return self.k, self.v
 
     def put(

@@ -168,7 +168,7 @@ def _listed(given: str, flag: str, known: Iterable[str]) -> list[str]:
 
 
 def _policies(given: str) -> dict[str, PolicyLike]:
-    """Policies written in `--policies`, by the text of each; ValueError for a policy with a budget of its own."""
+    """Dict of the policies in `--policies` by their text; ValueError for a policy whose options set a budget."""
     made: dict[str, PolicyLike] = {}
     for each in spelled(given):
         require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
@@ -177,7 +177,7 @@ def _policies(given: str) -> dict[str, PolicyLike]:
 
 
 def _folder(given: str, *, pictures: bool) -> Path:
-    """Path of `--out`; raises an error if it cannot be created or written to, and leaves no new folder."""
+    """Path of `--out`; an error if it cannot be made or written, or pictures lack matplotlib; leaves no new folder."""
     if pictures:
         drawing()
     folder = Path(os.path.expanduser(given))
@@ -203,7 +203,7 @@ def _make(folder: Path) -> None:
 
 
 def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int) -> list[list[int]]:
-    """Token ids of texts cut to --tokens; ValueError for a text without two tokens before the last `following`."""
+    """Token ids of texts cut to --tokens; ValueError above the model's positions, or below `following` + 2 tokens."""
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
@@ -223,7 +223,7 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    """Text of a table of records, with numbers aligned to the right."""
+    """Text of a table of records: a header, then a line for each, with numbers aligned to the right."""
     if not records:
         return "(nothing to say: a single layer)"
     lines = [list(records[0]), *([_cell(value) for value in each.values()] for each in records)]

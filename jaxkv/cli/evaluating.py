@@ -96,7 +96,7 @@ def _runner(name: str, cls: type[Task]) -> Callable[[argparse.Namespace], int]:
 
 
 def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
-    """Runs one evaluation task from parsed options and prints its table or JSON; returns exit code 0.
+    """Runs a task by parsed options, writes its folder, prints its table or JSON; returns exit code 0.
 
     Bad options are refused before the model is loaded.
     """
@@ -141,7 +141,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Runs `jaxkv eval merge`: joins the shards in `folders` into one folder, prints the table; returns exit code 0."""
+    """Runs `jaxkv eval merge`: joins shards in a new folder, prints its table or JSON; returns exit code 0."""
     _print(merge(options.folders, options.out), as_json=options.json)
     return 0
 
@@ -172,7 +172,7 @@ def _print(done: Evaluation, *, as_json: bool) -> None:
 
 
 def _shard(given: str) -> tuple[int, int]:
-    """Index of a shard and number of shards, parsed from text such as 0/4."""
+    """Pair of a shard's index and the number of shards, parsed from text such as 0/4; ValueError for other text."""
     first, slash, count = given.partition("/")
     fine = bool(slash) and first.isdecimal() and count.isdecimal() and int(first) < int(count)
     require(fine, "--shard", given, "give I/N, such as 0/4 for the first of four parts")

@@ -48,7 +48,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Runs `jaxkv export`: writes a folder of exported programs and weights; returns exit code 0.
+    """Runs `jaxkv export`: writes a folder of programs and weights, prints their sizes; returns exit code 0.
 
     Bad options are refused before the model is loaded.
     """
@@ -95,7 +95,7 @@ def _names(flag: str, given: str, known: Collection[str]) -> tuple[str, ...]:
 
 
 def _counts(flag: str, given: str) -> list[int]:
-    """Comma-separated positive integers as a list."""
+    """Comma-separated positive integers as a list; ValueError for other text."""
     try:
         return [positive(word) for word in given.split(",")]
     except ValueError as error:

@@ -100,7 +100,7 @@ def words_of(kinds: tuple[Any, ...]) -> Words | None:
 
 
 def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
-    """Mapping from word to value for an enum or for literal strings; empty for other types."""
+    """Mapping from word to value for one enum (`str` beside it or not) or literal strings; empty for other types."""
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
         return {word: word for word in typing.get_args(kinds[0]) if isinstance(word, str)}
     enums = [each for each in kinds if isinstance(each, type) and issubclass(each, enum.Enum)]

@@ -22,7 +22,7 @@ _NOT_REPLACED = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.EROF
 
 
 def read_text(name: str, flag: str) -> str:
-    """Text of a UTF-8 file, a FIFO, or stdin for "-": at most 64 MiB, without byte order mark, line ends as newlines.
+    """Text of a UTF-8 file, or stdin for "-", without byte order mark, line ends as newlines; ValueError above 64 MiB.
 
     `flag` is the option that names the file, for the error message.
     """
@@ -52,7 +52,7 @@ def read_long_text(name: str, flag: str) -> str:
 
 
 def _stdin() -> bytes:
-    """Bytes of stdin, read up to `MOST_BYTES + 1`."""
+    """Bytes of stdin, `MOST_BYTES + 1` at most; on a terminal, first writes to stderr how to end the text."""
     if sys.stdin.isatty():
         to_stderr("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
     source: Any = getattr(sys.stdin, "buffer", None)
@@ -157,7 +157,7 @@ def _standard_stream(state: os.stat_result) -> int | None:
 
 
 def _write_in_place(path: str, data: bytes) -> None:
-    """Writes bytes to an existing file, FIFO or device.
+    """Overwrites an existing file, FIFO or device with bytes.
 
     Not by `open`: O_CREAT is refused for others' FIFOs in /tmp.
     """

@@ -33,7 +33,7 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_filters(options: argparse.Namespace) -> int:
-    """Runs `jaxkv filters`: finds and prints the filter layers, then saves and draws them; returns exit code 0.
+    """Runs `jaxkv filters`: prints the filter layers, then saves and draws them if asked; returns exit code 0.
 
     If saving or drawing fails, the layers are already on stdout.
     """
@@ -76,7 +76,7 @@ def _check_manifest(model: str) -> None:
 
 
 def _picture(options: argparse.Namespace) -> Target:
-    """`Target` of `--picture`, checked before the work; .png is added to a name without suffix, as matplotlib does."""
+    """`Target` of `--picture`, checked before the work; a name without suffix gets .png; ValueError if unwritable."""
     path = os.path.expanduser(options.picture)
     plain = not Path(path).suffix and (not os.path.exists(path) or os.path.isfile(path))
     target = Target(flag="--picture", name=options.picture + ".png" if plain and options.picture else options.picture)
@@ -105,7 +105,7 @@ def _drawn(found: FilterLayers, suffix: str) -> bytes:
 
 
 def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts, cut to --tokens; ValueError for more filters than the layers allow and for texts too long."""
+    """Token ids of texts cut to --tokens; ValueError for more filters than layers allow and for texts too long."""
     ids = [each[: options.tokens] for each in ids_of(params, options.model, texts)]
     layers, longest = params.config.layers, params.config.max_positions
     most = -(-layers // 4) if options.most_whole is None else options.most_whole

@@ -54,7 +54,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
-    """Sampler chosen by --temperature, --top-k, --top-p and --min-p; `Greedy` if none is given."""
+    """Sampler by --temperature, --top-k, --top-p, --min-p; `Greedy` without any; ValueError for a temperature <= 0."""
     heat = options.temperature
     require(heat is None or heat > 0, "--temperature", heat, "give a positive number; leave it out for the likeliest")
     temperature = 1.0 if heat is None else heat
@@ -68,7 +68,7 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _prompt(options: argparse.Namespace) -> str:
-    """Prompt text: --prompt-file, --prompt and --question joined by blank lines; ValueError for a question alone."""
+    """Prompt text: --prompt-file, --prompt, --question joined by blank lines; ValueError without the first two."""
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
         for text in [given] if isinstance(given, str) else given:
@@ -83,7 +83,7 @@ def _prompt(options: argparse.Namespace) -> str:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Runs `jaxkv generate`: answers the prompt and prints the answer or JSON; returns exit code 0.
+    """Runs `jaxkv generate`: prints the answer, writes --output, then figures to stderr; returns exit code 0.
 
     Options that cannot be honoured are refused before the model is fetched and loaded.
 
@@ -146,7 +146,7 @@ def _answer(record: dict[str, Any], result: Generation, *, as_json: bool) -> str
 
 
 def _print_pieces(pieces: Iterable[str], *, go_on: bool) -> Unwritten | None:
-    """Prints pieces of text as they are generated; a stdout error is raised, or with `go_on` returned at the end."""
+    """Prints pieces of text as they come and a newline; raises a stdout error, or returns it at the end if `go_on`."""
     lost = None
     for piece in pieces:
         lost = lost or _print(piece, end="")

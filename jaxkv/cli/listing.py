@@ -54,7 +54,7 @@ def print_policies(options: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> Record:
-    """Dictionary for JSON of a named model: source, license, bytes, hub id, notes, and whether it is cached."""
+    """Dictionary for JSON of a named model: name, source, license, bytes, hub id, notes, and whether it is cached."""
     model = manifest(name)
     source = model.source
     return {
@@ -69,7 +69,7 @@ def _model(name: str) -> Record:
 
 
 def _policy(name: str) -> Record:
-    """Dictionary for JSON of a policy: first docstring line, paper, parts, defaults and options."""
+    """Dictionary for JSON of a policy: name, first docstring line, paper, parts, defaults and options."""
     cls = POLICIES[name]
     return {
         "name": name,

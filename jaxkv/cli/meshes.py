@@ -14,7 +14,7 @@ _LEAST, _MOST = 8, 1024
 
 
 def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
-    """JAX mesh with axes data and model over this machine's devices, parsed from text such as 1x8.
+    """JAX mesh (axes data, model) from text such as 1x8; creates CPU devices if it can; ValueError if too few.
 
     On a CPU, as many devices as the mesh needs are created if JAX is not yet initialised. `platform`, such as "cpu",
     selects the devices; by default JAX's default platform.

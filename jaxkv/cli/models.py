@@ -25,7 +25,7 @@ def add_dtype_option(add: Callable[..., Any]) -> None:
 
 
 def require_model(name: str) -> None:
-    """Raises ValueError for a `--model` that is empty or in a home folder that does not exist."""
+    """Raises ValueError for a `--model` that is blank or in the home folder (`~name`) of a user that does not exist."""
     require(bool(name.strip()), "--model", name, "give a name from `jaxkv models`, a folder, a .gguf file or a hub id")
     home = name.startswith("~") and os.path.expanduser(name) == name
     require(not home, "--model", name, "there is no such home folder; a file of that name is ./" + name)
@@ -43,7 +43,7 @@ def random_key(seed: int) -> PRNGKeyArray:
 
 
 def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text; ValueError if the model called `name` has no tokenizer."""
+    """Token ids of each text, with the BOS token if the tokenizer adds it; ValueError if the model has no tokenizer."""
     remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
     require(params.text is not None, "--model", name, remedy)
     assert params.text is not None

@@ -13,27 +13,27 @@ _DIGITS = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
 
 
 def whole(text: str) -> int:
-    """Signed 32-bit integer parsed from text, as positions and rows are int32 in every program."""
+    """Signed 32-bit integer parsed from text, as positions and rows are int32; ValueError for other text."""
     return _within(text, -FARTHEST, FARTHEST, f"give at most {FARTHEST}: no prompt is as long")
 
 
 def natural(text: str) -> int:
-    """Integer from 0 on, of 32 bits, parsed from text."""
+    """Integer from 0 to 2^31 - 1 parsed from text; ValueError for other text."""
     return _at_least(text, 0)
 
 
 def positive(text: str) -> int:
-    """Integer from 1 on, of 32 bits, parsed from text."""
+    """Integer from 1 to 2^31 - 1 parsed from text; ValueError for other text."""
     return _at_least(text, 1)
 
 
 def seed(text: str) -> int:
-    """Integer of 64 bits, signed or unsigned, parsed from text."""
+    """Integer of 64 bits, signed or unsigned, parsed from text; ValueError for other text."""
     return _within(text, -(2**63), 2**64 - 1, "give a number of 64 bits, such as 0 to 18446744073709551615")
 
 
 def _at_least(text: str, least: int) -> int:
-    """Integer of 32 bits that is `least` or more, parsed from text."""
+    """Integer from `least` to 2^31 - 1 parsed from text; ValueError for other text."""
     value = whole(text)
     if value < least:
         raise ValueError(f"give at least {least}")
@@ -41,7 +41,7 @@ def _at_least(text: str, least: int) -> int:
 
 
 def _within(text: str, low: int, high: int, remedy: str) -> int:
-    """Integer in [low, high], parsed from text; out of range, a ValueError has the text `remedy`."""
+    """Integer in [low, high] parsed from text; ValueError for other text, with the text `remedy` if out of range."""
     if _DIGITS.fullmatch(text) is None:
         raise ValueError("give a whole number")
     # Python parses no more than 4300 digits; any number of 100 digits is out of range here.
@@ -52,12 +52,12 @@ def _within(text: str, low: int, high: int, remedy: str) -> int:
 
 
 def real(text: str) -> float:
-    """Finite float parsed from text."""
+    """Finite float parsed from text; ValueError for other text."""
     return _finite(text, "give a number")
 
 
 def whole_or_real(text: str) -> int | float:
-    """Number parsed from text: an int if it has only digits, else a finite float.
+    """Number parsed from text: an int if it is written as an integer, else a finite float; ValueError otherwise.
 
     As a budget, 1 is one row and 1.0 is all rows.
     """
@@ -65,7 +65,7 @@ def whole_or_real(text: str) -> int | float:
 
 
 def _finite(text: str, remedy: str) -> float:
-    """Finite float parsed from text; for text that is no number, a ValueError has the text `remedy`."""
+    """Finite float parsed from text; ValueError for other text, with the text `remedy` if it is no number."""
     try:
         value = float(text)
     except ValueError:
@@ -76,7 +76,7 @@ def _finite(text: str, remedy: str) -> float:
 
 
 def span(text: str) -> tuple[int, int]:
-    """First position and last + 1 of a span, parsed from text such as 100:200."""
+    """Pair (first position, last + 1) of a span, parsed from text such as 100:200; ValueError for other text."""
     match = re.fullmatch(r"([+-]?\d+):([+-]?\d+)", text)
     if match is None:
         raise ValueError("give first and last + 1, such as 100:200")
@@ -84,7 +84,7 @@ def span(text: str) -> tuple[int, int]:
 
 
 def budgets(text: str) -> list[int | float]:
-    """List of the comma-separated numbers in `--budgets`: ints for rows, floats for shares; maybe empty."""
+    """List of the comma-separated numbers in `--budgets`, ints or floats, maybe empty; ValueError for other words."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         try:
@@ -95,7 +95,7 @@ def budgets(text: str) -> list[int | float]:
 
 
 def argument(read: Callable[[str], Read]) -> Callable[[str], Read]:
-    """Wraps `read`, a parser of text, for argparse's `type`: its errors show the text before the remedy."""
+    """Wraps a parser of text for argparse's `type`: its ValueError becomes an ArgumentTypeError that shows the text."""
 
     def argued(text: str) -> Read:
         try:

@@ -73,12 +73,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokens(text: str) -> int:
-    """Number of tokens from 1 on, of 32 bits, parsed from text such as 131072 or 128K."""
+    """Number of tokens, 1 to 2^31 - 1, parsed from text such as 131072 or 128K; ValueError for other text."""
     return positive(text) if text.strip().isdigit() else positive(str(tokens_of(text, "--context")))
 
 
 def print_plan(options: argparse.Namespace) -> int:
-    """Runs `jaxkv plan`: prints the plans, then writes the picture of `--plot`; returns exit code 0.
+    """Runs `jaxkv plan`: prints plans as text, table or JSON, then writes the picture of `--plot`; returns exit code 0.
 
     If the picture cannot be written, the plans are already on stdout.
     """
@@ -99,7 +99,7 @@ def print_plan(options: argparse.Namespace) -> int:
 
 
 def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
-    """Memory plan of each policy, with XLA's figures under --compile; all settings are validated first."""
+    """List of each policy's plan (memory, speed, price), with XLA's figures under --compile; checks settings first."""
     known = known_model(options.model)
     asked = [
         setting_of(
@@ -129,7 +129,7 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
 
 
 def _target(options: argparse.Namespace) -> Target | None:
-    """`Target` of `--plot`, checked before anything is printed; None if the option is not given."""
+    """`Target` of `--plot`, checked to be writable before any plan is printed; None if the option is not given."""
     if options.plot is None:
         return None
     picture.kind_of(options.plot)

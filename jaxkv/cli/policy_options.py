@@ -33,7 +33,7 @@ Function = TypeVar("Function")
 
 
 def _cached(function: Function) -> Function:
-    """`functools.cache` with the function's own type: mypy takes classes with a written `__hash__` for unhashable."""
+    """Decorator: `functools.cache` with the function's own type, for arguments that mypy takes for unhashable."""
     return typing.cast(Function, lru_cache(maxsize=None)(typing.cast(Any, function)))
 
 
@@ -49,7 +49,7 @@ class Option:
 
 @_cached
 def options_of(cls: type[Method]) -> dict[str, Option]:
-    """Command-line options of a policy class by flag, in the order of its fields."""
+    """Dict from flag to `Option` of a policy class, in the order of its fields; cached."""
     hints, about, meaningful = typing.get_type_hints(cls), documented(cls), _meaningful(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init and field.name in meaningful]
     options = [_option(field, hints[field.name], about.get(field.name, "")) for field in fields]
@@ -64,7 +64,7 @@ def flags_of(cls: type[Method]) -> list[str]:
 
 
 def _usual_of(cls: type[Method]) -> str:
-    """Name of the policy that a wrapper policy is built on without `--base`: the same as in Python."""
+    """Name of the base policy of a wrapper policy without `--base`: its class's `usual`, else snapkv."""
     return getattr(cls, "usual", "") or _BASE
 
 
@@ -164,7 +164,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(having: dict[str, Option], dropping: set[str]) -> str:
-    """Help text of an option: each distinct text once, with its policies' names unless all that drop rows share it."""
+    """Help text of an option: each distinct text once, behind its policies' names unless all row-droppers share it."""
     by_text: dict[str, list[str]] = {}
     for name, option in having.items():
         by_text.setdefault(option.about.rstrip("."), []).append(name)
@@ -202,13 +202,13 @@ def policy_from(options: argparse.Namespace) -> Method:
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, str]:
-    """Policy options that the user gave: their text as written, by flag."""
+    """Dict from flag to text as written, of the policy options that the user gave, `--base` among them."""
     base = {} if options.base is None else {"--base": f"--base={options.base}"}
     return base | {flag: written for flag, written, _ in _given(options)}
 
 
 def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Namespace:
-    """Copy of the parsed options for another policy, with only those policy options that are among `flags`."""
+    """Copy of parsed options with `--policy` set to `name`, and given policy options outside `flags` unset."""
     given = vars(options) | {"policy": name}
     for flag in given_flags(options).keys() - flags:
         given["base" if flag == "--base" else _PREFIX + flag] = None
@@ -216,7 +216,7 @@ def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Na
 
 
 def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """Yields each policy option that the user gave: its flag, its text as written, and its words."""
+    """Yields (flag, text as written, argparse's value) of each policy option that the user gave, without `--base`."""
     for flag, spelling in options.policy_spellings.items():
         words = getattr(options, _PREFIX + flag)
         if isinstance(words, bool):

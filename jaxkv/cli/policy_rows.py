@@ -65,7 +65,7 @@ def spelled(given: str) -> Iterator[Spelled]:
 
 
 def rows_of(given: str, budgets: Sequence[int | float]) -> dict[str, Method]:
-    """Policies of an evaluation by row name: each policy of `--policies` at each budget.
+    """Dict from row name to policy of an evaluation's table: each policy of `--policies` at each budget.
 
     A policy that takes no budget, or whose options set one, has a single row.
     """

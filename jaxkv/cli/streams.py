@@ -30,7 +30,7 @@ class _Closed(io.TextIOBase):
 
 
 def prepare_streams() -> None:
-    """Replaces closed standard streams and lets stdout escape characters it cannot encode; call it first.
+    """Replaces closed standard streams and lets stdout escape characters it cannot encode; call it before any output.
 
     Their descriptors are opened on the null device: the next opened file would get them, and text that libraries write
     to descriptor 2 would land in it. stdout escapes characters with backslashes, unless the user chose otherwise
@@ -48,7 +48,7 @@ def prepare_streams() -> None:
     # mypy takes these for streams always; Python sets them to None where they are closed.
     streams: dict[str, Any] = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
     for name, stream in streams.items():
-        if stream is None:  # lost figures must not end the work: the exit code still tells
+        if stream is None:  # work goes on without stderr: the exit code tells how it ended
             setattr(sys, name, io.StringIO() if name == "stderr" else _Closed())
     out: Any = sys.stdout
     if getattr(out, "errors", None) in ("strict", "surrogateescape") and hasattr(out, "reconfigure"):

@@ -15,7 +15,7 @@ _PREFIX = "task "
 
 
 def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
-    """Adds an option for each field of a task class to a parser; call it once the other options are added.
+    """Adds an option for each field of a task class, except `seed`, to a parser that has all its other options.
 
     A field whose name is taken by another option is called --task-NAME; --seed is shared with policies that draw.
     """
@@ -45,7 +45,7 @@ def _with_commas(words: Words) -> Callable[[str], list]:
 
 
 def task_from(options: argparse.Namespace, cls: type[Task]) -> Task:
-    """Task of class `cls`, built from those of its settings that were given in the parsed options."""
+    """Task of class `cls` with the settings (and `seed`) that the parsed options give; others keep their defaults."""
     given = {
         # Comma-separated values arrive as one list per word and are joined into one tuple.
         name.removeprefix(_PREFIX): tuple(sum(value, [])) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Checks of what `evaluate` and the command line are given: tasks and policies by name, budgets, settings."""
+"""Checks and converts arguments of `evaluate` and the command line: tasks and policies by name, budgets, settings."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ from jaxkv.policies.registry import POLICIES, policy_class, policy_for, takes_bu
 
 
 def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dict[str, Method]:
-    """Dict {row: policy} of each named policy at each budget, such as "adakv@128"; once if it takes no budget.
+    """Dict {row name, such as "adakv@128": policy} of each named policy at each budget; once if it takes no budget.
 
     Args:
         names: names of registered policies.
@@ -54,7 +54,7 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
 
 
 def as_task(task: Task | str) -> Task:
-    """Returns `task` itself, or the task registered under that name with default settings; refuses unknown names."""
+    """Returns `task` itself, or the task of that name with default settings; refuses names without such a task."""
     if isinstance(task, Task):
         return task
     if not isinstance(task, str):
@@ -81,7 +81,7 @@ def described(task: type[Task]) -> str:
 
 
 def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
-    """Dict {row: policy}, each fitted to the model's layers, from policies, classes or names; checks the row names."""
+    """Dict {row name: policy fitted to the model's layers}, from policies, classes or names; refuses odd row names."""
     if not isinstance(policies, Mapping):
         raise TypeError(f"policies={type(policies).__name__}: give them by name, {{'snapkv': SnapKV(budget=128)}}")
     require(bool(policies), "policies", {}, "give at least one")
@@ -93,7 +93,7 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
 
 
 def seed_of(seed: int, name: str) -> int:
-    """32-bit seed hashed from `seed` and a name such as a sample's id; the same in every process."""
+    """32-bit int, a seed hashed from `seed` and a name such as a sample's id; the same in every process."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:4], "big")
 
 
@@ -103,7 +103,7 @@ def settings_of(task: Task) -> dict[str, Any]:
 
 
 def require_how(task: Task, how: How) -> None:
-    """Refuses an argument other than a `How`, and a question-agnostic run of a task without questions."""
+    """Raises TypeError for an argument other than a `How`, ValueError for a question-agnostic run without questions."""
     if not isinstance(how, How):
         raise TypeError(f"how={how!r}: give How(agnostic=True), say")
     require(task.asks or not how.agnostic, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")
@@ -112,7 +112,7 @@ def require_how(task: Task, how: How) -> None:
 def require_budgets(
     params: LanguageModel, task: Task, rows: Mapping[str, Method], samples: Sequence[Sample], how: How
 ) -> None:
-    """Refuses a budget given as a share if it is too small for one of the prompts, before the first batch runs."""
+    """Raises ValueError if a budget given as a share of prompts is too small for one of a `QuestionTask`'s prompts."""
     shares = {name: policy.parts() for name, policy in rows.items() if isinstance(policy.parts().budget, float)}
     if not shares or not isinstance(task, QuestionTask):
         return

@@ -128,7 +128,7 @@ def asked(
 
 
 class _Group(NamedTuple):
-    """Samples of equal `new_tokens`, the token ids of their contexts and questions, and the seed of the policy."""
+    """Samples of equal `new_tokens`, token ids of their contexts and questions (`pairs`), model, policy and seed."""
 
     params: LanguageModel
     policy: Method
@@ -137,7 +137,7 @@ class _Group(NamedTuple):
     key: int
 
     def together(self, size: int, *, agnostic: bool) -> list[Answer]:
-        """Draws one `Answer` per sample in one batch, filled up to `size`; `agnostic` compresses contexts alone."""
+        """Draws one `Answer` per sample in one batch, padded to `size`; `agnostic` compresses contexts alone."""
         at = [*range(len(self.samples))]
         # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
         at += at[-1:] * (size - len(at))
@@ -150,12 +150,12 @@ class _Group(NamedTuple):
         return self._answers(at, out)[: len(self.samples)]
 
     def by_context(self) -> list[Answer]:
-        """Draws one `Answer` per sample: contexts are compressed once, then asked their first questions, second, ..."""
+        """Draws one `Answer` per sample: compresses each distinct context once, for all questions on it."""
         first = {sample.id: number for number, sample in reversed([*enumerate(self.samples)])}
         asks: dict[tuple[int, ...], list[int]] = {}
         for number in sorted(first.values()):
             asks.setdefault(tuple(self.pairs[number][0]), []).append(number)
-        # Programs are compiled for a batch's size: there are few powers of two.
+        # Programs are compiled for each batch size: powers of two keep them few.
         documents = [*asks]
         documents += documents[-1:] * ((1 << (len(documents) - 1).bit_length()) - len(documents))
         cache, found = self._prefilled([list(each) for each in documents]), dict[int, Answer]()
@@ -165,17 +165,17 @@ class _Group(NamedTuple):
         return [found[first[sample.id]] for sample in self.samples]
 
     def _prefilled(self, contexts: Sequence[list[int]]) -> KVCache:
-        """Compressed cache of contexts, given as token ids."""
+        """Prefills contexts, given as token ids; returns their compressed cache."""
         return prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
 
     def _draw(self, at: Sequence[int], cache: KVCache) -> list[Answer]:
-        """Answers to the questions of samples `at`, each on top of one context's cache, in order."""
+        """Draws answers to the questions of samples `at`, the n-th on top of the n-th context in `cache`."""
         questions, new = [self.pairs[n][1] for n in at], self.samples[0].new_tokens
         out = generate(self.params, questions, cache=cache, max_new_tokens=new, key=self.key, progress=False)
         return self._answers(at, out)
 
     def _answers(self, at: Sequence[int], out: Generation) -> list[Answer]:
-        """One `Answer` for each sample `at` from the tokens that were drawn for them."""
+        """One `Answer` for each sample `at`: text of its drawn tokens, cut at stop strings, with rows and bytes."""
         tokenizer = tokenizer_of(self.params)
         # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(at)], out.cache.kept)

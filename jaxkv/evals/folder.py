@@ -37,7 +37,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Context manager: makes the folder and holds its file lock; refuses a folder that another process has locked."""
+    """Context manager: makes the folder, locks it, removes leftover temporary files; refuses a locked folder."""
     import filelock  # 50 ms
 
     try:
@@ -78,7 +78,7 @@ class Lines:
         sync_folder(self._path.parent)
 
     def add(self, records: Sequence[Record]) -> None:
-        """Appends the lines of one batch and syncs them to disk; on an error, truncates the file to its old end."""
+        """Appends the records of one batch as lines and syncs them to disk; on an error, truncates to the old end."""
         lines, end, file = [record.line() for record in records], self._ends[-1], None
         try:
             file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))

@@ -74,7 +74,7 @@ class InfiniteBench(StoredTask):
         return tuple(str(each) for each in (several[:1] if name in _FIRST_LABEL else several))
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Score in [0, 1] by the official metric of the sample's task; the best over its answers, but for choices."""
+        """Score in [0, 1] by the official metric of the sample's task; the highest over its answers, if several."""
         measure = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
         if sample.group in _CHOICES:
             return measure(prediction, sample.answers)

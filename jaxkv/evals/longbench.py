@@ -41,7 +41,7 @@ class LongBench(StoredTask):
         return name in _RAW
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Dict of the texts for the prompt's fields: the row's question as "input"."""
+        """Dict {"input": the row's question} for the prompt template."""
         return {"input": row["input"]}
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class LongBench(StoredTask):
         return tuple(right)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Highest score in [0, 1] over the right answers, by the official metric of the sample's data set."""
+        """Highest score in [0, 1] over the right answers by the data set's metric; few-shot sets: of the first line."""
         metric = table(self.benchmark)[sample.group]["metric"]
         given = {"classes": sample.tags["classes"]} if metric == "one_class" else {}
         if sample.group in _FIRST_LINE:

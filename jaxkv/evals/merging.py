@@ -17,7 +17,7 @@ _OWN = ("device", "devices")
 
 
 def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Evaluation:
-    """Joins an evaluation's finished shards in a new folder; returns the `Evaluation`, as of an unsharded run.
+    """Joins an evaluation's finished shards in a new folder with all its files; returns the unsharded `Evaluation`.
 
     Args:
         folders: all shards of one evaluation, each finished, in any order.
@@ -72,7 +72,7 @@ def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
 
 
 def _compared(run: Run) -> dict[str, object]:
-    """`Run.as_dict` without the entries about devices, which may differ between shards."""
+    """Dict of a run (`Run.as_dict`) without the entries about devices, which may differ between shards."""
     made_with = {name: each for name, each in run.made_with.items() if name not in _OWN}
     return {**run.as_dict(), "made_with": made_with}
 

@@ -56,7 +56,7 @@ def contains(prediction: str, answer: str) -> float:
 
 
 def _flat(text: str) -> str:
-    """A text without case, with single spaces, and with accents as part of their letters."""
+    """The text case-folded, in Unicode NFC, with each run of whitespace made one space."""
     return " ".join(unicodedata.normalize("NFC", text.casefold()).split())
 
 
@@ -74,19 +74,19 @@ def _place(said: str, right: str) -> int:
 
 
 def _joined(left: str, right: str) -> bool:
-    """Whether two neighbouring characters belong to one word or number: both are digits or letters that have case."""
+    """True if two neighbouring characters belong to one word or number: both are digits or letters that have case."""
     return all(each.isdigit() or each.lower() != each.upper() for each in (left, right))
 
 
 def exact(prediction: str, answer: str) -> float:
-    """1 if prediction and answer have the same words; case, punctuation and articles do not count, as in SQuAD."""
+    """1 if prediction and answer are equal word by word, without case, punctuation and articles (SQuAD), else 0."""
     said, right = words_of(prediction), words_of(answer)
     # An answer of an article or of signs alone has no words.
     return float(said == right) if right else float(prediction.strip().casefold() == answer.strip().casefold())
 
 
 def choice(prediction: str, choices: Sequence[str], right: int) -> float:
-    """1 if the prediction names choice number `right` (0 is A), else 0.
+    """1 if the prediction names choice number `right` (0 is A), by its letter or its text, else 0.
 
     A letter at its beginning ("B", "B.", "(b)") counts first, then a letter after "answer is" or "answer:", then the
     choice whose text occurs first, the longest of those that begin there.
@@ -160,7 +160,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / n if the right class is among the n class names that the prediction contains, else 0."""
+    """1 / n if the answer is among the n class names in the prediction (not counting parts of the answer), else 0."""
     named = [each for each in classes if each in prediction]
     # As in the official code: removing from the list during iteration skips the element after each removed one.
     for each in named:
@@ -181,7 +181,7 @@ def paragraph(prediction: str, answer: str) -> float:
 
 
 def line_of_code(prediction: str, answer: str) -> float:
-    """Similarity in [0, 1] of the answer and the prediction's first line that has no backtick, "#" or "//".
+    """Similarity (difflib) in [0, 1] of the answer and the prediction's first line without a backtick, "#" or "//".
 
     fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not ask for: difflib's, in whole hundredths.
     RapidFuzz gives another one, by edit distance.
@@ -207,7 +207,7 @@ def among_words(prediction: str, answer: str) -> float:
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """1 if the answer, a name in capitals, is one of the prediction's words in any case, else 0."""
+    """1 if the answer, which is in capitals, is one of the prediction's words, whatever their case, else 0."""
     return among_words(prediction.strip().upper(), answer)
 
 
@@ -241,7 +241,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction starts with the right letter ("B."), or gives it or the name after "is:" or "answer:"."""
+    """1 if the prediction starts with the right letter ("B."), or has it or the name right after "is:" or "answer:"."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
@@ -253,7 +253,7 @@ def faulty_function(prediction: str, answers: Sequence[str]) -> float:
 
 
 def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the right option is given first, else after "answer is", else as first lone letter A to D; 0 if not."""
+    """1 if the option given first, else after "answer is", else as first lone letter A to D, is right; else 0."""
     said = prediction.strip()
     if not said:
         return 0.0
@@ -270,7 +270,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """Text after the first of `prefixes` found, less one character (NUL if empty); None if none is found."""
+    """Text behind the first of `prefixes` found, without its first character (NUL if empty); None if none is found."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

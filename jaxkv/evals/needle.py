@@ -51,7 +51,7 @@ class Story(Recipe):
     answer: str
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with the needle at `depth` in `size` words of the text: its first for `index` 0, else random ones."""
+        """Prompt with the needle at `depth` in `size` words of the text, from its first (`index` 0) or a random one."""
         start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
@@ -125,7 +125,7 @@ class Needle(QuestionTask):
 
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of settings of the official wording's needle, where the small wording is used; else none."""
+        """Tuple of the names of settings that the small wording ignores; empty for the official wording."""
         official = ("needle", "question", "prefix", "answer", "haystack", "new_tokens")
         return () if settings.get("wording") == "official" else official
 
@@ -144,7 +144,7 @@ class Needle(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Share of the answer's distinct words in the prediction's first line; for the small wording 1 or 0.
+        """Share of the answer's words in the prediction's first line; small wording: 1 if its number occurs, else 0.
 
         With the small wording, 1 if the needle's number occurs in the prediction.
         """

@@ -50,7 +50,7 @@ def data_file(name: str) -> str:
 
 
 def _page(evaluation: Evaluation, samples: int) -> str:
-    """HTML text of the report, with at most `samples` samples of each policy."""
+    """HTML text of an evaluation's report, with at most `samples` samples of each policy."""
     import jinja2
     import markupsafe
 

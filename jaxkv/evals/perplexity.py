@@ -67,11 +67,11 @@ class Perplexity(Task):
         return _of_texts(texts)
 
     def prefix_of(self, length: int, positions: int) -> int:
-        """Number of tokens of a text of `length` tokens that are prefilled by a model of so many positions."""
+        """Number of a text's tokens to prefill: `prefix`; subclasses also use `length` and the model's `positions`."""
         return self.prefix
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Scores a batch of texts, tokens after the prefix read one by one; one Outcome (mean loss) per text."""
+        """Reads a batch of texts, token by token after the prefix; one `Outcome` per text: mean loss, curve, rows."""
         tokenizer = tokenizer_of(params)
         ids = [tokenizer.encode(each.context, bos=True) for each in samples]
         ends = [self.prefix_of(len(each), params.config.max_positions) for each in ids]
@@ -148,17 +148,17 @@ class OwnTexts(Perplexity):
         return _of_texts({title: texts[title] for title in longest})
 
     def prefix_of(self, length: int, positions: int) -> int:
-        """Number of tokens that are prefilled: all but `tokens` of the text, and of the model's positions, at most."""
+        """Number of a text's tokens to prefill: `prefix`, or fewer to leave `tokens` within length and positions."""
         return min(length - self.tokens, self.prefix, positions - self.tokens)
 
 
 def _lengths(params: LanguageModel, texts: Mapping[str, str]) -> dict[str, int]:
-    """Number of tokens of each text."""
+    """Dict {title: number of the text's tokens}."""
     return {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
 
 
 def _of_texts(texts: Mapping[str, str]) -> list[Sample]:
-    """One sample per text, with its title as tag."""
+    """List of one `Sample` per text, without chat template, with its title as tag."""
     return [
         Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"title": title})
         for number, (title, text) in enumerate(texts.items())
@@ -166,7 +166,7 @@ def _of_texts(texts: Mapping[str, str]) -> list[Sample]:
 
 
 class Read(NamedTuple):
-    """Losses in nats, mean rows per kv head and layer `before` the first loss and at the end, bytes at the end."""
+    """Result of `losses_of`: losses in nats, rows per kv head and layer `before` and after them, bytes at the end."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -182,7 +182,7 @@ def losses_of(
     *,
     seed: int = 0,
 ) -> Read:
-    """`Read` of texts: losses of the token ids `after` their prefixes, read one by one over these' compressed cache."""
+    """Losses of the token ids `after` prefixes, read one by one over their compressed cache, with rows and bytes."""
     session, losses, count = Session(params, policy, key=seed), [], after.shape[1]
     cache = session.prefill([list(each) for each in prefixes], new=count)
     before = cache.kept.mean(axis=(0, 2))
@@ -198,7 +198,7 @@ def losses_of(
 
 
 def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
-    """Cache after one more token (or none) per sequence, as if just drawn: may evict, or recompress with `every`."""
+    """Cache with one more token (or none) per sequence, read as if just drawn: may evict or, by `every`, recompress."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
     period = session.policy.parts().every
     return session.compress_again(cache, room=period) if period else cache

@@ -47,7 +47,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
 
 
 def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
-    """Dict {policy name without budget: row names}: the rows that a plot joins to one line."""
+    """Dict {policy name without budget: names of its rows of the table}, which a plot joins to one line."""
     lines: dict[str, list[str]] = {}
     for policy in evaluation.policies:
         lines.setdefault(policy.rpartition("@")[0] or policy, []).append(policy)
@@ -55,7 +55,7 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Rows at which plots place a policy: its budget, or for a share the mean rows kept; None without a budget."""
+    """Rows at which a policy stands on plots' x axis: its budget, or for a share the mean rows kept; None without."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
         # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.
@@ -136,7 +136,7 @@ def _line(
 
 
 def _megabytes(evaluation: Evaluation) -> dict[str, float]:
-    """Mean MB of kept rows of a sample by policy, of policies whose task counts them."""
+    """Dict {policy: mean MB of the rows kept of a sample}, without policies whose samples have no byte counts."""
     sizes = {policy: evaluation.cell(policy).nbytes for policy in evaluation.policies}
     return {policy: size / 1e6 for policy, size in sizes.items() if size is not None}
 
@@ -188,7 +188,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_map(evaluation: Evaluation) -> bool:
-    """True if scores are shares and every sample has a length and a depth, with few enough lengths to draw."""
+    """True if scores are shares and all samples have a length and a depth: two pairs or more, few enough lengths."""
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))
@@ -229,7 +229,7 @@ def _map(evaluation: Evaluation) -> Any:
 
 
 def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
-    """Mean score of records, an array `[depths, lengths]`; NaN where there is no sample."""
+    """Mean score of records by depth (rounded down to one of `depths`) and length, as an array; NaN without samples."""
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
         depth = max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
@@ -240,12 +240,12 @@ def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[
 
 
 def _is_curve(value: Any) -> bool:
-    """True for a list of at least two numbers."""
+    """True for a list of at least two numbers, which can be drawn as a curve."""
     return isinstance(value, list) and len(value) > 1 and all(map(_is_number, value))
 
 
 def _curves(evaluation: Evaluation) -> list[str]:
-    """Names of the entries of `Record.figures` that are lists of numbers in every record."""
+    """List of the names in `Record.figures` that are lists of at least two numbers in every record; not "positions"."""
     names = dict.fromkeys(name for record in evaluation.records for name in record.figures if name != "positions")
     return [name for name in names if all(_is_curve(record.figures.get(name)) for record in evaluation.records)]
 

@@ -149,19 +149,19 @@ def _documents(data: str, count: int) -> Iterator[_Document]:
 
 
 def _id(given: Any, where: str) -> str:
-    """A document's id as a text: the text or whole number that its line gives."""
+    """A document's id as text, from the text or whole number that its line gives; refuses other values."""
     fits = _is_text(given) or (isinstance(given, int) and not isinstance(given, bool))
     require(fits, "data", where, f'its "id" is {shortened(repr(given))}: give a text or a whole number')
     return str(given)
 
 
 def _is_text(given: Any) -> bool:
-    """Whether a value is a text of more than spaces, without halves of characters, which no tokenizer encodes."""
+    """True if a value is a str of more than whitespace and without lone surrogates, which no tokenizer encodes."""
     return isinstance(given, str) and bool(given.strip()) and not _HALF.search(given)
 
 
 def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
-    """Text of a line's document: its "document" (or "context"), or the content of the "file" it names."""
+    """Text of a line's document: its "document" or "context", or the content of the "file" it names; refuses others."""
     keys = [key for key in ("document", "context", "file") if key in row]
     require(len(keys) == 1, "data", where, f'it needs one of "document" and "file": give {_FORM}')
     given = row[keys[0]]
@@ -177,7 +177,7 @@ def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
 
 
 def _questions(row: Mapping[str, Any], where: str) -> tuple[_Asked, ...]:
-    """Questions of a line: its list "questions", or the single "question" beside its "answer"."""
+    """Tuple of a line's questions: its list "questions", or the single "question" beside its "answer"."""
     given = row.get("questions", [row] if "question" in row else None)
     remedy = f'it needs "questions", a list of at least one: give {_FORM}'
     require(isinstance(given, list) and bool(given), "data", where, remedy)
@@ -186,7 +186,7 @@ def _questions(row: Mapping[str, Any], where: str) -> tuple[_Asked, ...]:
 
 
 def _asked(given: Any, group: Any, where: str) -> _Asked:
-    """One question, parsed and checked; the letters of choices are put behind its text."""
+    """One question of the file, parsed and checked; its choices are appended to its text, each with a letter."""
     fits = isinstance(given, dict) and _is_text(given.get("question"))
     require(fits, "data", where, f'it has no text as its "question": give {_FORM}')
     right = given.get("answers", given.get("answer"))
@@ -208,7 +208,7 @@ def _asked(given: Any, group: Any, where: str) -> _Asked:
 
 
 def _texts(given: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
-    """Texts of a list of texts and numbers, which are written out; refuses other values and empty texts."""
+    """Tuple of texts from a list of texts and numbers, made texts; refuses other values and empty lists or texts."""
     numbers = [str(each) if type(each) in (int, float) and math.isfinite(each) else each for each in given]
     fits = bool(numbers) and all(map(_is_text, numbers))
     require(fits, "data", where, f'its "{name}" are {shortened(repr(given))}: give texts')

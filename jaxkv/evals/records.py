@@ -26,7 +26,7 @@ _NOT_COMPARED = ("model",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that the results of an evaluation depend on, as `run.json` stores it.
+    """Settings that an evaluation's results depend on, as `run.json` stores them: task, model, policies, batch, seed.
 
     Attributes:
         task: name of the task.
@@ -101,7 +101,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of `samples.jsonl`: the outcome of one sample under one policy.
+    """One line of `samples.jsonl`: prediction, score, and tokens, rows and bytes of one sample under one policy.
 
     Attributes:
         task: name of the task.

@@ -1,4 +1,4 @@
-"""The task `2stageretr`: a sum to work out, then its result to look up in a dictionary far above it."""
+"""The task `2stageretr`: a sum to work out, then its result to look up in a dictionary earlier in the prompt."""
 
 import dataclasses
 import itertools
@@ -92,7 +92,7 @@ def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reas
 @task("2stageretr")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStage(QuestionTask):
-    """Task 2StageRetr (OmniKV, appendix A): a sum to work out, then its result to look up far above.
+    """Task 2StageRetr (OmniKV, appendix A): a sum to work out, then its result to look up in a dictionary before it.
 
     Attributes:
         count: number of samples.

@@ -97,7 +97,7 @@ def evaluate(
 
 
 def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
-    """Refuses a folder whose `run.json` differs from `asked`, a `Run.as_dict` or part of it; returns its `Run`.
+    """Returns a folder's `Run`, None if it has none; refuses one that differs from `asked`, (part of) a `Run.as_dict`.
 
     More policies than the folder has are no difference: they are run, too.
     """
@@ -112,7 +112,7 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """Writes `run.json` to a locked folder and returns its `Run`; refuses a folder where another evaluation has begun.
+    """Writes a locked folder's `run.json`, or adds new policies to it; returns its `Run`; refuses another evaluation's.
 
     Policies that an earlier run of the folder had come first, in its order, so that its lines stay as they are.
     """
@@ -159,7 +159,7 @@ def _digest(samples: Sequence[Sample]) -> str:
 
 
 def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
-    """Checks a shard (i, n) of at most `batches` shards and returns it; None for the whole evaluation."""
+    """Returns a shard (i, n) as two ints, or None for the whole evaluation; refuses i >= n and n > `batches`."""
     if shard is None:
         return None
     pair = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else ()
@@ -192,7 +192,7 @@ def _free_programs() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Checked arguments of `evaluate`: model, task, samples, folder, and the policy of each row."""
+    """Checked arguments of `evaluate`: model, task, samples, seed and such (`how`), folder, and each row's policy."""
 
     params: LanguageModel
     task: Task
@@ -252,7 +252,7 @@ class _Job:
                 bar.update(len(batch))
 
     def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
-        """Number of batches whose lines are complete in the file; cuts off the lines after them."""
+        """Number of batches with complete lines in the file; cuts off lines after them, refuses unexpected ones."""
         expected = [(name, sample.id) for name, batch in todo for sample in batch]
         for at, (record, (name, sample)) in enumerate(zip(lines.records, expected, strict=False), start=1):
             remedy = f"the line of {name}, {sample} is expected: remove it and those behind it, or give another folder"
@@ -296,7 +296,7 @@ class _Job:
 
 
 def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
-    """`Record` of one outcome; refuses a score that is not finite, or for shares not in [0, 1]."""
+    """`Record` of one sample's outcome; refuses a score that is not finite, or for shares not in [0, 1]."""
     score, shares = float(outcome.score), run.unit == "%"
     fits = math.isfinite(score) and (not shares or -_ROUNDING <= score <= 1 + _ROUNDING)
     require(fits, "score", score, f"{run.task} owes {'a share in [0, 1]' if shares else 'a finite number'}")

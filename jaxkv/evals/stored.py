@@ -43,7 +43,7 @@ class Hub:
 
 @functools.cache
 def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Dict of a benchmark by part name: the prompt template, number of new tokens and metric of each part."""
+    """Dict {part name: its "prompt" template, "new_tokens" and "metric"} of a benchmark, read from a packaged file."""
     return json.loads((resources.files("jaxkv.evals") / "data" / f"{name}.json").read_text("utf-8"))
 
 
@@ -91,14 +91,14 @@ class StoredTask(QuestionTask):
 
     @abc.abstractmethod
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of the right answers of a row, as the part's metric takes them."""
+        """Tuple of the right answers in a row of benchmark part `name`, as texts that the part's metric takes."""
 
     @abc.abstractmethod
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
 
     def raw(self, name: str) -> bool:
-        """True if the part's prompts get no chat template."""
+        """True if the prompts of benchmark part `name` get no chat template; by default of every part."""
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
@@ -147,7 +147,7 @@ def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: i
 
 
 def _fetched(name: str, hub: Hub) -> Path:
-    """Path of the part's file in the hub's cache, which is downloaded if it is not there."""
+    """Path of the part's file in the hub's local cache; downloads it if missing, FileNotFoundError if that fails."""
     from huggingface_hub import hf_hub_download
 
     try:

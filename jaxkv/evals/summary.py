@@ -131,7 +131,7 @@ def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None])
 
 
 def _by_group(records: Sequence[Record], values: Sequence[float]) -> list[Float[np.ndarray, " _"]]:
-    """Splits `values`, one per record, into one array per group."""
+    """List of arrays, one per group: `values`, of which each record has one, split by the records' groups."""
     groups: dict[str, list[float]] = {}
     for record, value in zip(records, values, strict=True):
         groups.setdefault(record.group, []).append(value)
@@ -154,7 +154,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "Evaluation":
-        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote.
+        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote; refuses others.
 
         Args:
             folder: the folder that was given as `out`.
@@ -181,7 +181,7 @@ class Evaluation:
 
     @classmethod
     def begun(cls, folder: str | os.PathLike[str], field: str = "folder") -> "Evaluation":
-        """Reads an evaluation that may be unfinished, as far as its lines go.
+        """Reads an evaluation, finished or not, with the records of its complete lines; refuses folders of none.
 
         Args:
             folder: the folder that was given as `out`.
@@ -288,7 +288,7 @@ class Evaluation:
         )
 
     def difference(self, first: str, second: str, group: str | None = None) -> Difference:
-        """`Difference` of two policies' scores, sample by sample, which says more than two intervals.
+        """`Difference` of two policies' scores on the same samples, first minus second: mean, interval, wins.
 
         Args:
             first: name of a row.
@@ -365,7 +365,7 @@ class Evaluation:
         return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
     def blocks(self) -> list[list[str]]:
-        """Policies of each score table, one list per budget: all without a budget, then those of this budget."""
+        """Row names for the columns of each score table, a list per budget: those without a budget, then this one's."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
         return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]

@@ -116,10 +116,10 @@ class How:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """Base of tasks: frozen dataclasses whose fields are their settings, and options of the command line.
+    """Base of tasks, which make samples and run policies on them; its fields are the settings and command-line options.
 
-    Settings are converted to their annotations: numbers to plain ones, lists to tuples, paths to texts; other values
-    are refused. A task with a `__post_init__` of its own calls this one's first.
+    A task is a frozen dataclass. Its settings are converted to their annotations: numbers to plain ones, lists to
+    tuples, paths to texts; other values are refused. A `__post_init__` of its own calls this one's first.
 
     Attributes:
         unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
@@ -141,7 +141,7 @@ class Task(abc.ABC):
 
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of settings that nothing depends on under the others' values, which a report leaves out.
+        """Tuple of the names of settings without effect given the others, left out of reports; empty by default.
 
         Args:
             settings: the task's fields as `run.json` stores them.
@@ -199,7 +199,7 @@ def require_text(text: Text | None) -> Text:
 
 
 def _setting(hint: Any, value: Any, name: str) -> Any:
-    """A field's value, checked by its annotation and made a plain bool, int, float, text or tuple; or as it is."""
+    """A field's value, checked and made the plain bool, int, float, text or tuple of its annotation `hint`, if one."""
     value = plain(value)
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):

@@ -52,7 +52,7 @@ _FACTS = (
 @task("turns")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Task):
-    """Task: conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are reported by turn.
+    """Task: conversations on one cache (D2O, appendix, MT-bench's setting): answers against references, rows by turn.
 
     Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. Others compress only the
     first turn, and keep all rows of later ones: give them `every=n`, which compresses again every n tokens.
@@ -94,7 +94,7 @@ class Turns(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per conversation, whose turns are joined in `context`."""
+        """Makes one sample per conversation, its turns joined in `context`; refuses one too long for the model."""
         tokenizer = tokenizer_of(params)
         talks = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
         made, most = [], params.config.max_positions
@@ -115,7 +115,7 @@ class Turns(Task):
         return made
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Holds a batch of conversations; returns one Outcome each: mean score, answers, and rows after each turn."""
+        """Runs a batch of conversations; returns one `Outcome` each: mean score, answers, and rows after each turn."""
         outcomes: dict[int, Outcome] = {}
         # Conversations with equally many turns run as one batch.
         lengths = [sample.context.count(_NEXT) for sample in samples]
@@ -150,7 +150,7 @@ class Turns(Task):
 def _hold(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
 ) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
-    """Answers of each conversation by turn, the rows `[L, B, K]` held after each turn, and the last cache."""
+    """Runs conversations of equally many turns; returns answers by turn, numbers of rows after each, the last cache."""
     tokenizer = tokenizer_of(params)
     turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None
@@ -179,7 +179,7 @@ def _hold(
 
 
 class _Talk(NamedTuple):
-    """One conversation: the user's turns, and for each the right answer, or an empty text if there is none."""
+    """One conversation: its name and group, the user's turns, and each turn's right answer ("" if there is none)."""
 
     name: str
     group: str

@@ -146,7 +146,7 @@ def _held(
 
 
 def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
-    """`_Choice` for a policy with filter layers, None for one without; refuses one that also drops rows."""
+    """`_Choice` for a policy with filter layers, None for one without; refuses one that chooses pages or drops rows."""
     parts, layers = policy.parts(), params.config.layers
     reading, name = parts.reading(layers, bucket(prompt)), type(policy).__name__
     remedy = f"{name} chooses pages in every layer, which is not measured: give a policy with filter layers, or none"
@@ -161,14 +161,14 @@ def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slot
 
 
 class _Choice:
-    """Rows that filter layers choose by full attention's queries; call `layer` for each layer, from the lowest up."""
+    """Masks of rows that filter layers choose by full attention's queries; call `layer` for each layer in order."""
 
     def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
         self.reading, self.prompt, self.steps, self.budget, self.slots = reading, prompt, steps, budget, slots
         self.masks: dict[int, np.ndarray] = {}
 
     def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
-        """Mask of the rows of layer `index` that are seen at each token; a filter layer first makes its choice."""
+        """Mask of the rows of layer `index` that are seen at each token; first stores a filter layer's choice."""
         now, position = self.prompt + np.arange(self.steps)[:, None], np.arange(self.slots)
         if index in self.reading.filters:
             self.masks[index] = np.stack([self._choose(out, step) for step in range(self.steps)])

@@ -91,7 +91,7 @@ class ModelConfig:
 
     @property
     def alternates(self) -> bool:
-        """True if every block is RMS norm, attention, sum, RMS norm, dense gated MLP, sum, as fused kernels need."""
+        """True if blocks are sequential with RMS norms and dense gated MLPs, which the fused kernels need."""
         return self.gated and self.experts is None and not (self.layer_norm or self.parallel)
 
     def spec_of(self, layer: int) -> LayerSpec:
@@ -122,7 +122,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Builds a `ModelConfig` from the keys of a Hugging Face `config.json`; unknown keys are refused.
+        """Builds a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
 
         A key that is left out means the default of transformers' config class of the family; sizes have to be given.
 

@@ -23,7 +23,7 @@ Leaves = tuple[Shaped[Array, "..."], ...]
 
 
 class Attention(nnx.Module):
-    """Parameters of grouped-query attention's projections: q, kv and out, with heads as axes that a mesh can split.
+    """Module of grouped-query attention's parameters (q, kv, out, optional biases and norms); has no forward pass.
 
     Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`; query head h belongs to kv head h // G.
     """
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One transformer block, computed in two halves: before and after the attention, which callers run themselves."""
+    """Transformer block in two halves, before and after attention, which callers compute between them."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
@@ -57,11 +57,11 @@ class Block(nnx.Module):
         return self.attention_norm(x)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
-        """Queries of N tokens after RoPE, rotated by the angles of their positions."""
+        """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""
         return rotate(self.unrotated_queries(normed), by, normed.dtype)
 
     def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
-        """Queries of N tokens before RoPE; float32 unless a query norm narrows them."""
+        """Queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
         attention, norm = self.attention, self.attention.q_norm
         # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
         q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
@@ -74,14 +74,14 @@ class Block(nnx.Module):
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Keys before RoPE and values of N tokens; keys are float32 unless a key norm narrows them."""
+        """Keys before RoPE, and values, each `[B, K, N, D]`; keys are float32, or the norm's dtype with a key norm."""
         attention, norm = self.attention, self.attention.k_norm
         kv = project(normed, attention.kv[...], _value(attention.kv_bias), wide=norm is None)
         k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
     def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Unrotated Q, and K and V, of one token per sequence, as n partial sums (split-K) that a kernel adds up."""
+        """Unrotated Q, and K and V, of one token per sequence, as n float32 partial sums (split-K), or as one sum."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one whose halves it then copies.
         q, kv = (
@@ -98,7 +98,7 @@ class Block(nnx.Module):
         return self._scaled(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[None]
 
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
-        """Hidden states after adding the attention output and the MLP to the residual stream."""
+        """Hidden states `[B, N, E]` after adding attention's output projection and the MLP to the residual stream."""
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
         if self.config.parallel:
             return self._finish_parallel(x, merged)
@@ -180,20 +180,20 @@ class Ends(nnx.Module):
         return self.logits_of(self.norm(x))
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of hidden states to which the final norm has been applied."""
+        """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
         head = self.embedding if self.head is None else self.head
         return project(normed, head[...]).astype(jnp.float32)
 
 
 class Took(NamedTuple):
-    """Seconds that a batch of one size took: compiling on its first run, and running on its latest run."""
+    """Named tuple of a batch size's seconds: `compile_seconds` of the first run, `running_seconds` of the latest."""
 
     compile_seconds: float
     running_seconds: float
 
 
 def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:
-    """Yields (attributes, name, part) for each module and parameter within a module, a module before what it holds."""
+    """Yields (owner's attributes, name, part) for each nested module and parameter, modules before their parts."""
     held = vars(module)
     for name, part in held.items():
         if isinstance(part, (nnx.Param, nnx.Module)):
@@ -203,7 +203,7 @@ def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Modu
 
 
 def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
-    """Yields (path, parameter) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
+    """Yields (path, `nnx.Param`) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
     for name, part in vars(module).items():
         if isinstance(part, nnx.Param):
             yield f"{prefix}{name}", part
@@ -219,7 +219,7 @@ def parameters(module: nnx.Module) -> Iterator[Array]:
 
 
 class Flat:
-    """A decoder split for jitted code: static graph definitions, and flat tuples of its parameter arrays.
+    """Decoder split for jitted code: static `graphs`, and flat tuples of parameter arrays of its `ends` and `blocks`.
 
     Attributes:
         ends: leaves of embedding, final norm and output matrix.
@@ -264,13 +264,13 @@ class Flat:
         return type(None), ()
 
     def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":
-        """Copy of this object with other parameter arrays, such as traced ones."""
+        """Copy of this object with other parameter arrays `ends` and `blocks`, such as traced ones."""
         other = object.__new__(Flat)
         vars(other).update(vars(self), ends=ends, blocks=blocks)
         return other
 
     def is_of(self, decoder: Decoder) -> bool:
-        """True if the decoder still holds these arrays; training replaces them."""
+        """True if `decoder` is the split one and still holds the same arrays; False after training replaced some."""
         # At every step of a server: lookups alone, no walk through the modules.
         same = decoder is self._decoder and all(held.get(name) is part for held, name, part in self._parts)
         return same and all(parameter.get_raw_value() is array for parameter, array in self._source)
@@ -289,7 +289,7 @@ class Graph:
         return isinstance(other, Graph) and self._key == other._key
 
     def bind(self, leaves: Leaves) -> Any:
-        """Module rebuilt with `leaves` as its parameters; cheap enough to call inside a trace."""
+        """Module rebuilt from this graph, with `leaves` as its parameters; cheap enough to call inside a trace."""
         definition, structure = self._key
         return nnx.merge(definition, jax.tree.unflatten(structure, leaves))
 

@@ -63,7 +63,7 @@ class _Keys:
         self.raw, self.family, self.taken = raw, family, {"model_type"}
 
     def called(self, key: str) -> str:
-        """The model family's own name for a key, given Llama's name."""
+        """The family's own name, as text, for a config key given by Llama's name."""
         return _CALLED.get(self.family, {}).get(key, key)
 
     def has(self, key: str) -> bool:
@@ -81,14 +81,14 @@ class _Keys:
         return self.raw.get(name, DEFAULTS[self.family].get(name))
 
     def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
-        """Integer value of a key; a null is replaced by the argument `null`; ValueError if there is no value."""
+        """Integer value of a key, marked as read; a null becomes the argument `null`; ValueError if not an integer."""
         value = self.take(key)
         value = null if value is None else value
         require(value is not None, self.called(key), value, "the model's config must give it")
         return whole(self.called(key), value, least=least)
 
     def flag(self, key: str) -> bool:
-        """Bool value of a key; null counts as false, as in transformers."""
+        """Bool value of a key, marked as read; null counts as false, as in transformers; ValueError if not a bool."""
         value = self.take(key)
         return flag(self.called(key), False if value is None else value)
 
@@ -140,7 +140,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unbuilt(keys: _Keys) -> None:
-    """Raises ValueError for quantised weights, and for an activation other than the family's."""
+    """Raises ValueError for quantised weights, and for an activation that jaxkv does not build for the family."""
     activation, falcon = keys.take("hidden_act"), keys.family == "falcon"
     known = activation in (("gelu",) if falcon else ("silu", "swish"))
     remedy = "jaxkv builds Falcon with gelu only" if falcon else "jaxkv builds silu (SwiGLU) only"
@@ -150,7 +150,7 @@ def _refuse_unbuilt(keys: _Keys) -> None:
 
 
 def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
-    """Raises ValueError if some layer has sliding-window attention that masks positions."""
+    """Raises ValueError for sliding windows that mask positions, and for `layer_types` other than full attention."""
     kinds = keys.take("layer_types")
     full = isinstance(kinds, (list, tuple)) and all(each == "full_attention" for each in kinds)
     require(full or kinds is None, "layer_types", kinds, "only full_attention layers are built")
@@ -174,7 +174,7 @@ def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
 
 
 def _bias(keys: _Keys, key: str) -> bool:
-    """True if the switch `key` gives projections a bias; ValueError if the family has no such bias in transformers."""
+    """Bool of a bias switch, False for Qwen2's attention; ValueError if the family has no such bias."""
     value = keys.flag(key)
     # Qwen2's queries, keys and values always carry biases.
     fixed = keys.family == "qwen2" and key == "attention_bias"
@@ -184,7 +184,7 @@ def _bias(keys: _Keys, key: str) -> bool:
 
 
 def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`ModelConfig` fields that only Falcon configs set: kv heads, parallel blocks, shared norm."""
+    """`ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
     alibi, post = keys.flag("alibi"), keys.flag("apply_residual_connection_post_layernorm")
     require(not alibi, "alibi", alibi, "attention biased by distance is not built; use a Falcon with rotary embeddings")
     require(not post, "apply_residual_connection_post_layernorm", post, "only sums of what was not normed are built")
@@ -205,12 +205,12 @@ def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`ModelConfig` field `experts`, read from a Mixtral config."""
+    """Dictionary with the `ModelConfig` field `experts` of a Mixtral config."""
     return {"experts": Experts(count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok"))}
 
 
 def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`ModelConfig` field `experts`, read from a Qwen3-MoE config."""
+    """Dictionary with the `ModelConfig` field `experts` of a Qwen3-MoE config; ValueError if some blocks are dense."""
     step, dense = keys.take("decoder_sparse_step"), keys.take("mlp_only_layers")
     remedy = "blocks that differ from layer to layer are not built; use a model whose blocks all are mixtures"
     require(step == 1, "decoder_sparse_step", step, remedy)
@@ -236,13 +236,13 @@ _OWN: dict[str, Callable[[_Keys, Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _ids(key: str, value: Any) -> tuple[int, ...]:
-    """Token ids of a key that holds one id, a list of ids, or null; -1 is left out."""
+    """Token ids of a key that holds one id, several, or null, as a tuple without -1; ValueError for others."""
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     return tuple(whole(key, each, least=0) for each in values if each != -1)
 
 
 def _read_rope(keys: _Keys, max_positions: int) -> Rope:
-    """Rotary embedding (`Rope`) from `rope_parameters`, or from `rope_scaling` and `rope_theta`."""
+    """`Rope` config from `rope_parameters`, `rope_scaling` and `rope_theta`; ValueError if the former two disagree."""
     # Both keys are read first, so that neither is reported as unknown.
     theta, partial = keys.take("rope_theta"), keys.take("partial_rotary_factor")
     outer = {"rope_theta": theta} | ({} if partial is None else {"partial_rotary_factor": partial})
@@ -262,7 +262,7 @@ def _read_rope(keys: _Keys, max_positions: int) -> Rope:
 
 
 def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
-    """Rotary embedding (`Rope`) from one dictionary of keys, which includes `rope_theta`."""
+    """`Rope` config from one dictionary with `rope_theta`, whose keys it removes; ValueError for unknown ones."""
     theta, partial = positive("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
     require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
     kind = keys.pop("rope_type", keys.pop("type", "default"))

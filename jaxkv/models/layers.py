@@ -17,7 +17,7 @@ _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
 
 
 def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
-    """Uninitialised parameter: a shape and dtype without values."""
+    """Uninitialised `nnx.Param` that holds a shape and dtype without values."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -105,7 +105,7 @@ class DenseMLP(nnx.Module):
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
-        """Float32 output of the MLP, not yet added to the residual stream; summed over the devices of `over`."""
+        """Float32 output `[*rows, E]` of the MLP, without the residual; summed over the devices of `over`."""
         return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
@@ -113,7 +113,7 @@ class DenseMLP(nnx.Module):
         return project(self.hidden(x), self.down[...], wide=True)
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """Activations `[*rows, F]` before the down projection, in x's dtype."""
+        """Activations `[*rows, F]` before the down projection, in x's dtype; NotImplementedError in this base class."""
         raise NotImplementedError
 
 

@@ -20,7 +20,7 @@ _LEAST_ROWS, _MOST_ROWS = 8, 256
 
 
 class MixtureMLP(nnx.Module):
-    """Mixture-of-experts MLP: X gated MLPs (experts) and a router that chooses a few of them for each token.
+    """Mixture-of-experts MLP: X gated MLPs (experts), and a router that picks k of them for each token.
 
     Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`.
     """
@@ -32,7 +32,7 @@ class MixtureMLP(nnx.Module):
         self.experts_down = empty(experts.count, width, hidden, dtype=dtype)
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
-        """Float32 output of the mixture, not yet added to the residual stream; summed over the devices of `over`."""
+        """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
         return total(self.part(x), over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
@@ -48,7 +48,7 @@ class MixtureMLP(nnx.Module):
         return out.reshape(x.shape)
 
     def chosen(self, x: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        """Ids of each token's experts, most probable first, ties to the lowest, and their float32 weights."""
+        """Ids `[T, k]` of each token's experts, most probable first, ties to the lowest; their float32 weights."""
         likely = jax.nn.softmax(project(x, self.router[...], wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
         return ids, shares / shares.sum(axis=-1, keepdims=True) if self.experts.normalised else shares
@@ -61,7 +61,7 @@ def one_by_one(
     gate_up: Float[Array, "X two F E"],
     down: Float[Array, "X E F"],
 ) -> Float[Array, "T E"]:
-    """Float32 mixture output `[T, E]`, computed per token by gathering its experts' weights; for few tokens."""
+    """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens."""
 
     def chosen(weights: Float[Array, "X *rest"]) -> Float[Array, "T k *rest"]:
         return weights.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
@@ -105,12 +105,12 @@ def in_blocks(
 
 
 def block_rows(tokens: int, chosen: int, count: int) -> int:
-    """Number of rows per block: a power of two near an expert's average share, at most the number of tokens."""
+    """Number of rows per block: a power of two in 8 .. 256 from an expert's average share up, at most `tokens`."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 
 
 def _hidden(gate: Array, up: Array, share: Array, dtype: jnp.dtype) -> Array:
-    """Activations silu(gate) * up, multiplied by the expert's weight in the sum."""
+    """Activations silu(gate) * up times `share`, the expert's weight in the sum, in `dtype`."""
     # The expert's weight in the sum is applied before the down projection, where it costs least.
     return (jax.nn.silu(gate) * up * share).astype(dtype)

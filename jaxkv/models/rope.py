@@ -32,7 +32,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
-    """RoPE frequencies after Llama 3.1's scaling: those of long wavelengths divided by the factor, with a ramp."""
+    """RoPE frequencies `[D/2]` of Llama 3.1: low ones divided by the factor, high ones kept, a ramp between."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -40,7 +40,7 @@ def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray, float]:
-    """RoPE frequencies after YaRN's interpolation by parts, and YaRN's attention factor."""
+    """RoPE frequencies `[D/2]` after YaRN's interpolation by parts, and YaRN's factor on cosine and sine."""
 
     def channel(turns: float) -> float:
         # The (fractional) index of the channel pair that makes `turns` turns within the original context.

@@ -41,7 +41,7 @@ _MIXTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint tensor that holds a parameter or part of it: its name, and how its axes map to the parameter's.
+    """Checkpoint tensor that holds a parameter or a slice of it: its name, and how its axes map to the parameter's.
 
     Attributes:
         name: name of the tensor.
@@ -58,11 +58,11 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the checkpoint tensor."""
+        """Shape of the checkpoint tensor as a tuple of ints."""
         return tuple(math.prod(each) for each in self.axes)
 
     def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
-        """(first, end) index spans that a part of the parameter occupies on each axis of the checkpoint tensor.
+        """Index spans (first, end) of a parameter's part in the checkpoint tensor: one list per tensor axis.
 
         `part` has one range for each of the parameter's axes after those in `at`.
         """
@@ -89,7 +89,7 @@ def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, in
 
 
 def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str, tuple[Source, ...]]:
-    """Checkpoint tensors (`Source`s) that fill each parameter of a decoder, by the parameter's path.
+    """Dictionary from parameter path to the checkpoint tensors (`Source`s) that fill that parameter of a decoder.
 
     `names` are the checkpoint's tensors, which decide how mixtures are stored. All sources of one parameter have an
     `at` of the same length.
@@ -112,7 +112,7 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
 
 
 def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:
-    """`Source` of a tensor with all output axes flattened into one, and an input axis unless it is a bias."""
+    """`Source` of a whole tensor, its output axes flattened into one, with an input axis unless it is a vector."""
     vector = name.endswith(".bias") or len(shape) == 1
     return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 

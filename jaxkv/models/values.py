@@ -12,7 +12,7 @@ from jaxkv._errors import require
 
 
 def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
-    """Validates a positive, finite number and returns it as a float; raises ValueError for anything else."""
+    """Validates a positive number below 1e38 and returns it as a float; raises ValueError for anything else."""
     return real(name, value, remedy, high=math.nextafter(1e38, 0), open_low=True)
 
 
@@ -30,7 +30,7 @@ _REMEDIES = {
 
 
 def check_numbers(value: Any) -> None:
-    """Validates a frozen dataclass's numeric fields by their declared types, and stores them as Python numbers."""
+    """Validates a frozen dataclass's int, float and bool fields and stores Python values; raises ValueError."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -40,7 +40,7 @@ def check_numbers(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Static config of an unscaled rotary position embedding (RoPE).
+    """Static config of an unscaled rotary position embedding (RoPE): `theta`, the base; base class of scaled ones.
 
     Attributes:
         theta: base of the geometric progression of wavelengths.
@@ -94,7 +94,7 @@ class YarnRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Static config of a layer besides its weights: rotary embedding and attention scale.
+    """Static config of one layer besides its weights: rotary embedding `rope` and attention scale `scale`.
 
     Layers with equal specs share compiled programs.
 

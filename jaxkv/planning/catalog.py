@@ -52,7 +52,7 @@ class Known:
 
     @property
     def likely_filters(self) -> tuple[int, ...]:
-        """Indices of the model's OmniKV filter layers, or of Llama 3 8B's scaled to this number of layers."""
+        """Indices of the model's OmniKV filter layers; if unknown, Llama 3 8B's scaled to this number of layers."""
         layers = self.config.layers
         return self.filters or tuple(sorted({each * layers // _OF for each in _FILTERS}))
 

@@ -13,7 +13,7 @@ _MOST_HEAD = ("of largest batch", "its tokens/h", "pays from answer")
 
 
 def compared(plans: Sequence[Plan | MachinePlan]) -> str:
-    """Text tables of plans that differ in the policy, one line each; bytes are those of a GPU or of the process."""
+    """Text with a table of memory and one of speed, prices and quality, a line per plan (they differ in policy)."""
     first = plans[0]
     rows, compiled = list[tuple[str, ...]](), list[str]()
     for plan in plans:
@@ -42,14 +42,14 @@ def compared(plans: Sequence[Plan | MachinePlan]) -> str:
 
 
 def _beyond(parts: CacheParts, waiting: int) -> str:
-    """Text with the bytes of a cache beside its budget's rows, and of rows that prefill holds; a dash for none."""
+    """Text with bytes of a cache's parts other than its budget's rows, and of rows held in prefill; a dash for none."""
     named = [f"{gigabytes(size)} {name}" for name, size in parts.beyond]
     named += [f"{gigabytes(waiting)} all layers' rows in prefill"] if waiting else []
     return "; ".join(named) or "-"
 
 
 def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
-    """Lines of the table of seconds, requests an hour, prices and quality; a dash for each figure that is not there."""
+    """Text lines of the table of tokens/s, seconds, requests an hour, prices, quality; a dash for unknown figures."""
     outlooks = [plan.outlook for plan in plans]
     priced = any(each.best is not None and each.best.price is not None for each in outlooks)
     scored = next((each.quality for each in outlooks if each.quality is not None), None)
@@ -70,7 +70,7 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
 
 
 def _figures(outlook: Outlook) -> list[str]:
-    """Cells of one policy: tokens/s, seconds and requests an hour of the batch asked for and of the largest one."""
+    """Cells of one policy: speed, seconds and requests an hour; the largest batch's requests and tokens; break-even."""
     speed, asked, best, payback = outlook.speed, outlook.asked, outlook.best, outlook.payback
     return [
         "-" if speed is None else f"{speed.tokens:,.0f}",

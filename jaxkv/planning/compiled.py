@@ -27,7 +27,7 @@ _CHILD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A collective of a compiled program: its kind, arrays as HLO text, bytes, and count of such instructions."""
+    """A collective of a compiled program: its kind, result arrays as HLO text, their bytes, and its occurrences."""
 
     kind: str
     arrays: str
@@ -81,7 +81,7 @@ class CompiledProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """XLA's figures of the `decode` loop and the largest `prefill` program, compiled without a GPU.
+    """XLA's figures, compiled without a GPU: the `decode` loop, the `prefill` program of highest peak, all programs.
 
     Attributes:
         decode: the decode loop with all layers.
@@ -191,7 +191,7 @@ def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
 
 
 def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: bool) -> dict[str, Any]:
-    """Runs `worker.main` in a child process and returns its dict; `dump` writes the PTX into `folder`."""
+    """Runs `worker.main` in a child process, returns its dict; ValueError if XLA refuses; `dump` writes PTX files."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     if dump:
         # From JAX 0.11 on PTX is dumped only on demand.

@@ -29,7 +29,7 @@ def size_of(kind: str, sizes: tuple[int, ...]) -> int:
 
 
 def collectives(text: str) -> collections.Counter[Any]:
-    """Counts the collectives of an HLO text by (kind, arrays sent); an instruction in a loop counts once."""
+    """Counter of the collectives of an HLO text by (kind, result arrays); an instruction in a loop counts once."""
     found = collections.Counter[Any]()
     for result, kind, start in re.findall(rf"{_RESULT} ({_KINDS})(-start)?\(", text):
         arrays = arrays_in(result)

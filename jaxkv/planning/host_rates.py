@@ -28,7 +28,7 @@ _MOST_EMBED, _MOST_HIDDEN, _MOST_BATCH = 2048, 8192, 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRates:
-    """Rates of this machine's CPU, all its cores together, for one model shape, dtype and batch.
+    """Measured rates of this machine's CPU: FLOP/s of products, attention and its sums, bytes/s of weights and rows.
 
     Attributes:
         products: matrix products of prefill, FLOP/s.
@@ -71,7 +71,7 @@ def _filled(dtype: str, *shape: int) -> jax.Array:
 
 @functools.cache
 def _products(embed: int, hidden: int, dtype: str) -> float:
-    """FLOP/s of the MLP of a block of tokens: two products to `hidden`, one back."""
+    """Measures FLOP/s of the MLP of 256 tokens (two products to `hidden`, one back); cached."""
 
     def once(x: Any, up: Any, down: Any) -> Any:
         """One MLP's output added to its input."""
@@ -84,7 +84,7 @@ def _products(embed: int, hidden: int, dtype: str) -> float:
 
 @functools.cache
 def _attention(heads: int, group: int, dim: int, dtype: str) -> float:
-    """FLOP/s of causal attention of the last block of tokens of a text."""
+    """Measures FLOP/s of causal attention of the last 256 tokens of a text of 1,024; cached."""
 
     def once(q: Any, k: Any) -> Any:
         """Attention's output, as the next queries."""
@@ -96,10 +96,10 @@ def _attention(heads: int, group: int, dim: int, dtype: str) -> float:
 
 @functools.cache
 def _sums(heads: int, group: int, dim: int, dtype: str) -> float:
-    """FLOP/s of the attention that keys receive from the last block of tokens of a text."""
+    """Measures FLOP/s of summing the attention that 1,024 keys receive from the last 256 tokens; cached."""
 
     def once(q: Any, k: Any, lse: Any) -> Any:
-        """The queries, with a share of the sums added so that these are not left out."""
+        """Queries plus a tiny share of the sums, which keeps the compiler from leaving the sums out."""
         return q + (1e-9 * column_sums(q, k, lse, jnp.int32(_KEYS - _BLOCK)).sum()).astype(q.dtype)
 
     arrays = _filled(dtype, heads, group, _BLOCK, dim), _filled(dtype, heads, _KEYS, dim)
@@ -109,10 +109,10 @@ def _sums(heads: int, group: int, dim: int, dtype: str) -> float:
 
 @functools.cache
 def _weights(embed: int, hidden: int, batch: int, dtype: str) -> float:
-    """Bytes/s of weights, larger than all caches, that one token of each sequence is multiplied by."""
+    """Measures bytes/s of reading MLP weights, larger than CPU caches, to multiply one token per sequence; cached."""
 
     def once(x: Any, weights: Any) -> Any:
-        """Tokens multiplied by all weights in turn."""
+        """Tokens passed through all MLPs in turn, each MLP's output added to its input."""
         for up, down in weights:
             gate, wide = jnp.moveaxis(project(x, up), 1, 0)
             x = x + project(jax.nn.silu(gate) * wide, down)
@@ -126,12 +126,12 @@ def _weights(embed: int, hidden: int, batch: int, dtype: str) -> float:
 
 @functools.cache
 def _rows(heads: int, group: int, dim: int, batch: int, dtype: str) -> float:
-    """Bytes/s of cache rows, larger than all caches of the CPU, that one token of each sequence attends to."""
+    """Measures bytes/s of reading cache rows, larger than CPU caches, to attend from one token per sequence; cached."""
     begin = jnp.arange(heads, dtype=jnp.int32) * _KEYS
     start, length = jnp.tile(begin, (batch, 1)), jnp.full((batch, heads), _KEYS, jnp.int32)
 
     def once(q: Any, pools: Any) -> Any:
-        """Attention over the pool of each layer in turn."""
+        """Attention over the pool of each layer in turn, each output the next layer's queries."""
         for k, v in pools:
             q = backend_of(Implementation.XLA).attend(q, k, v, start, length, walk=Walk.STRIDES)[0]
         return q
@@ -148,7 +148,7 @@ def _pairs() -> int:
 
 
 def _seconds(once: Callable[..., Any], x: Any, *others: Any) -> float:
-    """Median seconds of `x = once(x, *others)` under jit, run often enough for the clock."""
+    """Median seconds of one `x = once(x, *others)` under jit, from 7 timed loops of about 20 ms each."""
 
     @jax.jit
     def often(x: Any, count: Any, *others: Any) -> Any:
@@ -156,7 +156,7 @@ def _seconds(once: Callable[..., Any], x: Any, *others: Any) -> float:
         return lax.fori_loop(0, count, lambda _, x: once(x, *others), x)
 
     def took(count: int) -> float:
-        """Seconds of `count` applications."""
+        """Seconds that one call of `often` takes, which applies `once` `count` times."""
         began = time.perf_counter()
         jax.block_until_ready(often(x, jnp.int32(count), *others))
         return time.perf_counter() - began

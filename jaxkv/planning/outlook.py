@@ -10,7 +10,7 @@ from jaxkv.planning.speed import Speed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
-    """Estimated seconds of a batch of requests, one batch after the other, and what follows: requests an hour, prices.
+    """Estimated prefill and decode seconds of a batch of requests, and the requests and prices that follow from them.
 
     Attributes:
         batch: requests that run together.
@@ -33,12 +33,12 @@ class Service:
 
     @property
     def requests(self) -> float:
-        """Requests an hour."""
+        """Requests an hour, one batch after the other."""
         return 3600 * self.batch / self.seconds
 
     @property
     def tokens(self) -> float:
-        """New tokens an hour."""
+        """New tokens an hour, of all requests."""
         return self.requests * self.new
 
     @property
@@ -52,7 +52,7 @@ class Service:
         return None if self.price is None or not self.new else 1e6 * self.price / self.tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """The service as a dict for JSON."""
+        """Dict for JSON: batch, seconds, requests and tokens an hour, and prices if a price is given."""
         found = {
             "batch": self.batch,
             "prefill_seconds": self.prefill,
@@ -79,13 +79,13 @@ class Service:
 
 
 def service_of(speed: Speed, batch: int, new: int, price: float | None) -> Service:
-    """`Service` of a speed: prefill, then `new` decode steps, of a batch."""
+    """Makes the `Service` of a batch by its speed: prefill, then `new` decode steps, and an hour's price."""
     return Service(batch=batch, new=new, prefill=speed.prefill, decode=new * speed.step, price=price)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Payback:
-    """Comparison of a compressed document, asked many times, with its full cache, in seconds, for the same batch.
+    """Extra prefill seconds and seconds saved per answer of a compressed document against its full cache.
 
     Attributes:
         extra: seconds that prefill takes more than with the full cache; None if the full cache does not fit.
@@ -97,7 +97,7 @@ class Payback:
 
     @property
     def answers(self) -> int | None:
-        """Number of answers from which on less time is spent than with the full cache; None for never."""
+        """Number of answers from which on compression saves time; 1 if the full cache does not fit, None for never."""
         if self.extra is None or self.saved is None:
             return 1
         if self.saved <= 0:
@@ -110,7 +110,7 @@ class Payback:
         return "never" if self.answers is None else f"{self.answers:,}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison as a dict for JSON."""
+        """Dict for JSON: number of answers, extra prefill seconds, seconds saved per answer."""
         return {"answers": self.answers, "extra_prefill_seconds": self.extra, "saved_answer_seconds": self.saved}
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Payback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Speed, requests an hour, break-even and quality of a plan; None for each that there is none of.
+    """Speed, requests an hour, break-even and quality of a plan; None for each that is unknown.
 
     Attributes:
         speed: of the batch asked for, if it fits.
@@ -148,11 +148,11 @@ class Outlook:
 
     @property
     def best(self) -> Service | None:
-        """`Service` of the largest batch that fits."""
+        """`Service` of the largest batch that fits; None if it is unknown."""
         return self.asked if self.most is None else self.most
 
     def lines(self, estimated: str) -> list[str]:
-        """Lines of a plan's report; `estimated` begins the line with tokens/s."""
+        """Text lines of a report: speed, requests, assumptions, break-even, quality; `estimated` begins the speed's."""
         lines = [f"No estimate of speed: {self.silent}."] if self.silent else []
         if self.speed is not None:
             step = f"{self.speed.tokens:,.0f} tokens/s ({self.speed.step * 1e3:.1f} ms a step)"
@@ -167,7 +167,7 @@ class Outlook:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """The outlook as a dict for JSON."""
+        """Dict for JSON: speed, requests of the batch and of the largest batch, break-even and quality."""
         parts = {"requests": self.asked, "requests_of_largest_batch": self.best, "pays": self.payback}
         found = {name: None if each is None else each.as_dict() for name, each in parts.items()}
         speed = None if self.speed is None else dataclasses.asdict(self.speed)

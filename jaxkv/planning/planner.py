@@ -71,7 +71,7 @@ def plan(
     quality: str | os.PathLike[str] | None = None,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plans memory and speed of a model, a policy and prompts by arithmetic, on GPUs that need not be there or here.
+    """Plans memory and speed of a model, a policy and prompts, on GPUs (present or not) or on this machine's CPU.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
@@ -106,14 +106,14 @@ def plan(
 
 
 def require_price(price: Any) -> None:
-    """Refuses a price of an hour that is no positive number; None is no price."""
+    """Raises ValueError for an hourly price that is not a positive finite number; None is allowed."""
     value = as_real(price)
     sound = price is None or (value is not None and math.isfinite(value) and value > 0)
     require(sound, "price", price, "give the price of a GPU for an hour, 2.5 say")
 
 
 def known_model(given: Any) -> Known:
-    """`Known` (name, config, filter layers) of a model name, a path, a config or a loaded model."""
+    """`Known` (name, config, filter layers) of a model name, path, config or loaded model; TypeError for others."""
     if isinstance(given, Known):
         return given
     if isinstance(given, LanguageModel):
@@ -162,7 +162,7 @@ def setting_of(
 
 
 def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups of a mesh such as `2x4` or (2, 4); ValueError if its size is not `count`."""
+    """Number of data-parallel groups of a mesh such as `2x4` or (2, 4), 1 for None; ValueError unless of `count`."""
     if mesh is None:
         return 1
     parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []
@@ -181,7 +181,7 @@ def planned(
     quality: Quality | None = None,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plan of a setting: bytes, largest batch and context, remedies, speed; with `compile` also XLA's own figures.
+    """`Plan` or `MachinePlan` of a setting: bytes, largest batch and context, remedies, speed; XLA's if `compile`.
 
     `price` is of one device for an hour.
     """
@@ -215,11 +215,11 @@ def planned(
 def outlook_of(
     setting: Setting | HostSetting, most: int, *, price: int | float | None = None, quality: Quality | None = None
 ) -> Outlook:
-    """`Outlook` of a setting and of its largest batch `most`; no speed where nothing fits or rows are offloaded."""
+    """`Outlook` of a setting and its largest batch `most`; no speed if it does not fit or rows are offloaded."""
     count = setting.gpus if isinstance(setting, Setting) else 1
     hourly, fitting = None if price is None else price * count, fits(setting)
     here = isinstance(setting, HostSetting)
-    # A machine that does not say what is free has no largest batch.
+    # Where a machine's free memory is unknown, every batch counts as fitting: there is no largest one.
     known = not here or setting.memory is not None
     batches = [setting.batch if fitting else 0, most if most and known and most != setting.batch else 0]
     speeds = [speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches]
@@ -249,7 +249,7 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
 
 
 def fits(setting: Setting | HostSetting) -> bool:
-    """True if a setting's peak is within its memory; False if it is not, or if the budget cannot be honoured."""
+    """True if a setting's peak is within its memory or that is unknown; False also for a budget that cannot be kept."""
     try:
         if isinstance(setting, Setting):
             return sizes_of(setting).peak <= setting.memory
@@ -259,7 +259,7 @@ def fits(setting: Setting | HostSetting) -> bool:
 
 
 def largest_batch(setting: Setting | HostSetting) -> int:
-    """Largest number of prompts of the setting's length that fits into memory; 0 if not even one does."""
+    """Largest number of prompts of the setting's length that fits, at most 65,536 (4,096 on a CPU); 0 if none does."""
 
     def fit(batch: int) -> bool:
         return fits(dataclasses.replace(setting, batch=batch))
@@ -272,13 +272,13 @@ def largest_batch(setting: Setting | HostSetting) -> int:
 
 
 def largest_context(setting: Setting | HostSetting) -> int:
-    """Largest prompt length at which the setting's batch fits, up to the model's positions; 0 if none does."""
+    """Largest prompt length, the model's limit or a bucket's end, at which the setting's batch fits; 0 if none does."""
     lengths = lengths_below(setting.config.max_positions)
     return next((length for length in lengths if fits(dataclasses.replace(setting, context=length))), 0)
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
-    """Yields changed settings that fit: with a smaller budget, with another policy, with more GPUs."""
+    """Yields `Remedy` values, changed settings that fit: a smaller budget, another policy, more GPUs."""
     policy, budget = setting.policy, setting.policy.parts().budget
     if isinstance(budget, int):
         smaller = _with_smaller_budget(setting, policy, budget)
@@ -301,7 +301,7 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
 
 
 def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setting | None:
-    """Setting with the largest budget of `policy` up to `budget` that fits into memory; None if none fits."""
+    """Setting with the largest budget of `policy` that fits, in steps of 64 from 128 to `budget`; None if none fits."""
 
     def changed(steps: int) -> Setting | None:
         try:
@@ -320,7 +320,7 @@ def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setti
 
 
 def _with_more_gpus(setting: Setting) -> Setting | None:
-    """Setting with 2, 4, 8 or 16 times the GPUs, the fewest that fit; None if none fits."""
+    """Setting with 2, 4, 8 or 16 times the GPUs (as larger or more groups), the fewest that fit; None if none fits."""
     for times in (2, 4, 8, 16):
         for data in dict.fromkeys((setting.data, setting.data * times)):
             try:

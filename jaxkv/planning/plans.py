@@ -303,17 +303,17 @@ class MachinePlan:
 
 
 def _parts(parts: CacheParts) -> list[tuple[str, int, str]]:
-    """Facts of a cache that takes more than its budget's rows: (name, bytes, remark) of each further part."""
+    """List of (name, bytes, remark) for a report: parts of the cache other than its budget's rows, 1% or more each."""
     return [("  of it", size, f"for {name}") for name, size in _named(parts)]
 
 
 def _named(parts: CacheParts) -> list[tuple[str, int]]:
-    """(what for, bytes) of the parts of a cache beside its budget's rows, in words."""
+    """List of (purpose as text, bytes) of a cache's parts other than its budget's rows that take 1% or more."""
     return [("new tokens' room" if name == "room" else name, size) for name, size in parts.beyond]
 
 
 def _waiting(size: int) -> list[tuple[str, int, str]]:
-    """Fact of prefill's uncompressed rows of all layers, where it holds these; empty if `size` is 0."""
+    """List of one (name, bytes, remark): all layers' uncompressed rows that prefill holds; empty if `size` is 0."""
     return [("  of them", size, "uncompressed rows of all layers, until the last one is scored")] if size else []
 
 

@@ -44,7 +44,7 @@ SMALL = ("unordered", "placed", "counted", "ring_of")
 
 
 def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None) -> Flat:
-    """Decoder with abstract arrays (shapes and dtypes) as parameters, sharded over a mesh if `axes` is given."""
+    """Flattened decoder whose parameters are abstract arrays (shapes and dtypes), sharded if `axes` is given."""
     decoder = Decoder(config, dtype=dtype)
     if axes is None:
         return Flat(decoder)
@@ -121,7 +121,7 @@ class Work:
         return Prefilled(calls, cache)
 
     def placed(self, tree: Any) -> Any:
-        """Tree with an abstract array for each array; off a mesh with this work's sharding."""
+        """Tree with an abstract array in place of each array; with `sharding`, where that is set (off a mesh)."""
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             """Abstract array (`ShapeDtypeStruct`) of one array."""
@@ -148,7 +148,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: Work) -> Iterator[Call]:
-    """Yields a prefill's program calls named by purpose; of calls with equal purpose and argument tree the largest."""
+    """Yields a prefill's program calls, tiny ones left out; of equal purpose and argument tree only the largest."""
     heaviest = dict[Any, Call]()
     for call in work.prefill.calls:
         if call.name not in SMALL:

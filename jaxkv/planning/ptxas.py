@@ -28,10 +28,10 @@ def ptxas() -> str | None:
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
-    """Assembles each PTX file in `folder` with ptxas for an `architecture` such as `sm_90a`; returns its kernels."""
+    """Assembles the PTX files in `folder` with ptxas; returns their kernels; RuntimeError if ptxas refuses a file."""
     found = list[Kernel]()
     for path in sorted(glob.glob(f"{folder}/**/*.ptx", recursive=True)):
-        # XLA also leaves the empty rests of modules that it split.
+        # XLA also dumps empty files for the remainders of modules that it split.
         if ".version" not in Path(path).read_text():
             continue
         command = [assembler, "-v", f"-arch={architecture}", path, "-o", os.devnull]

@@ -8,7 +8,7 @@ from jaxkv.planning.catalog import catalog
 from jaxkv.planning.setting import Request
 from jaxkv.policies.policy import Method
 
-# Prompts of an evaluation that are shorter or longer than this many times the plan's are said to be so.
+# A note is given where an evaluation's prompts are this many times shorter or longer than the plan's.
 _OTHER_LENGTH = 2
 
 
@@ -60,7 +60,7 @@ class Quality:
 def qualities(
     folder: str | os.PathLike[str] | None, settings: Sequence[Request], given: Sequence[Method]
 ) -> tuple[list[Quality | None], tuple[str, ...]]:
-    """`Quality` of each setting's policy in the evaluation of a folder, None where it has no row; and notes.
+    """List of each setting's `Quality`, None without a row in the evaluation in `folder`; and notes, as texts.
 
     `given` are the policies as users wrote them; a setting's may have learned of the model since. An unfinished
     evaluation counts as far as it goes. Without a folder there is none. ValueError if the folder holds no evaluation.

@@ -24,7 +24,7 @@ _MANY = {"k": 1 << 10, "m": 1 << 20}
 
 
 def tokens_of(given: Any, name: str = "context") -> Any:
-    """Number of tokens of a text such as `131072`, `131_072`, `128K` (times 1024) or `1M`; other values unchanged."""
+    """Number of tokens of text such as `131072`, `128K` (times 1024) or `1M`, else ValueError; non-text unchanged."""
     if not isinstance(given, str):
         return given
     read = _TOKENS.fullmatch(given.strip().replace("_", "").replace(",", "")) if len(given) < 20 else None

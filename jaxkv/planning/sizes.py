@@ -93,7 +93,7 @@ class Sizes:
 
 
 def sizes_of(setting: Setting) -> Sizes:
-    """Computes the bytes of one GPU of a setting by arithmetic; ValueError if the budget cannot be honoured."""
+    """Computes the `Sizes` (bytes of one GPU) of a setting by arithmetic; ValueError if the budget cannot be kept."""
     parts, config = setting.policy.parts(), setting.config
     room = first_room(parts, config.layers, np.array([setting.context]), setting.new) if setting.new else 0
     planned = prefill_of(setting, room)
@@ -115,7 +115,7 @@ def sizes_of(setting: Setting) -> Sizes:
         kept=float(kept),
         full=planned.full_bytes,
         parts=cache_parts(setting, last, setting.mesh.shape["kv"]),
-        # A budget over all layers may do with a buffer instead.
+        # With one budget over all layers, prefill may hold only a buffer of the rows that can still be chosen.
         waiting=planned.full_bytes if holds_all and activations >= planned.full_bytes else 0,
     )
 
@@ -205,7 +205,7 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     chosen, loaded = 0, planned.loaded_bytes
     if reading.page is not None:
         pools = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])
-        # One layer's bounds of q.k, of two terms each, and places of its chosen rows.
+        # For one layer: upper bounds of q.k per page, as sums of two terms, and indices of the chosen rows.
         scores = 8 * local.group * max(pools) // reading.page + 4 * local.kv_heads * min(reading.width, max(pools))
         chosen = batch * scores
     if reading.filters:

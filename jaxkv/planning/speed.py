@@ -133,7 +133,7 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
 
 
 def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
-    """Seconds of a ring all-reduce of `size` bytes over a group's GPUs; `flags` is bytes sent per payload byte."""
+    """Seconds of a ring all-reduce of `size` bytes in a group (0 for one GPU); `flags`: bytes sent per payload byte."""
     count, gpu = setting.split, setting.gpu
     if count == 1:
         return 0.0
@@ -145,7 +145,7 @@ def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
 
 
 def _launches(setting: Setting) -> Launches:
-    """Numbers of kernel launches per layer and per decode step for the setting's policy."""
+    """`Launches` (kernel launches of a layer and of a step, constants) for the setting's policy."""
     parts = setting.policy.parts()
     if parts.read is not None:
         return CHOOSES

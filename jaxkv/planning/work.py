@@ -21,7 +21,7 @@ class PrefillWork:
 
 
 def rows_read(request: Request) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows per kv head `[L]` that a decode step reads in the middle of the answer; indices of filter layers."""
+    """Rows per kv head `[L]` that a decode step reads midway through the answer, and indices of filter layers."""
     parts, layers, behind = request.policy.parts(), request.config.layers, request.new // 2
     planned = plan_prefill(request.config, request.policy, [request.context], dtype=request.dtype)
     # Budgets over layers that depend on the prompt are taken as uniform.
@@ -41,7 +41,7 @@ def rows_read(request: Request) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 def weights_read(request: Request, weights: int) -> tuple[float, float]:
-    """Bytes of the parameters that a decode step reads, and of those that each token is multiplied by.
+    """Bytes of parameters that a decode step reads, and bytes that each token is multiplied by (fewer with experts).
 
     `weights` is the bytes of all parameters that the device holds.
     """
@@ -76,7 +76,7 @@ def prefill_work(request: Request, weights: int) -> PrefillWork:
 
 
 def step_scores(request: Request) -> float:
-    """FLOP of scoring the cache again, for policies that do so every few tokens, averaged over decode steps."""
+    """FLOP of scoring the cache again every few tokens, averaged over decode steps; 0 for policies that do not."""
     parts = request.policy.parts()
     if parts.every is None or parts.ongoing is None or parts.ongoing.rank is not None or request.new < parts.every:
         return 0.0
@@ -85,7 +85,7 @@ def step_scores(request: Request) -> float:
 
 
 def _scores(request: Request, rows: int | float) -> float:
-    """FLOP of scores of `rows` rows per kv head: logits of the last queries, and cosines of keys (R-KV)."""
+    """FLOP of scoring `rows` rows per kv head: logits of the policy's last queries; for R-KV, cosines of keys too."""
     local, parts = request.local, request.policy.parts()
     found = 2.0 * request.sequences * parts.needs.queries * rows * local.layers * local.heads * local.head_dim
     if compares_keys(parts.scorer):

@@ -83,7 +83,7 @@ def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float 
 
 
 def programs_of(setting: Setting) -> dict[str, Any]:
-    """Compiles a setting's programs; returns a dict with `decode`, `prefill` and `weights`, or with `error`."""
+    """Compiles a setting's programs; returns a dict with `decode`, `prefill`, `weights`, or `program` and `error`."""
     name = "such GPUs"
     try:
         with on_gpus(setting) as work:

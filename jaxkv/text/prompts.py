@@ -1,4 +1,4 @@
-"""Encodes prompts (text, chat messages or ids, one or many) to token ids, with the conversation's turn after each."""
+"""Encodes prompts (text, chat messages or ids, one or many) to token ids and the conversation's state after each."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ _BYTES = (bytes, bytearray, memoryview)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A batch of prompts as token ids, with the `Turn` of each conversation after its prompt.
+    """A batch of prompts as token ids (`ids`), with the conversation's state after each prompt (`turns`, of `Turn`).
 
     Attributes:
         ids: one list per sequence, none empty.
@@ -39,7 +39,7 @@ class Encoded:
 
     @property
     def turn(self) -> Turn | tuple[Turn, ...]:
-        """The `Turn` that all sequences share; if they differ, a tuple with one per sequence."""
+        """The `Turn` (conversation state) that all sequences share; if they differ, a tuple with one per sequence."""
         return self.turns[0] if len(set(self.turns)) == 1 else self.turns
 
     @property
@@ -70,7 +70,7 @@ def encode(
     raw: bool = False,
     close: bool,
 ) -> Encoded:
-    """Encodes one prompt or a list of prompts to token ids, with the `Turn` of each conversation after its prompt.
+    """Encodes one prompt or a list to an `Encoded`: token ids, and each conversation's state (`Turn`) after its prompt.
 
     Args:
         prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
@@ -128,7 +128,7 @@ def _refuse(given: Any) -> NoReturn:
 
 
 def _listed(given: Any) -> str | list[Any]:
-    """A prompt as a plain str or list: arrays and other sequences become lists; TypeError for other values."""
+    """A prompt, or several, as a plain str or list: arrays and other sequences become lists; refuses other values."""
     if hasattr(given, "ndim") and hasattr(given, "dtype") and not isinstance(given, str):
         array = np.asarray(given)
         if array.dtype.kind not in "UOiu":
@@ -143,7 +143,7 @@ def _listed(given: Any) -> str | list[Any]:
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
-    """True if `prompt` is a single prompt, else False; and the list of prompts."""
+    """Two results: True if `prompt` is a single prompt and not several, and the list of prompts (of one if single)."""
     # An empty array is one prompt without ids; an empty list is no prompt.
     empty = getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
     items = _listed(prompt)
@@ -153,7 +153,7 @@ def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
 
 
 def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    """Token ids of one prompt, and the `Turn` after it."""
+    """Token ids of one prompt (text, messages or ids), and the conversation's `Turn` after it; refuses other values."""
     items = _listed(item)
     if isinstance(items, str):
         return _encode_text(items, text, turn=turn, raw=raw, close=close)
@@ -165,7 +165,7 @@ def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: b
 
 
 def _is_id(value: Any) -> bool:
-    """True if `value` is an integer of Python, numpy or JAX, as a token id is."""
+    """True if `value` is an integer scalar of Python, numpy or JAX, as a token id is; False for a bool."""
     if isinstance(value, int):
         return not isinstance(value, bool)
     scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0
@@ -173,7 +173,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    """Token ids of a text as plain text, a user message or the rest of one; and the `Turn` after it."""
+    """Token ids of a text, encoded by `turn` as plain text, a user message or more of one; and the `Turn` after it."""
     require(text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids")
     assert text is not None
     if not item:
@@ -196,7 +196,7 @@ def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: 
 def _encode_messages(
     items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool
 ) -> tuple[list[int], Turn]:
-    """Token ids of a list of chat messages, and the `Turn` after them."""
+    """Token ids of chat messages, the last of which must be the user's, and the conversation's `Turn` after them."""
     require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
     chats = text is not None and text.has_template
     require(chats, "prompt", items[:1], "the model has no chat template: give text")

@@ -26,7 +26,7 @@ _SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq"
 
 
 class Turns(NamedTuple):
-    """Text that a chat template writes around messages: before the user's, after it, and between turns.
+    """Three texts that a chat template writes around messages: before the user's, after it, and between turns.
 
     Attributes:
         opening: text before the user's content in a fresh conversation, a default system prompt included.
@@ -57,7 +57,7 @@ class Text:
         template: str | None = None,
         origin: str = "text",
     ):
-        """Creates the object from a `tokenizers.Tokenizer` and a chat template's source.
+        """Takes a `tokenizers.Tokenizer`, its special tokens, and a chat template's source if there is one.
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`.
@@ -81,7 +81,7 @@ class Text:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: end of sequence and end of turn.
+        """Ids of the tokens that end an answer: end of sequence and the chat template's end of turn; found once.
 
         The chat template runs at the first call, to find the end of turn.
         """
@@ -160,7 +160,7 @@ class Text:
         return None if to_str is None else to_str()
 
     def encode(self, s: str, *, bos: bool) -> list[int]:
-        """Token ids of a text; special tokens spelled out in the text become their ids.
+        """Token ids of a text, special tokens spelled out in it included; `bos` puts BOS first where prompts have one.
 
         With `bos`, the bos token comes first, if the tokenizer is configured to add it and the text lacks it.
 
@@ -212,21 +212,21 @@ class Text:
 
     @functools.cached_property
     def turns(self) -> Turns:
-        """`Turns`: text that the chat template writes around messages; ValueError if it repeats or drops messages."""
+        """`Turns`: texts that the chat template writes around messages; ValueError if it repeats or drops messages."""
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
         opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
         return Turns(opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2])
 
     def _turn_end(self) -> int | None:
-        """Id of the special token that the chat template writes after an answer; None if it writes none."""
+        """Id of the special token that the chat template writes first after an answer; None if it writes other text."""
         after = self.turns.between.lstrip()
         first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         return first if added is not None and added.special else None
 
     def _split(self, rendered: str, count: int) -> list[str]:
-        """Splits a rendered conversation at its `count` sentinel contents into count + 1 pieces of text."""
+        """Splits a rendered conversation at its `count` placeholders into count + 1 texts; each must occur once."""
         pieces = []
         for sentinel in _SENTINELS[:count]:
             remedy = "it does not render each message once, so turns cannot be split; render with chat() instead"
@@ -237,10 +237,10 @@ class Text:
 
 
 class StreamDecoder:
-    """Incremental decoder of a stream of token ids to text; holds back characters with incomplete bytes."""
+    """Incremental decoder of a stream of token ids to text; holds text back while its last character lacks bytes."""
 
     def __init__(self, text: Text):
-        """Creates a decoder without ids; special tokens are left out of its text."""
+        """Takes the tokenizer and starts without ids; the decoded text leaves special tokens out."""
         self._text = text
         # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded
         # last stay in front of the pending ones, and the new text is what the pending ids add.
@@ -248,25 +248,25 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds token ids and returns the new complete text, possibly empty."""
+        """Adds token ids and returns all text not yet returned; "" while its last character lacks bytes."""
         self._pending += [int(each) for each in ids]
         added = self._added()
         held = len(added) - len(added.rstrip(_REPLACEMENT))
         return "" if 0 < held <= _LONGEST_HELD else self._release(added)
 
     def flush(self) -> str:
-        """Ends the stream and returns the text held back, with replacement characters for incomplete ones."""
+        """Ends the stream and returns the text held back, with replacement characters for incomplete characters."""
         added = self._release(self._added())
         self._context = []
         return added
 
     def _added(self) -> str:
-        """Text that the pending ids add after the context ids."""
+        """Text of the ids not yet returned as text, decoded after the ids before them."""
         before = self._text.decode(self._context)
         return self._text.decode(self._context + self._pending)[len(before) :]
 
     def _release(self, added: str) -> str:
-        """Returns `added`, and if it is not empty makes the pending ids the context."""
+        """Returns `added`, and unless it is empty marks the pending ids as returned: they become the context."""
         if added:
             self._context, self._pending = self._pending, []
         return added
@@ -318,7 +318,7 @@ def _guarded(
 
 
 def _check_sentencepiece(folder: Path) -> None:
-    """Raises ValueError for a sentencepiece model if the packages to read it are not installed."""
+    """Raises ValueError if a folder needs packages for its sentencepiece model that are not installed."""
     for name in _SENTENCEPIECE:
         if (folder / name).is_file() and not (folder / "vocab.json").is_file():
             missing = [package for package in ("sentencepiece", "google.protobuf") if not _has(package)]
@@ -327,7 +327,7 @@ def _check_sentencepiece(folder: Path) -> None:
 
 
 def _has(package: str) -> bool:
-    """True if a package is installed."""
+    """True if a package of this name can be imported; does not import it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the parent package is missing

@@ -1,13 +1,13 @@
-"""lm-evaluation-harness' own command line, with the model "jaxkv" among its models.
+"""Runs lm-evaluation-harness' own command line with the model "jaxkv" registered.
 
 python -m jaxkv.evals.harness run --model jaxkv --tasks gsm8k,coqa,truthfulqa_gen \
     --model_args model=smollm2-135m-instruct,policy=snapkv,budget=256 --batch_size 8
 """
 
-import lm_eval.models  # its own models: where one is known already, it does not look for them
+import lm_eval.models  # registers the harness' own models; after ours, it would not
 from lm_eval.__main__ import cli_evaluate
 
-import jaxkv.evals.harness  # noqa: F401  # which makes ours known
+import jaxkv.evals.harness  # noqa: F401  # registers ours
 
 assert lm_eval.models
 

@@ -60,7 +60,7 @@ class JaxKVLM(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """Takes a model or loads a named one, and checks policy and batch size.
+        """Takes a model or loads a named one; refuses one without a tokenizer, unknown policies and bad batch sizes.
 
         Args:
             model: a model, or a name or path for `jaxkv.load`.
@@ -113,7 +113,7 @@ class JaxKVLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that stands for an empty context: bos, or eos if there is no bos."""
+        """Id of the token that stands for an empty context: bos, or eos; refuses a model that has neither."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
@@ -121,11 +121,11 @@ class JaxKVLM(TemplateLM):
         return self.text.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders chat messages as one text; it ends by opening the answer if `add_generation_prompt`."""
+        """Text of chat messages by the chat template; ends with the answer's opening if `add_generation_prompt`."""
         return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Draws one text per request's context, up to a stop string or token limit; returns them in request order."""
+        """Draws one text per request, in request order, up to a stop string or token limit; truncates long contexts."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
         # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.
@@ -141,7 +141,7 @@ class JaxKVLM(TemplateLM):
         return [answers[at] for at in range(len(asked))]
 
     def _draw(self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int) -> list[str]:
-        """Draws one text per context with the same generation arguments; a request's index `number` varies the seed."""
+        """Draws one text per context with the same arguments; a sampled one's seed depends on the request `number`."""
         stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
         require(room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer")
@@ -158,7 +158,7 @@ class JaxKVLM(TemplateLM):
         return out.text
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each request's text; its tokens are read one by one, from a context of one token on.
+        """List of the log-probability of each request's text, read token by token after a context of one token.
 
         A policy that compresses prompts alone has nothing to drop there.
         """
@@ -172,13 +172,14 @@ class JaxKVLM(TemplateLM):
         return sums
 
     def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Splits a text's ids into (context, continuation) pairs of the model's length; each id is scored once."""
+        """Splits a text's ids into (context, continuation) pairs within the model's length; each id is scored once."""
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
         return list(map(make_disjoint_window, windows))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each request: its continuation's log-probability, and True if greedy decoding would draw it."""
-        for request in requests:  # The harness looks at the first token of an empty continuation after no context.
+        # After an empty context the harness takes a continuation's first token, which an empty one lacks.
+        for request in requests:
             require(bool(request.args[1]), "continuation", request.args[1], "it adds no token to its context")
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -188,7 +189,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """For each request: its continuation's log-probability, and True if greedy decoding would draw it."""
+        """For each request, as token ids: its continuation's log-probability, and if greedy decoding would draw it."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
@@ -202,7 +203,7 @@ class JaxKVLM(TemplateLM):
         return results
 
     def _judge(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """For each (context, continuation): the log-probability, and True if greedy decoding would draw it."""
+        """For each (context, continuation): its log-probability, and True if greedy decoding would draw it."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at, (context, _) in enumerate(pairs):
@@ -236,7 +237,8 @@ class JaxKVLM(TemplateLM):
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
         session, count = Session(self.params, self.policy, key=self._key(contexts[0])), len(continuations)
-        # The last token is not read; where positions are short, the first one makes room.
+        # A continuation's last token is not read. Each pair fits the model's positions, but the longest context and the
+        # longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
         cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
         shared = len(contexts) < count
@@ -249,7 +251,7 @@ class JaxKVLM(TemplateLM):
 def _read(
     session: Session, cache: KVCache, continuations: Sequence[list[int]], *, shared: bool
 ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-    """Log-probabilities of continuations read over a cache, and a mask of those that greedy decoding would draw.
+    """Log-probability of each continuation, read token by token over a cache; mask of those greedy decoding would draw.
 
     Tokens are read one by one, as if each had been drawn. The cache is donated unless it is `shared`.
     """
@@ -280,12 +282,12 @@ def _of_token(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Fl
 
 
 def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
-    """Splits items into consecutive parts of at most `size` items."""
+    """List of consecutive parts of a sequence, each of at most `size` items."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
-    """Reads lm-eval's generation arguments, a dict: returns stop strings, number of new tokens, and sampling."""
+    """Stop strings, number of new tokens and sampling from lm-eval's generation arguments; refuses unknown ones."""
     unknown = [name for name in arguments if name not in _KNOWN]
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
     until = arguments.get("until") or ()

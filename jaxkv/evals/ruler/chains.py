@@ -56,7 +56,7 @@ class Chains(Recipe):
         return self.write(self.draw(size, rng), shot)
 
     def draw(self, size: int, rng: np.random.Generator, *, short: bool = False) -> Chain:
-        """Draws variable names (`short` ones for a solved example), the number assigned to them, and places."""
+        """Draws a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
         names = self.wording.variables(rng, self.hops + 1, short=short)
         places = sorted(rng.permutation(size)[: self.hops + 1].tolist())
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
@@ -78,7 +78,7 @@ class Chains(Recipe):
         )
 
     def _hide(self, chain: Chain) -> str:
-        """Text of the haystack, with the chain's assignments inserted at their places."""
+        """Text of the haystack's lines of noise, with the chain's assignments inserted at their places."""
         # RULER ends these lines with a space.
         end = "" if self.wording.tight else " "
         first, *others = chain.names

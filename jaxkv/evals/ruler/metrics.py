@@ -1,4 +1,4 @@
-"""RULER's metrics of one answer, of its scripts/eval/synthetic/constants.py and scripts/eval/evaluate.py."""
+"""RULER's metrics of one answer, as in its scripts/eval/synthetic/constants.py and scripts/eval/evaluate.py."""
 
 import re
 from collections.abc import Sequence

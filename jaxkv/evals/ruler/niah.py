@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
-# RULER's, scripts/data/synthetic/{niah,constants}.py: of several, and of one.
+# RULER's, scripts/data/synthetic/{niah,constants}.py: templates for several values, and for one.
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _MANY = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
@@ -82,7 +82,7 @@ class Needles(Recipe):
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Draw:
-        """Draws needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
+        """Draws a `Draw`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
         keys = self.wording.draw(rng, self.key_kind, count)
         flat = self.wording.draw(rng, self.value_kind, count * self.values)
@@ -157,7 +157,7 @@ class Needles(Recipe):
 
 
 def places_at(depths: list[int], size: int) -> list[int]:
-    """Sorted indices of the sentences, of `size`, at the given depths in percent; rounded down as in RULER."""
+    """Sorted indices, among `size` sentences, of those at the given depths in percent; rounded down as in RULER."""
     return sorted(int(size * (depth / 100)) for depth in depths)
 
 

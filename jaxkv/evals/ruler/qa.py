@@ -25,12 +25,12 @@ FILES = {
 
 
 class Asked(NamedTuple):
-    """One question with its right answers, and indices of the documents that answer it.
+    """One question with its right answers, and indices of its own documents and of others in their article.
 
     Attributes:
         text: the question.
         answers: right answers, any of which counts.
-        context: indices of the documents with the answer.
+        context: indices of the question's documents; of HotpotQA, those that distract too.
         near: indices of documents of the same article, which are taken before all others.
     """
 
@@ -59,7 +59,7 @@ class Documents(Recipe):
         return max(len(each.context) for each in self.data.questions)
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with question `index` of the file, and `size` documents in random order."""
+        """Prompt with question `index` of the file (refused beyond its end) and `size` documents in random order."""
         have = len(self.data.questions)
         require(index < have, "count", index + 1, f"the file has {have} questions: ask for so many at most")
         asked = self.data.questions[index]
@@ -126,7 +126,7 @@ def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
 
 
 def _squad(content: dict[str, Any]) -> DataSet:
-    """`DataSet` of SQuAD 2.0's answerable questions; documents are paragraphs."""
+    """`DataSet` of the answerable questions in SQuAD 2.0's parsed JSON; its documents are paragraphs."""
     articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
     documents = sorted({text for texts in articles for text in texts})
     places = {text: at for at, text in enumerate(documents)}
@@ -143,7 +143,7 @@ def _squad(content: dict[str, Any]) -> DataSet:
 
 
 def _hotpot(content: list[dict[str, Any]]) -> DataSet:
-    """`DataSet` of HotpotQA's questions; documents are articles with their titles."""
+    """`DataSet` of the questions in HotpotQA's parsed JSON; its documents are articles with their titles."""
 
     def document(title: str, lines: list[str]) -> str:
         return f"{title}\n{''.join(lines)}"

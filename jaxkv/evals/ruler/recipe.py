@@ -66,7 +66,7 @@ class Recipe(abc.ABC):
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Largest haystack size, to a 400th part, whose prompt and answer take at most `length` tokens.
+    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; refuses if none.
 
     A `length` that not even the smallest haystack fits is refused.
     """
@@ -93,7 +93,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Prompts of one recipe and length: the haystack's `size`, and `length`, the most tokens of prompt and answer."""
+    """Makes prompts of one recipe that, with answers, take at most `length` tokens; `size` is that of haystacks."""
 
     recipe: Recipe
     length: int

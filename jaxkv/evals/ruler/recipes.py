@@ -57,7 +57,7 @@ def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data:
 
 
 def small_vocabulary() -> tuple[str, ...]:
-    """Sorted words, digits and punctuation marks that prompts and answers of the small wording consist of."""
+    """Sorted tuple of the words, digits and punctuation marks in prompts and answers of the small wording."""
     templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES, *counted.TEMPLATES)
     # Names of the templates' fields are no words of a prompt.
     fixed = [text for template in templates for text, *_ in string.Formatter().parse(template)]
