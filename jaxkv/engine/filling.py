@@ -64,7 +64,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
 
 
 def remember(session: Session, batch: Batch) -> None:
-    """Records a batch's seconds for `planned`: compile time of its first run, running time of its last run.
+    """Records seconds for `planned`: a batch's first compile time, last running time; ignores batches with copies.
 
     The session has run this batch and nothing else.
     """

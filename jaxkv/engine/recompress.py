@@ -171,7 +171,7 @@ class _Held(Source):
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the new pool: the policy's target, or a bucket if sequences keep more rows; waits for `kept`."""
+        """Size in rows, P, of the new pool: the policy's target, or a bucket if more are kept; waits for `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)

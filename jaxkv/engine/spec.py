@@ -56,7 +56,7 @@ def reading_state(
 
 
 def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """One layer's weights of a gate as arrays where the model lies; kept with the model, of the two gates used last.
+    """One layer's gate weights as arrays where the model lies; cached with the model, for the two gates used last.
 
     Abstract arrays if asked for, and while programs are recorded.
     """
