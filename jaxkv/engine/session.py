@@ -182,7 +182,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: runs layer by layer, so that its caller may run other programs in between.
+        """Generator form of `prefill`: yields after each layer, so that other work can run then; returns the cache.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
