@@ -54,7 +54,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows that are among them."""
+        """Counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:

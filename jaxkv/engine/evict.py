@@ -194,7 +194,7 @@ def _merging_dropped(
     products: Float[Array, "B K n"] | None,
     norms: Float[Array, "B P"] | None,
 ) -> _Writes:
-    """`writes` plus those of the merger, which may fold each dropped row into the most similar row of its segment."""
+    """`_Writes` with the merger's added: a dropped row may be folded into the most similar row of its segment."""
 
     def by_layer(array: Array) -> Array:
         """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""

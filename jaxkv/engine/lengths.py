@@ -67,7 +67,7 @@ def long_block(slots: int, batch: int) -> int:
 
 
 def ring_rows(queries: int) -> int:
-    """Size R of a ring of last queries: the window's `queries`, plus those of tokens a stop string may take back."""
+    """Size R of a ring of last queries: the window's `queries`, plus `LOOK` for tokens that stop strings roll back."""
     return queries + LOOK
 
 

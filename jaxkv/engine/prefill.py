@@ -332,7 +332,7 @@ class Prompts(Source):
         return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent rows stay."""
+        """Counts `[n, B]` for a group of layers, by plan or claims: rows to keep per kv head, most recent of them."""
         if self.parts.claims:
             traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
             if not traced:

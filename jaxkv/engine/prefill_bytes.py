@@ -191,7 +191,7 @@ class PrefillBytes:
 
     @property
     def _buffered(self) -> int:
-        """Bytes of the buffer of rows that may still be chosen: keys, values, indices, and scores where these stay."""
+        """Bytes of a joint budget's buffer of candidate rows: keys, values, indices, kept scores; 0 without one."""
         ongoing = self.parts.ongoing
         row = 2 * self.config.head_dim * self.item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
         return self.batch * (self.buffer or 0) * row

@@ -75,7 +75,7 @@ def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
 def chunks(
     tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"], asked: Replay, texts: Texts
 ) -> Iterator[tuple[int, Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]]:
-    """Yields each chunk's first position, the token ids that are read for it, and the number of real ones."""
+    """Yields each chunk's first position, the token ids `[B, N]` to run for it, and the number `[B]` of real ones."""
     batch, slots = tokens.shape
     size = min(asked.chunk, slots)
     for first in range(0, int(lengths.max()), size):

@@ -130,7 +130,7 @@ def question(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that appends `count` tokens per sequence to a cache; returns it and the next logits."""
+    """Exported program that appends `count` tokens per sequence to a cache (donated); returns cache and next logits."""
     flat = spec.flat.around(ends, blocks)
     after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=spec.decoding)
     return After(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
