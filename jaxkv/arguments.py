@@ -111,6 +111,17 @@ def as_key(given: Any) -> PRNGKeyArray | None:
     return jax.random.key(seed)
 
 
+def random_key(seed: int) -> PRNGKeyArray:
+    """JAX random key of a 64-bit seed; up to 32 bits it equals `jax.random.key(seed)`.
+
+    Of longer seeds, JAX would drop the upper half.
+    """
+    if -(2**31) <= seed < _SEEDS:
+        return jax.random.key(seed)
+    low, high = np.uint32(seed % _SEEDS), np.uint32(seed // _SEEDS % _SEEDS)
+    return jax.random.fold_in(jax.random.key(low), high)
+
+
 def as_implementation(given: Any) -> Implementation:
     """`Implementation` of attention from its member or value, `AUTO` for None; ValueError for an unknown name."""
     return Implementation.AUTO if given is None else named(given)

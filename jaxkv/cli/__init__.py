@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `plan`, `eval`, `analyze`, `filters`, `fit-gate`, `export`, lists of names."""
+"""The command line: `jaxkv generate`, `serve`, `plan`, `eval`, `analyze`, `filters`, `fit-gate`, `export`, lists."""
 
 import argparse
 import difflib
@@ -20,6 +20,7 @@ from jaxkv.cli.fitting import add_fit_options, run_fit
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import add_json_option, print_models, print_policies
 from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
+from jaxkv.cli.serving import SERVE_NOTES, add_serve_options, run_serve
 from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
@@ -179,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         add_options(command)
 
     add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
+    add("serve", "answer OpenAI's HTTP interface, many requests at a time", add_serve_options, run_serve, SERVE_NOTES)
     add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
     add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)
     add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)

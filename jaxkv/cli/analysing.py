@@ -24,8 +24,9 @@ from jaxkv.analysis.measuring import Measure, measured
 from jaxkv.analysis.recall import FOLLOWING, RecallMeasure
 from jaxkv.analysis.retained import RetainedMeasure
 from jaxkv.analysis.similarity import SimilarityMeasure
+from jaxkv.arguments import random_key
 from jaxkv.cli.files import Target, read_long_text
-from jaxkv.cli.models import add_dtype_option, add_model_option, ids_of, random_key, require_model
+from jaxkv.cli.models import add_dtype_option, add_model_option, ids_of, require_model
 from jaxkv.cli.numbers import argument, budgets, positive, seed
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout

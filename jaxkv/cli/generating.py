@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxkv._errors import require
+from jaxkv.arguments import random_key
 from jaxkv.attention import Implementation, named
 from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.models import add_dtype_option, add_model_option, random_key, require_model
+from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, positive, real, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout

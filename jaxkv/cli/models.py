@@ -1,12 +1,8 @@
-"""Options and helpers that commands with a model share: its name and dtype, random seeds, texts as token ids."""
+"""Options and helpers that commands with a model share: its name and dtype, texts as token ids."""
 
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
-import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv.loading import LanguageModel
@@ -29,17 +25,6 @@ def require_model(name: str) -> None:
     require(bool(name.strip()), "--model", name, "give a name from `jaxkv models`, a folder, a .gguf file or a hub id")
     home = name.startswith("~") and os.path.expanduser(name) == name
     require(not home, "--model", name, "there is no such home folder; a file of that name is ./" + name)
-
-
-def random_key(seed: int) -> PRNGKeyArray:
-    """JAX random key of a 64-bit seed; up to 32 bits it equals `jax.random.key(seed)`.
-
-    Of longer seeds, JAX would drop the upper half.
-    """
-    if -(2**31) <= seed < 2**32:
-        return jax.random.key(seed)
-    low, high = np.uint32(seed % 2**32), np.uint32(seed // 2**32 % 2**32)
-    return jax.random.fold_in(jax.random.key(low), high)
 
 
 def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:

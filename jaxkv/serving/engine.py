@@ -24,6 +24,7 @@ from jaxkv._settings import own_settings, settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import Turn
 from jaxkv.engine.session import Session
+from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -324,6 +325,16 @@ class Engine:
     def documents(self) -> Documents:
         """The documents of this engine: `all()`, `of(id)`, `remove(id)`."""
         return self._documents
+
+    @property
+    def limits(self) -> SlotShape:
+        """Most tokens of a prompt, a question and an answer (`prompt`, `question`, `new`), and rows of a slot."""
+        return self._slots.shape
+
+    @property
+    def error(self) -> BaseException | None:
+        """Error that ended the engine; None while it can answer."""
+        return self._error
 
     @property
     def stats(self) -> EngineStats:

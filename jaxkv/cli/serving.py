@@ -1,0 +1,169 @@
+"""`jaxkv serve`: checks its options, loads the model, makes an engine and answers OpenAI's HTTP interface."""
+
+import argparse
+import logging
+import os
+from typing import Any
+
+import jax
+
+from jaxkv._errors import require
+from jaxkv.attention import Implementation, named
+from jaxkv.cli.meshes import mesh_of
+from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.numbers import argument, natural, positive, real
+from jaxkv.cli.policy_options import add_policy_options, policy_from
+from jaxkv.cli.streams import to_stderr
+from jaxkv.compilation import enable_compilation_cache
+from jaxkv.loading import LanguageModel, load
+from jaxkv.serving import Engine
+
+SERVE_NOTES = """\
+The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; and /v1/documents, /health, /metrics,
+/openapi.json. SIGTERM or Ctrl-C answers the requests that are there and takes no new ones; the second one ends at once.
+
+examples:
+  64 requests at a time, if they fit, each with 1024 rows per kv head:
+    jaxkv serve --model smollm2-135m-instruct --policy adakv --budget 1024 --slots auto --port 8000
+
+  then, from any of OpenAI's clients:
+    curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+        -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}'
+"""
+_KEY = "JAXKV_API_KEY"
+
+
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `jaxkv serve` to its parser."""
+    count, seconds = argument(positive), argument(real)
+    add = parser.add_argument_group("model").add_argument
+    add_model_option(add)
+    add_dtype_option(add)
+    add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
+    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
+    add("--implementation", default=Implementation.AUTO.value, help=computing)
+    add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
+    add = parser.add_argument_group("slots").add_argument
+    add("--slots", default="auto", metavar="N", help="requests answered at the same time; auto: as many as fit")
+    add(
+        "--max-prompt-tokens", type=count, metavar="N", help="most tokens of a prompt (default: 4096, if the model can)"
+    )
+    add(
+        "--max-new-tokens", type=count, default=512, metavar="N", help="most tokens of an answer (default: %(default)s)"
+    )
+    about = "most tokens of a question on a document; 0: no documents (default: %(default)s)"
+    add("--max-question-tokens", type=argument(natural), default=256, metavar="N", help=about)
+    about = "folder that keeps documents for the next start (default: they are gone at the end)"
+    add("--documents", metavar="FOLDER", help=about)
+    about = "most bytes of documents on the device; others wait on disk (default: half of what slots leave)"
+    add("--document-bytes", type=argument(_bytes), metavar="N", help=about)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (default: %(default)s)")
+    add("--port", type=argument(_port), default=8000, metavar="N", help="0 for any free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help=f"key that clients must send (default: {_KEY}, if it is set)")
+    add("--queue", type=count, default=256, metavar="N", help="requests that may wait (default: %(default)s)")
+    about = "seconds until an answer must be complete (default: %(default)s)"
+    add("--timeout", type=seconds, default=600.0, metavar="S", help=about)
+    about = "most bytes of a request's body (default: %(default)s)"
+    add("--max-body-bytes", type=count, default=8 << 20, metavar="N", help=about)
+    add_policy_options(parser)
+
+
+def _bytes(text: str) -> int:
+    """Number of bytes, 0 or more, parsed from text."""
+    if not text.isdecimal() or len(text) > 18:
+        raise ValueError("give a number of bytes")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    """Port of TCP parsed from text."""
+    port = natural(text)
+    if port > 65535:
+        raise ValueError("give at most 65535")
+    return port
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Runs `jaxkv serve`: answers until a signal ends it; returns exit code 0, or 130 after the second signal."""
+    try:
+        from jaxkv.serving.http import Application
+        from jaxkv.serving.limits import Limits
+        from jaxkv.serving.server import Server, listening, many_files
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("jaxkv"):
+            raise
+        raise ImportError(f"serving needs {error.name}: pip install 'jaxkv[serve]'") from None
+    policy, slots, implementation = policy_from(options), _slots(options.slots), named(options.implementation)
+    require_model(options.model)
+    require(options.timeout > 0, "--timeout", options.timeout, "give seconds above 0")
+    key = os.environ.get(_KEY) or None if options.api_key is None else options.api_key
+    limits = Limits(
+        api_key=key, body_bytes=options.max_body_bytes, seconds=options.timeout, answers=min(64, options.queue)
+    )
+    mesh = None if options.mesh is None else mesh_of(options.mesh)
+    # Before the minutes that a large model takes to load: somebody else may have the port.
+    with listening(options.host, options.port) as found:
+        many_files()
+        params = _loaded(options)
+        with _engine(params, options, policy=policy, slots=slots, implementation=implementation, mesh=mesh) as engine:
+            name = options.served_model_name or options.model
+            server = Server(Application(engine, name=name, limits=limits))
+            _log_to_stderr()
+            host, port = found.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            to_stderr(f"jaxkv: {name} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policy}")
+            server.run(sockets=[found])
+            if server.cut:
+                engine.close(drain=False)
+    return 130 if server.cut else 0
+
+
+def _slots(text: str) -> int | str:
+    """Value of --slots: "auto", or an integer of at least 1."""
+    try:
+        return text if text == "auto" else positive(text)
+    except ValueError as error:
+        raise ValueError(f"--slots={text}: {error}, or auto") from None
+
+
+def _loaded(options: argparse.Namespace) -> LanguageModel:
+    """The model of --model; ValueError if it has no tokenizer."""
+    enable_compilation_cache()
+    params = load(options.model, dtype=options.dtype)
+    require(params.text is not None, "--model", options.model, "the checkpoint has no tokenizer: answers are texts")
+    return params
+
+
+def _engine(
+    params: LanguageModel,
+    options: argparse.Namespace,
+    *,
+    policy: Any,
+    slots: int | str,
+    implementation: Implementation,
+    mesh: jax.sharding.Mesh | None,
+) -> Engine:
+    """Makes the engine that the options describe; its programs are compiled."""
+    return Engine(
+        params,
+        policy=policy,
+        slots=slots,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_new_tokens=options.max_new_tokens,
+        max_question_tokens=options.max_question_tokens,
+        queue=options.queue,
+        documents=options.documents,
+        document_bytes=options.document_bytes,
+        mesh=mesh,
+        implementation=implementation,
+    )
+
+
+def _log_to_stderr() -> None:
+    """Lets the server's lines of log go to stderr, with their times."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("jaxkv.serving")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

@@ -1,0 +1,98 @@
+"""Submits the requests of one HTTP body to an engine, and reads their answers within an event loop."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+import jax
+
+from jaxkv.arguments import random_key
+from jaxkv.results import Completion
+from jaxkv.serving.documents import Document
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.forms import Asked
+from jaxkv.serving.requests import Request
+
+T = TypeVar("T")
+
+
+def submitted(engine: Engine, asked: Asked, document: Document | None, *, seconds: int | float) -> list[Request]:
+    """Submits a request for each prompt and answer; cancels all of them if one is refused, and raises its error.
+
+    Answer i of several draws with `jax.random.fold_in(key, i)`; a single one with the seed's own key.
+    """
+    key = None if asked.seed is None else random_key(asked.seed)
+    ends, made = time.monotonic() + seconds, list[Request]()
+    try:
+        for at in range(asked.answers):
+            own = key if key is None or asked.answers == 1 else jax.random.fold_in(key, at)
+            left = max(1e-3, ends - time.monotonic())
+            prompt = asked.prompts[at // asked.n]
+            made.append(engine.submit(prompt, key=own, deadline=left, document=document, **asked.options))
+    except BaseException:
+        cancel(made)
+        raise
+    return made
+
+
+def cancel(requests: list[Request]) -> None:
+    """Cancels all requests that have not ended."""
+    for request in requests:
+        request.cancel()
+
+
+@contextlib.contextmanager
+def while_asked(requests: list[Request]) -> Iterator[None]:
+    """Context manager that cancels all requests that have not ended when it is left."""
+    try:
+        yield
+    finally:
+        cancel(requests)
+
+
+async def result_of(future: Future[T]) -> T:
+    """Result of a future that another thread sets; raises its error as it is, also one of being cancelled."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: object) -> None:
+        # The loop may have been closed by then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    await ended.wait()
+    return future.result()
+
+
+async def answers(requests: list[Request]) -> list[Completion]:
+    """Waits for all requests and returns their `Completion`s; raises the error of the first that fails."""
+    return await asyncio.gather(*(result_of(each.future) for each in requests))
+
+
+async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Completion]]:
+    """Yields each request's pieces of text as they are drawn, with its index, and at its end its `Completion`."""
+    found: asyncio.Queue[tuple[int, str | Completion | Exception]] = asyncio.Queue()
+
+    async def read(at: int, request: Request) -> None:
+        try:
+            async for piece in request:
+                await found.put((at, piece))
+            await found.put((at, await result_of(request.future)))
+        except Exception as error:  # noqa: BLE001 - raised below, where the requests are answered
+            await found.put((at, error))
+
+    readers = [asyncio.create_task(read(at, request)) for at, request in enumerate(requests)]
+    try:
+        left = len(requests)
+        while left:
+            at, piece = await found.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= isinstance(piece, Completion)
+            yield at, piece
+    finally:
+        for reader in readers:
+            reader.cancel()

@@ -1,0 +1,117 @@
+"""OpenAPI description of the HTTP interface, made of the forms by which bodies are read."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxkv.serving.service import Service
+
+_ERRORS = {
+    400: "A field is wrong; `param` names it.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model, document or page.",
+    405: "The page has other methods.",
+    408: "The body took too long to arrive.",
+    413: "The body is too long.",
+    415: "The body is not called JSON.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    503: "The server is ending, or its engine has failed.",
+    504: "The answer was not complete in time.",
+}
+_ANY_POST = (400, 401, 404, 408, 413, 415, 429, 503, 504)
+
+
+def description(service: Service) -> dict[str, Any]:
+    """OpenAPI 3.1 description of all pages."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"jaxkv: {service.name}", "version": "1"},
+        "paths": {
+            "/v1/models": {"get": _page("List the model", _object("data"), (401,))},
+            "/v1/models/{id}": {"get": _page("Look at a model", _object("id"), (401, 404), named=True)},
+            "/v1/completions": {"post": _completion(service, "/v1/completions")},
+            "/v1/chat/completions": {"post": _completion(service, "/v1/chat/completions")},
+            "/v1/documents": {
+                "post": _page("Compress a document", _DOCUMENT, _ANY_POST) | _body(service, "/v1/documents"),
+                "get": _page("List documents", _object("data"), (401,)),
+            },
+            "/v1/documents/{id}": {
+                "get": _page("Look at a document", _DOCUMENT, (401, 404), named=True),
+                "delete": _page("Delete a document", _object("id", "deleted"), (401, 404, 503), named=True),
+            },
+            "/health": {"get": _page("Whether requests are taken", _object("status"), (503,))},
+            "/metrics": {
+                "get": {
+                    "summary": "Prometheus metrics",
+                    "responses": _answers({"text/plain": {"schema": {"type": "string"}}}, (401,)),
+                }
+            },
+        },
+        "components": {
+            "schemas": {"Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}] if service.limits.api_key is not None else [],
+    }
+
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_DOCUMENT = {
+    "type": "object",
+    "required": ["id", "object", "tokens", "rows", "bytes"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "document"},
+        "tokens": {"type": "integer"},
+        "rows": {"type": "number"},
+        "bytes": {"type": "integer"},
+    },
+}
+
+
+def _object(*names: str) -> dict[str, Any]:
+    """Schema of an object that has these fields, and others."""
+    return {"type": "object", "required": list(names)}
+
+
+def _answers(content: dict[str, Any], statuses: Iterable[int]) -> dict[str, Any]:
+    """Responses: 200 with `content`, and errors."""
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    told = {str(status): {"description": _ERRORS[status], "content": error} for status in sorted({405, *statuses})}
+    return {"200": {"description": "Done.", "content": content}, **told}
+
+
+def _page(about: str, schema: dict[str, Any], statuses: Iterable[int], *, named: bool = False) -> dict[str, Any]:
+    """Description of one method of one page."""
+    inside = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    answers = _answers({"application/json": {"schema": schema}}, statuses)
+    return {"summary": about, "responses": answers, **({"parameters": [inside]} if named else {})}
+
+
+def _body(service: Service, path: str) -> dict[str, Any]:
+    """Description of a body, by its form."""
+    content = {"application/json": {"schema": service.forms[path].schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _completion(service: Service, path: str) -> dict[str, Any]:
+    """Description of a page of completions: an object, or events."""
+    content = {
+        "application/json": {"schema": _object("id", "object", "choices", "usage")},
+        "text/event-stream": {"schema": {"type": "string"}},
+    }
+    return {"summary": "Answer a prompt", "responses": _answers(content, _ANY_POST)} | _body(service, path)

@@ -1,0 +1,397 @@
+"""OpenAI's HTTP interface to an engine: answers as `generate`'s, refusals in OpenAI's form, clients that go away."""
+
+import asyncio
+import json
+import logging
+import signal
+
+import jax
+import lettered
+import openai
+import pytest
+from lettered import DOC, ids
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+import jaxkv
+from jaxkv.sampling import Temperature, TopP
+from jaxkv.serving.http import Application
+from jaxkv.serving.limits import Limits
+from jaxkv.serving.server import Server
+
+POLICY = jaxkv.KNorm(budget=16)
+CHAT = [{"role": "user", "content": DOC}]
+TEXTS, CHATS, DOCUMENTS = "/v1/completions", "/v1/chat/completions", "/v1/documents"
+GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    options = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 40, "queue": 6}
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return Application(engine, name="tiny", limits=Limits(body_bytes=4000, answers=6))
+
+
+@pytest.fixture
+def client(app):
+    return TestClient(app)
+
+
+def alone(prompt, **options):
+    """The answer of `generate` with this engine's policy."""
+    options = {"max_new_tokens": 9, "stop_at_eos": False, **options}
+    return jaxkv.generate(lettered.tiny(), prompt, policy=POLICY, **options)
+
+
+def events(response):
+    """Objects of a stream, which must have ended in order."""
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    *found, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert end == "[DONE]"
+    return [json.loads(each) for each in found]
+
+
+def test_models(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["object"] == "model" and model["max_tokens"] == 40
+    assert client.get("/v1/models/tiny").json() == model
+
+
+def test_texts_and_ids_are_continued_as_generate_does(client):
+    prompts = ids(3, 9, 14)
+    found = client.post(TEXTS, json={"model": "tiny", "prompt": prompts, **GREEDY}).json()
+    assert found["object"] == "text_completion" and [each["index"] for each in found["choices"]] == [0, 1]
+    assert [each["text"] for each in found["choices"]] == alone(prompts).text
+    assert {each["finish_reason"] for each in found["choices"]} == {"length"}
+    assert found["usage"] == {
+        "prompt_tokens": 23,
+        "completion_tokens": 18,
+        "total_tokens": 41,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    (choice,) = client.post(TEXTS, json={"prompt": DOC, "temperature": 0, "ignore_eos": True}).json()["choices"]
+    # OpenAI's default is 16 tokens.
+    assert choice["text"] == alone(DOC, raw=True, max_new_tokens=16).text
+
+
+def test_chats_are_answered_as_generate_does(client):
+    text = alone(CHAT).text
+    parts = [{"role": "user", "content": [{"type": "text", "text": DOC[:9]}, {"type": "text", "text": DOC[9:]}]}]
+    for messages in (CHAT, parts):
+        found = client.post(CHATS, json={"messages": messages, **GREEDY}).json()
+        assert found["object"] == "chat.completion"
+        assert found["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    stop = text[4]
+    found = client.post(CHATS, json={"messages": CHAT, **GREEDY, "stop": [stop, "zzz"]}).json()["choices"][0]
+    assert found["message"]["content"] == text[: text.index(stop)] and found["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("seed", [7, -1, 2**40 + 7])
+def test_draws_follow_the_seed(client, seed):
+    """One answer draws with the seed's key, several with keys folded from it."""
+    key = jax.random.key(seed) if seed < 2**32 else jax.random.fold_in(jax.random.key(7), 2**8)
+    body = {"messages": CHAT, "seed": seed, "max_completion_tokens": 9, "ignore_eos": True, "top_p": 0.9}
+    (one,) = client.post(CHATS, json=body).json()["choices"]
+    assert one["message"]["content"] == alone(CHAT, sampling=TopP(0.9), key=key).text
+    if seed == 7:
+        found = client.post(CHATS, json={**body, "top_p": None, "n": 3}).json()
+        keys = [jax.random.fold_in(key, at) for at in range(3)]
+        texts = [alone(CHAT, sampling=Temperature(1.0), key=each).text for each in keys]
+        assert [each["message"]["content"] for each in found["choices"]] == texts
+        assert found["usage"]["completion_tokens"] == 27 and found["usage"]["prompt_tokens"] == 47
+
+
+@pytest.mark.parametrize(("path", "asked"), [(TEXTS, {"prompt": ids(3, 9, 14)}), (CHATS, {"messages": CHAT, "n": 2})])
+def test_streams_are_the_same_in_pieces(client, path, asked):
+    body = {**asked, **GREEDY}
+    whole = client.post(path, json=body).json()
+    found = events(client.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}))
+    *chunks, last = found
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert len({each["id"] for each in found}) == 1 and all(each["usage"] is None for each in chunks)
+    for at, choice in enumerate(whole["choices"]):
+        mine = [each["choices"][0] for each in chunks if each["choices"][0]["index"] == at]
+        said = [each["text"] if "text" in each else each["delta"].get("content", "") for each in mine]
+        assert "".join(said) == (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert len(said) > 5 and [each["finish_reason"] for each in mine if each["finish_reason"]] == ["length"]
+        if path == CHATS:
+            assert mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
+    assert not any("usage" in each for each in events(client.post(path, json={**body, "stream": True})))
+
+
+def test_documents(client):
+    made = client.post(DOCUMENTS, json={"text": DOC}).json()
+    assert made["object"] == "document" and made["tokens"] == 45 and made["rows"] == 16 and made["bytes"] > 0
+    assert made in client.get(DOCUMENTS).json()["data"]
+    assert client.get(f"{DOCUMENTS}/{made['id']}").json() == made
+    cache = jaxkv.prefill(lettered.tiny(), DOC, policy=POLICY)
+    asked = {"document": made["id"], **GREEDY}
+    question = [{"role": "user", "content": "who?"}]
+    options = {"max_new_tokens": 9, "stop_at_eos": False, "cache": cache}
+    text = jaxkv.generate(lettered.tiny(), "who?", **options).text
+    found = client.post(CHATS, json={"messages": question, **asked}).json()
+    assert found["choices"][0]["message"]["content"] == text
+    assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 45} and found["usage"]["prompt_tokens"] > 49
+    assert client.post(TEXTS, json={"prompt": "who?", **asked}).json()["choices"][0]["text"] == text
+    assert client.delete(f"{DOCUMENTS}/{made['id']}").json() == {
+        "id": made["id"],
+        "object": "document",
+        "deleted": True,
+    }
+    for response in (
+        client.get(f"{DOCUMENTS}/{made['id']}"),
+        client.delete(f"{DOCUMENTS}/{made['id']}"),
+        client.post(CHATS, json={"messages": question, **asked}),
+    ):
+        assert response.status_code == 404 and response.json()["error"]["code"] == "document_not_found"
+
+
+BIG = 10**400
+REFUSED = [
+    (TEXTS, {}, "prompt"),
+    (TEXTS, {"prompt": None}, "prompt"),
+    (TEXTS, {"prompt": ""}, "prompt"),
+    (TEXTS, {"prompt": []}, "prompt"),
+    (TEXTS, {"prompt": [1, "a"]}, "prompt"),
+    (TEXTS, {"prompt": ["a", 1]}, "prompt"),
+    (TEXTS, {"prompt": [[1], []]}, "prompt"),
+    (TEXTS, {"prompt": [True]}, "prompt"),
+    (TEXTS, {"prompt": [BIG]}, "prompt"),
+    (TEXTS, {"prompt": [96]}, "prompt"),
+    (TEXTS, {"prompt": {"a": 1}}, "prompt"),
+    (TEXTS, {"prompt": "\ud800"}, "prompt"),
+    (TEXTS, {"prompt": "a" * 65}, "prompt"),
+    (TEXTS, {"prompt": ["a"] * 7}, "prompt"),
+    (TEXTS, {"prompt": "a", "n": 7}, "n"),
+    (TEXTS, {"prompt": ["a", "b"], "n": 4}, "prompt"),
+    (TEXTS, {"prompt": "a", "logprobs": 0}, "logprobs"),
+    (TEXTS, {"prompt": "a", "best_of": 2}, "best_of"),
+    (TEXTS, {"prompt": "a", "echo": True}, "echo"),
+    (TEXTS, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (CHATS, {"messages": []}, "messages"),
+    (CHATS, {"messages": CHAT[0]}, "messages"),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages"),
+    (CHATS, {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
+    (CHATS, {"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    (CHATS, {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages"),
+    (CHATS, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    (CHATS, {"max_completion_tokens": 41}, "max_completion_tokens"),
+    (CHATS, {"tools": [{"type": "function"}]}, "tools"),
+    (CHATS, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHATS, {"logprobs": True}, "logprobs"),
+    (CHATS, {"presence_penalty": 0.5}, "presence_penalty"),
+    (CHATS, {"frequency_penalty": False}, "frequency_penalty"),
+    (CHATS, {"logit_bias": {"5": 1}}, "logit_bias"),
+    (CHATS, {"top_p": 0}, "top_p"),
+    (CHATS, {"top_p": 0.5, "top_k": 4}, "top_p"),
+    (CHATS, {"temperature": 2.5}, "temperature"),
+    (CHATS, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHATS, {"stop": ["a", ""]}, "stop"),
+    (CHATS, {"stop": "a" * 300}, "stop"),
+    (CHATS, {"stop": ["a"] * 17}, "stop"),
+    (CHATS, {"seed": 2**63}, "seed"),
+    (CHATS, {"beams": 4}, "beams"),
+    (CHATS, {"\ud800": 4}, None),
+    (DOCUMENTS, {}, "text"),
+    (DOCUMENTS, {"text": "a", "messages": CHAT}, "text"),
+    (DOCUMENTS, {"text": "a" * 65}, "text"),
+]
+JUNK = (True, "a", -1, BIG, 1e300, [[]], {"a": None})
+REFUSED += [
+    (CHATS, {name: value}, name)
+    for name in ("max_tokens", "temperature", "top_p", "n", "seed", "stream_options", "stop")
+    for value in JUNK
+    if (name, value) not in [("stop", "a"), ("seed", -1)]
+]
+REFUSED += [(CHATS, {"stream": value}, "stream") for value in JUNK[1:]]
+
+
+def test_what_cannot_be_is_refused_by_name(client):
+    """Each with status 400 in OpenAI's form, and the field at fault."""
+    for path, body, param in REFUSED:
+        given = {"messages": CHAT, **body} if path == CHATS else body
+        response = client.post(path, content=json.dumps(given), headers={"content-type": "application/json"})
+        assert response.status_code == 400, (body, response.text)
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        if param is not None:
+            assert (error["param"] or "").partition("[")[0] == param and error["message"], (body, error)
+
+
+def test_parameters_that_say_nothing_are_taken(client):
+    said = {"n": 1, "logit_bias": {}, "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "stop": None}
+    said |= {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False, "metadata": {}}
+    said |= {"top_k": -1, "stream": False, "max_completion_tokens": 9.0, "logprobs": False}
+    said |= {name: None for name in ("seed", "functions", "audio", "stream_options", "document", "model")}
+    found = client.post(CHATS, json={"messages": CHAT, **GREEDY, **said})
+    assert found.json()["choices"][0]["message"]["content"] == alone(CHAT).text
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        (b'{"prompt": NaN}', 400, "NaN is no JSON"),
+        (b'{"prompt": "a", "temperature": -Infinity}', 400, "no JSON"),
+        (b'{"prompt": "a"', 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON in UTF-8"),
+        (b"", 400, "not JSON"),
+        (b"[]", 400, "a list"),
+        (b"[" * 3999, 400, "JSON"),
+        (b"9" * 3999, 400, "JSON"),
+        (b" " * 4001, 413, "longer than 4000 bytes"),
+    ],
+)
+def test_bodies_that_are_none(client, content, status, said):
+    response = client.post(TEXTS, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status and said in response.json()["error"]["message"]
+
+
+def test_pages_and_methods_that_are_not_there(client):
+    for response, status in (
+        (client.get("/nothing"), 404),
+        (client.get("/v1/models/"), 404),
+        (client.get("/v1/models/other"), 404),
+        (client.post(CHATS, json={"model": "gpt-5", "messages": CHAT}), 404),
+        (client.get(TEXTS), 405),
+        (client.put("/v1/models"), 405),
+        (client.post(TEXTS, content=b'{"prompt": "a"}'), 415),
+    ):
+        assert response.status_code == status and response.json()["error"]["message"]
+        assert response.headers["x-request-id"].startswith("req-")
+
+
+def test_the_key_is_asked_for(engine):
+    client = TestClient(Application(engine, name="tiny", limits=Limits(api_key="sesame")))
+    for key, status in ((None, 401), ("open", 401), ("sesame\xfc", 401), ("sesame", 200)):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
+        for page in ("/v1/models", "/metrics"):
+            assert client.get(page, headers=headers).status_code == status
+        assert client.post(TEXTS, headers=headers, json={"prompt": "a"}).status_code == status
+    assert client.get("/health").status_code == 200
+    assert "sesame" not in repr(Limits(api_key="sesame"))
+
+
+def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
+    def full(*_, **__):
+        raise jaxkv.QueueFull("6 requests wait already")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "submit", full)
+        response = client.post(TEXTS, json={"prompt": "a"})
+    assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    hasty = TestClient(Application(engine, name="tiny", limits=Limits(seconds=1e-6)))
+    assert hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40}).status_code == 504
+    # Once the headers have gone, an error is an event.
+    streamed = hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40, "stream": True})
+    assert streamed.status_code == 200 and '"code":"deadline_exceeded"' in streamed.text
+    server = Server(app)
+    server.handle_exit(signal.SIGTERM, None)
+    for response in (client.post(TEXTS, json={"prompt": "a"}), client.get("/health")):
+        assert response.status_code == 503 and response.json()["error"]["code"] == "draining"
+    assert client.get("/v1/models").status_code == 200 and not server.should_exit
+    app.service.active += 1
+    assert not asyncio.run(server.on_tick(1))
+    app.service.active -= 1
+    assert asyncio.run(server.on_tick(1)) and not server.cut
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.cut and server.force_exit
+    app.service.draining = False
+
+
+def test_errors_of_our_own_have_a_form_and_no_text_of_prompts(engine, caplog, monkeypatch):
+    client = TestClient(Application(engine, name="tiny"), raise_server_exceptions=False)
+
+    def broken(*_, **__):
+        raise KeyError("secret words")
+
+    monkeypatch.setattr(engine, "submit", broken)
+    with caplog.at_level(logging.INFO, "jaxkv.serving"):
+        response = client.post(TEXTS, json={"prompt": "secret words"})
+    assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+    assert "KeyError at broken" in caplog.text and "secret" not in caplog.text + response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_end_when_their_client_goes(engine, app, caplog, stream):
+    """Its client is there until the first requests have begun; the last of them still waits then."""
+    body = {"prompt": DOC, "n": 6, "max_tokens": 40, "ignore_eos": True, "stream": stream}
+    before = engine.stats.answered
+
+    async def main():
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        sent = []
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            while not engine.stats.running:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": TEXTS, "query_string": b"", "root_path": ""}
+        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+
+    with caplog.at_level(logging.INFO, "jaxkv.serving"):
+        asyncio.run(main())
+    assert f"POST {TEXTS} 499 prompt_tokens=- new_tokens=-" in caplog.text
+    # Whoever comes next has the slots.
+    assert engine.submit(DOC, max_new_tokens=2).result(60) is not None
+    assert engine.stats.answered < before + 6 and engine.stats.running == engine.stats.waiting == 0
+
+
+def test_metrics_and_log(client, caplog):
+    def read():
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+
+    before = read()
+    with caplog.at_level(logging.INFO, "jaxkv.serving"):
+        client.post(CHATS, json={"messages": CHAT, **GREEDY})
+        client.post(CHATS, json={})
+    after = read()
+    grown = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    assert grown[("jaxkv_http_requests_total", CHATS, "200")] == 1
+    assert grown[("jaxkv_http_requests_total", CHATS, "400")] == 1
+    assert grown[("jaxkv_time_to_first_token_seconds_count",)] == grown[("jaxkv_answers_total",)] == 1
+    assert grown[("jaxkv_answer_tokens_sum",)] == grown[("jaxkv_tokens_total",)] == 9
+    assert after[("jaxkv_slots",)] == 2 and after[("jaxkv_slots_taken",)] == 0
+    lines = [record.getMessage() for record in caplog.records if record.name == "jaxkv.serving"]
+    assert len(lines) == 2 and f"POST {CHATS} 200 prompt_tokens=47 new_tokens=9 seconds=" in lines[0]
+    assert DOC[:9] not in caplog.text
+
+
+def test_the_description_has_all_fields(client):
+    page = client.get("/openapi.json").json()
+    schema = page["paths"][CHATS]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "document", "stream_options", "tools"} <= schema["properties"].keys()
+    assert schema["required"] == ["messages"] and schema["additionalProperties"] is False
+
+
+def test_openais_clients(client, app):
+    """Sync, answers, streams, a document, and the classes of its errors."""
+    asks = openai.OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+    assert [each.id for each in asks.models.list()] == ["tiny"]
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 9, "extra_body": {"ignore_eos": True}}
+    text = alone(CHAT).text
+    answer = asks.chat.completions.create(messages=CHAT, **options)
+    assert answer.choices[0].message.content == text and answer.usage.completion_tokens == 9
+    pieces = asks.chat.completions.create(messages=CHAT, stream=True, **options)
+    assert "".join(each.choices[0].delta.content or "" for each in pieces) == text
+    document = asks.post("/documents", body={"text": DOC}, cast_to=dict[str, object])
+    options["extra_body"] = {"document": document["id"]}
+    assert asks.completions.create(prompt="who?", **options).choices[0].text
+    with pytest.raises(openai.BadRequestError, match="give a number from 0 to 2") as refused:
+        asks.chat.completions.create(model="tiny", messages=CHAT, temperature=3)
+    assert refused.value.param == "temperature" and refused.value.request_id
+    with pytest.raises(openai.NotFoundError):
+        asks.chat.completions.create(model="gpt-5", messages=CHAT)
