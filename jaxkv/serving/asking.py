@@ -80,7 +80,8 @@ async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Comp
         try:
             async for piece in request:
                 await found.put((at, piece))
-            await found.put((at, await result_of(request.future)))
+            completion = await result_of(request.future)
+            await found.put((at, completion))
         except Exception as error:  # noqa: BLE001 - raised below, where the requests are answered
             await found.put((at, error))
 

@@ -34,15 +34,20 @@ class Form:
     fields: Mapping[str, Field]
     required: tuple[tuple[str, ...], ...]
 
-    def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of the fields that a body gives, by name; ValueError for unknown names, junk, or a missing field."""
+    def read(self, body: Mapping[str, Any], *, inside: str = "") -> dict[str, Any]:
+        """Values of the fields that a body gives, by name; ValueError for unknown names, junk, or a missing field.
+
+        `inside` stands before the names in errors, where the body is a field of another one.
+        """
         for name in body:
             if name not in self.fields:
-                raise refusal(name[:64], "...", f"there is no such field here; there are {', '.join(self.fields)}")
+                raise refusal(
+                    inside + name[:64], "...", f"there is no such field here; there are {', '.join(self.fields)}"
+                )
         given = {name: value for name, value in body.items() if value is not None}
         for names in self.required:
             require(any(name in given for name in names), names[0], None, f"give {' or '.join(names)}")
-        return {name: self.fields[name].read(name, value) for name, value in given.items()}
+        return {name: self.fields[name].read(inside + name, value) for name, value in given.items()}
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of the body."""
@@ -68,7 +73,7 @@ def _stream_options() -> Field:
 
     def read(name: str, value: Any) -> bool:
         require(isinstance(value, dict), name, value, 'give an object such as {"include_usage": true}')
-        return bool(inner.read(value).get("include_usage", False))
+        return bool(inner.read(value, inside=f"{name}.").get("include_usage", False))
 
     return Field(read=read, schema=inner.schema())
 

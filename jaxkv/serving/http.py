@@ -135,8 +135,9 @@ async def _gone(request: HttpRequest, error: ClientGone) -> Response:
 
 async def _of_starlette(request: HttpRequest, error: HTTPException) -> Response:
     """Response to a path or a method that is not there, in OpenAI's form."""
-    if error.status_code == 405:
-        told, code = f"{request.method[:20]}: this page has other methods", "method_not_allowed"
-    else:
-        told, code = ("there is no such page", "not_found") if error.status_code == 404 else (error.detail, None)
+    known = {
+        404: ("there is no such page", "not_found"),
+        405: (f"{request.method[:20]}: this page has other methods", "method_not_allowed"),
+    }
+    told, code = known.get(error.status_code, (error.detail, None))
     return Refused(error.status_code, told, code=code, headers=error.headers).response()

@@ -23,24 +23,26 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_State(engine))
         self._engine = engine
-        options = {"registry": self._registry}
         self._requests = Counter(
-            "jaxkv_http_requests", "HTTP requests by route and status.", ["route", "status"], **options
+            "jaxkv_http_requests", "HTTP requests by route and status.", ["route", "status"], registry=self._registry
         )
         self._first = Histogram(
-            "jaxkv_time_to_first_token_seconds", "From submission to the first token.", buckets=_SECONDS, **options
+            "jaxkv_time_to_first_token_seconds",
+            "From submission to the first token.",
+            buckets=_SECONDS,
+            registry=self._registry,
         )
         self._step = Histogram(
             "jaxkv_time_per_token_seconds",
             "Mean time between the tokens of one answer.",
             buckets=_STEP_SECONDS,
-            **options,
+            registry=self._registry,
         )
         self._whole = Histogram(
-            "jaxkv_answer_seconds", "From submission to the whole answer.", buckets=_SECONDS, **options
+            "jaxkv_answer_seconds", "From submission to the whole answer.", buckets=_SECONDS, registry=self._registry
         )
-        self._prompt = Histogram("jaxkv_prompt_tokens", "Tokens of a prompt.", buckets=_TOKENS, **options)
-        self._new = Histogram("jaxkv_answer_tokens", "Tokens of an answer.", buckets=_TOKENS, **options)
+        self._prompt = Histogram("jaxkv_prompt_tokens", "Tokens of a prompt.", buckets=_TOKENS, registry=self._registry)
+        self._new = Histogram("jaxkv_answer_tokens", "Tokens of an answer.", buckets=_TOKENS, registry=self._registry)
         self._mean = 1.0
 
     def ended(self, route: str, status: int) -> None:
