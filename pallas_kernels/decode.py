@@ -102,7 +102,7 @@ def decode_token(
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Rotates one new token per sequence, appends its row to the pool and attends; returns output and pool.
+    """Rotates one new token per sequence, appends its row to the pool, attends; returns output, pool, scores if given.
 
     Rows are written in place if the pool is donated. An ended sequence attends to the rows that it has.
 

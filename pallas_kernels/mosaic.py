@@ -48,7 +48,7 @@ def flash(
     tiles: HopperTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of T consecutive queries per sequence, on Hopper; returns the output and log-sum-exp.
+    """Causal attention of T consecutive queries per sequence, on Hopper, 16-bit; returns the output and log-sum-exp.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; bfloat16 or float16, D 64 or 128.

@@ -121,7 +121,7 @@ def column_sums(
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention that each key receives from all given queries, summed, from their known log-sum-exps.
+    """Attention that each key receives, summed over queries of known log-sum-exp; mean over query heads by default.
 
     With all queries of a prompt this is H2O's score; for a few of them `window_sums` is quicker.
 

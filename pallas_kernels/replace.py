@@ -28,7 +28,7 @@ def replace_rows(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Moves one row of each masked segment into the place of another and empties its own; returns the pool.
+    """Moves row `last` of each segment in mask `over` to row `place`, and empties its old row; returns the pool.
 
     Args:
         k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
@@ -92,7 +92,7 @@ def evict_rows(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Evicts the lowest-ranked row of each segment above its limit; its newest row takes the place.
+    """Evicts the lowest-ranked row of segments over their limit for the newest; returns the pool, and 1 where evicted.
 
     Args:
         k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.

@@ -260,17 +260,17 @@ def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpe
 
 
 def chunk_of(refs: Any) -> tuple[Any, ...]:
-    """Refs of this program's chunk: segment, first row, number of rows, and 1 if it is the segment's last."""
+    """Tuple of refs of this program's chunk: segment, first row, number of rows, and 1 if it is the segment's last."""
     return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
 def layer_of(layer: int) -> tuple[jax.Array, BlockSpec]:
-    """Kernel input of a layer's index, not a constant, so that all layers share one compiled kernel."""
+    """Kernel input (array, block spec) of a layer's index, no constant, so that all layers share one kernel."""
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
 def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
-    """Kernel input of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
+    """Kernel input (array, block spec) of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
     return whole(table.reshape(table.shape[0], -1))
 
 

@@ -205,7 +205,7 @@ def _table(path: str | None, kind: str) -> Mapping[str, Any]:
 
 
 def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
-    """Tiles with the fields of the tuning table's entry for a kernel, head dim and element size replaced."""
+    """Tiles with fields replaced by the tuning table's entry, if any, for a kernel, head dim and element size."""
     table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
     for entry in table.get(kernel, ()):
         if (entry["dim"], entry["itemsize"]) == (dim, itemsize):
@@ -215,7 +215,7 @@ def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
 
 
 def from_fields(tiles: Any, fields: Mapping[str, Any]) -> Any:
-    """Tiles with some fields replaced by a tuning table's values (launches as objects of warps and stages).
+    """Tiles with some fields replaced by a tuning table's values (launches as objects); ValueError for unknown ones.
 
     Raises:
         ValueError: if a field is unknown.

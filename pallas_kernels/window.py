@@ -21,7 +21,7 @@ def window_sums(
     tiles: WindowTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention that each key receives from w consecutive queries, summed: SnapKV's score before pooling.
+    """Attention that each key receives from w consecutive queries, summed; mean over query heads (SnapKV, unpooled).
 
     The group's queries fold into the rows of one tile, so that a key is read once for all of them in each pass.
 

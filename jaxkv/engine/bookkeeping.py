@@ -22,7 +22,7 @@ from jaxkv.sharding.collectives import mean_of_devices
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """Key norms and rows likely to be evicted next: computed from a cache, and kept from step to step.
+    """Key norms of the pools, and the row of each segment likely to be evicted next (index); kept between decode steps.
 
     Attributes:
         norms: of the keys of each pool, for mergers that compare keys; empty without one.
@@ -55,7 +55,7 @@ def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] |
 def within_limits(
     cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, spec: Spec
 ) -> tuple[Cache, Scratch | None]:
-    """Cache and scratch after one token; each segment over its limit has lost its lowest-ranked row.
+    """Evicts the lowest-ranked row of each segment over its limit, after one token; returns the cache and scratch.
 
     Layers that share a pool are handled at once. `outs` are one number of each head's attention output per layer, which
     orders writes behind reads; `products` are each layer's keys times the predicted row's key (see `Received`), empty
@@ -111,13 +111,13 @@ def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"
 
 
 def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
-    """Pool with attention that one layer's rows received added to their scores; only sequences in mask `counts`."""
+    """Adds attention that a layer's rows received to the pool's scores, for sequences in mask `counts`; returns it."""
     assert pool.score is not None  # Only scored pools receive.
     return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
 
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
-    """Pools with each score averaged over the devices that share a kv head's query heads; unchanged off a mesh."""
+    """Pools with scores averaged over devices that share a kv head's query heads; unchanged off a mesh or unscored."""
     if not spec.scored:
         return pools
 
@@ -156,13 +156,13 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple
 
 
 def decay_of(spec: Spec) -> float | None:
-    """Factor by which a row's score is multiplied at each new token; None if attention does not enter scores."""
+    """Factor by which a row's score is multiplied at each new token; None if attention does not change scores."""
     rank = spec.ongoing.rank if spec.ongoing is not None and spec.scored else None
     return None if rank is None else rank.decay
 
 
 def scores_of(token: Token, spec: Spec) -> Array | None:
-    """Initial scores `f32[B, K, N]` of new rows: by the gate, or as the rank says; None if the pool keeps no scores."""
+    """Initial scores `f32[B, K, N]` of new rows: a gate's or the rank's `begin`; None if the pool keeps no scores."""
     ongoing = spec.ongoing
     if ongoing is None or not ongoing.scored or ongoing.rank is None:
         return None

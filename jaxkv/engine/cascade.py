@@ -41,7 +41,7 @@ class Survivors:
 
 
 def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None) -> Walk[Compressed]:
-    """Generator: `compress` of layers under one budget, with a buffer of `rows` rows (on a mesh, of each device).
+    """Generator: compresses layers that share a budget, buffering at most `rows` rows per device; returns `Compressed`.
 
     Returns the same `Compressed`; yields 1 after each layer that was scored, 0 after all were packed.
     """
@@ -75,7 +75,7 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
 
 
 def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None) -> Survivors:
-    """`Survivors` with no row and no score, for rows such as those of a layer."""
+    """Makes empty `Survivors`: a buffer of `rows` free rows; zero scores (and norms) for `layers` times `layer`."""
     assert layer.scores is not None
     batch, heads, slots = layer.scores.shape
     shape = batch, heads * layers, slots
@@ -99,7 +99,7 @@ def thinned(
     heads: Typed,
     axes: Axes | None,
 ) -> Survivors:
-    """Compiled: adds the rows and scores of layer `at` to the buffer (donated), in place of rows that cannot be kept.
+    """Compiled: `Survivors` (donated) with a layer's scores and rows added, and rows that cannot be kept dropped.
 
     `rows` and `recent` are those of `choose`. Every device looks at its own heads alone.
     """
@@ -140,7 +140,7 @@ def thinned(
 def counted(
     mask: Bool[Array, "B J S"], cut: Int[Array, "B J"] | None, *, layers: int, axes: Axes | None = None
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Number of rows kept in each segment, `i32[L, B, K]`, and of rows cut, from those of all layers' heads, K * L."""
+    """Compiled: counts kept rows `[L, B, K]` of a mask over K * L heads, and sums cut rows to `[B, K]` or None."""
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     kept = jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
     return kept, None if cut is None else cut.reshape(len(cut), -1, layers).sum(axis=-1, dtype=jnp.int32)
@@ -150,7 +150,7 @@ def counted(
 def pack_chosen(
     pool: Pool, buffer: Pool, mask: Bool[Array, "B J S"], start: Int[Array, "n B K"], *, axes: Axes | None = None
 ) -> Pool:
-    """Writes the buffer's rows that `mask` (of all layers' heads) keeps into the shared pool (donated), in segments."""
+    """Compiled: writes the buffer's rows in `mask` to their segments of the shared pool (donated); returns the pool."""
     batch, heads, slots = mask.shape
     first = jnp.moveaxis(start, 0, 2).reshape(batch, heads, 1)
     row = jnp.where(mask, first + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, pool.rows).reshape(batch, -1)

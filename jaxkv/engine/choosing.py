@@ -56,7 +56,7 @@ def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], 
 
 
 class Tally(NamedTuple):
-    """Numbers of rows, of all layers: `moved` to other devices' heads, and `cut` by the budget above a threshold.
+    """Counts of rows, over all layers: `moved` to other devices' heads; `cut`: above a threshold, but over budget.
 
     None where no device's room limits the choice, or where there is no threshold.
     """
@@ -71,7 +71,7 @@ class Tally(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Masks of the rows to keep, one per layer, and the `Tally` of moved rows and of rows cut."""
+    """Masks of the rows to keep, one per layer, and the `Tally` of rows moved between devices and rows cut (counts)."""
 
     masks: tuple[Bool[Array, "B K S"], ...]
     tally: Tally
@@ -80,7 +80,7 @@ class Choice(NamedTuple):
 def limits_of(
     heads: HeadBudgets, kept: Int[Array, "L B K"], usual: Int[Array, "L B K"], axes: Axes | None
 ) -> Int[Array, "L B K"]:
-    """Limits of segments that hold `kept` rows: the `usual` ones; or these rows, or the head's own limit if larger."""
+    """Row limits of segments: the `usual` ones; for heads with limits of their own, that limit or `kept` if more."""
     own_of = own_limits(heads)
     if own_of is None:
         return usual
@@ -99,7 +99,7 @@ def choose(
     axes: Axes | None = None,
     index: int = 0,
 ) -> Choice:
-    """Masks of the rows to keep by score, one per layer (layers may share a budget), and the `Tally` of other rows.
+    """Masks of the rows to keep by score, one per layer (layers may share a budget), and counts of rows moved and cut.
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
@@ -177,7 +177,7 @@ def surviving(
     heads: HeadBudgets,
     most: int,
 ) -> Bool[Array, "B K S"]:
-    """Mask of the rows that `choose` may keep of one device's heads when all are `there`; at most `most` rows.
+    """Mask of one device's rows that `choose` may still keep after all layers; at most `most` rows per sequence.
 
     `layer` has the heads of all layers; those not `there` have no rows yet. The other arguments are those of `choose`.
     """
@@ -191,7 +191,7 @@ def surviving(
 
 
 def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:
-    """Mask of the rows that stay whatever their score, the last `recent` ones included."""
+    """Mask of the rows kept whatever their score: `forced` ones and the `recent` last ones, padding left out."""
     stays = layer.forced
     if recent is not None:
         stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
@@ -199,7 +199,7 @@ def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "
 
 
 def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) -> Float[Array, "B K S"]:
-    """Scores `[B, K, S]` of a prompt's rows as `choose` compares them: infinite for rows of a first stage."""
+    """Scores `[B, K, S]` of prompts' rows as `choose` compares them: infinite for rows of the scorer's first stage."""
     assert layer.scores is not None
     forced = _forced(layer, recent)
     return _first_above(layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0])
@@ -208,14 +208,14 @@ def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) 
 def _first_above(
     scores: Float[Array, "B K S"], first: Int[Array, "B K S"] | None, base: Int[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """Scores, infinite for the rows whose rank `first` in their head is below `base`."""
+    """Scores, infinite for the rows whose rank `first` in their head is below `base`; unchanged if `first` is None."""
     return scores if first is None else jnp.where(first < base[:, None, None], jnp.inf, scores)
 
 
 def _per_head(
     candidates: Bool[Array, "B #K S"], forced: Bool[Array, "B #K S"], rows: Int[Array, " B"], *, uneven: bool = False
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Rows per head `[B]` to choose on average, and rows per head that are forced, of `rows` per head in all.
+    """Two counts `[B]` per head: rows to choose on average (of `rows`, less the forced ones), and forced rows.
 
     At most as many as the heads have on average; with `uneven`, as many as the head that has most.
     """

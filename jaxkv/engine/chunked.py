@@ -32,7 +32,7 @@ def prefill(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefills right-padded prompts, a chunk of each at a time; returns the cache and last tokens' logits.
+    """Generator: prefills right-padded prompts chunk by chunk; yields progress, returns the cache and last logits.
 
     Yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its own tokens, and
     all its queries weigh the same (OmniKV, appendix D.10).
@@ -90,7 +90,7 @@ def _empty(
 
 
 def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:
-    """Cache with the rows of offloaded layers moved to host memory (a `Bank`), and small pools left for later rows.
+    """Cache with the rows of offloaded layers moved to host memory (a `Bank`), and small pools for later rows.
 
     Unchanged if `reading` offloads nothing. `needed` is the prompts' plan; `release` frees the old pools one by one.
     """

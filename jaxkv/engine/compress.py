@@ -54,11 +54,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Rows per kv head to keep in each layer of a group, and how many of the most recent rows stay among them."""
+        """Counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P, the pool size in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
+        """Pool size P in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:
@@ -160,7 +160,7 @@ def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
 ) -> Walk[tuple[list[Array], Tally]]:
-    """Generator: scores a group's layers; returns masks of the rows to keep and the `Tally` of other rows.
+    """Generator: scores a group's layers; returns masks of rows to keep, and counts of rows moved and cut (`Tally`).
 
     `below` are the positions that the layer below kept, of which a nested policy chooses.
     """
@@ -185,7 +185,7 @@ def _chosen(
 def observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets, axes: Axes | None = None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Scores of one layer's rows, the observed mass (such as attention) behind them, and the layer's budget claim.
+    """Scores of one layer's rows, the mass (such as attention) behind them, and the layer's budget claim or None.
 
     The claim leaves out rows that are `forced` to stay; it is None unless budgets of layers follow from claims.
     A scorer whose results are not float32 of the rows' shape is refused with a TypeError.
@@ -214,13 +214,13 @@ def _observe(
 
 
 def ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None = None) -> Int[Array, "B K S"] | None:
-    """Ranks of a prompt's rows that stay before all others, S for other rows; None for scorers of one stage."""
+    """Ranks `[B, K, S]` of rows that a two-stage scorer takes first, S for others; None for a one-stage scorer."""
     return _ranked_first(seen, scorer=Typed(scorer), axes=axes) if two_stages(scorer) else None
 
 
 @program(static=("scorer", "axes"))
 def _ranked_first(seen: Observed, *, scorer: Typed, axes: Axes | None) -> Int[Array, "B K S"]:
-    """Compiled `ranked_first` of a scorer of two stages."""
+    """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
     part, named = scorer.part, "kv head and row, [B, K, S]"
     return checked(part, "first", part.first(seen), seen.k.shape[:3], named, jnp.int32)
 
@@ -234,7 +234,7 @@ def scored(scorer: Scorer, seen: Observed, axes: Axes | None) -> tuple[Float[Arr
 
 @program(static=("axes",))
 def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: Axes | None = None) -> Bool[Array, ""]:
-    """True if the score of any row, padding left out, is NaN."""
+    """Compiled: scalar bool, True if the score of any row, padding left out, is NaN on any device."""
     inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
     return anywhere((jnp.isnan(scores) & inside).any(), axes)
 

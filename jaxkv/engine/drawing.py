@@ -132,7 +132,7 @@ class Drawing:
         return place(np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes)
 
     def close(self) -> KVCache:
-        """Ends the drawing; returns the cache with all rows drawn and the next token's logits.
+        """Ends the drawing; returns the cache with all rows drawn, and the next logits unless tokens were taken back.
 
         Without logits where tokens were taken back: the tokens that would follow are not known.
         """

@@ -148,7 +148,7 @@ def evict(
     products: Float[Array, "B K n"] | None = None,
     norms: Float[Array, "B P"] | None = None,
 ) -> Evicted:
-    """Evicts (or merges) the lowest-ranked row of each segment over its limit, and moves the newest row into its place.
+    """Drops or merges the lowest-ranked row of each segment over its limit, moves the newest there; returns `Evicted`.
 
     A segment's last row is the newest.
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
@@ -194,7 +194,7 @@ def _merging_dropped(
     products: Float[Array, "B K n"] | None,
     norms: Float[Array, "B P"] | None,
 ) -> _Writes:
-    """`writes` plus those of the merger, which may fold each dropped row into the most similar row of its segment."""
+    """`_Writes` with the merger's added: a dropped row may be folded into the most similar row of its segment."""
 
     def by_layer(array: Array) -> Array:
         """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""
@@ -268,7 +268,7 @@ def _in_a_kernel(ongoing: Ongoing) -> bool:
 
 
 def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
-    """`evict` in one backend kernel that finds and drops the lowest-ranked row of each segment over its limit.
+    """`evict` by one backend kernel that finds and drops the rows; returns `Evicted` without norms or likely rows.
 
     It needs no ordering barrier, as the pool is attention's output.
     """

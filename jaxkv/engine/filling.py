@@ -33,7 +33,7 @@ class Batch:
 
 
 def planned(session: Session, encoded: Encoded, new: int) -> Batch:
-    """Makes a `Batch`; copies fill a new batch size up to a compiled one if they cost less time than compiling.
+    """Makes a `Batch`, filled with copies up to a compiled size if that beats compiling; MemoryError if too large.
 
     The time that copies take is estimated from the last run of the larger size, the time of compiling from its first. A
     size is filled once: when it comes again, programs are compiled for it. Nothing is filled on a mesh, if prompts are
@@ -64,7 +64,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
 
 
 def remember(session: Session, batch: Batch) -> None:
-    """Records a batch's seconds for `planned`: compile time of its first run, running time of its last run.
+    """Records seconds for `planned`: a batch's first compile time, last running time; ignores batches with copies.
 
     The session has run this batch and nothing else.
     """

@@ -22,7 +22,7 @@ MOST_AHEAD = 2048
 
 
 def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
-    """Free rows to leave behind each segment, per layer `[L]`, so that `new` tokens can be drawn; in bucket sizes.
+    """Free rows `[L]` to leave behind a layer's segments for `new` tokens, up to `MOST_AHEAD` or `grown`; bucketed.
 
     One if each new row evicts one; the rows until the policy compresses again; or one for each new token, up to
     `MOST_AHEAD`, or up to the rows that the cache has `grown` by if that is more. `left` are the rows that a layer's
@@ -41,7 +41,7 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
 def first_room(
     parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
-    """Free rows to leave behind each segment at prefill, one number per layer, when `new` tokens will be drawn.
+    """Tuple of free rows to leave behind each segment of a layer at prefill, for up to `most` of `new` tokens to draw.
 
     There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
     """
@@ -51,7 +51,7 @@ def first_room(
 
 
 def steps_that_fit(cache: KVCache) -> int:
-    """Number of tokens that can be drawn before rows must be moved or the policy compresses again.
+    """Number of tokens that can be drawn before rows must be moved or compressed again; the largest int32 if never.
 
     The largest int32 where one spare row is all that decoding needs.
     """
@@ -68,7 +68,7 @@ def steps_that_fit(cache: KVCache) -> int:
 
 
 def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Cache to draw on: if any sequence is due, one with those compressed again and room made; else as it is.
+    """Cache to draw on: due sequences compressed again, others as they are; `extended` flag brought up to date.
 
     The result is `extended` only if a segment may still hold more rows than the policy's bound on prompts.
     """

@@ -107,7 +107,7 @@ class LayerRows:
 
 
 class Stepped(NamedTuple):
-    """Result of one layer's step: hidden states, updated rows and, of a filter layer, its chosen positions.
+    """Result of one layer's step: hidden states, rows, one output number per head, key products, filter's choice.
 
     `out` is one number of each head's attention output, on which later writes can depend; `products` are keys times the
     keys of rows predicted to be evicted (see `Received`); `chosen` is a filter layer's choice.
@@ -144,7 +144,7 @@ def run_layers(
 
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
-    """Runs one block over N new tokens, appends and attends; returns hidden states and the updated `LayerRows`."""
+    """Runs one block over N new tokens, appends their rows and attends; returns `Stepped`: hidden states, rows, ..."""
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
@@ -179,7 +179,7 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
 
 
 def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> LayerRows:
-    """Layer's rows with the pages chosen for one new token."""
+    """`LayerRows` of a layer with its field `pages` set: the rows of the pages chosen for one new token."""
     bounds = rows.pool.bounds
     assert bounds is not None and new.candidates is not None
     length, budget = rows.segments.length, new.candidates.budget
@@ -233,7 +233,7 @@ def attend(
 def _attend_fused(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array], dealt: Dealt
 ) -> tuple[Float[Array, "M K G 1 D"], LayerRows]:
-    """Appends one token's row and attends, in one kernel; returns attention output (valid up to B) and updated rows.
+    """Appends one token's row and attends, in one kernel; returns output (padding from sequence B on), updated rows.
 
     `parts` are split-K partial sums of the token's queries, and of its keys and values.
     """

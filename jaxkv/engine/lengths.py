@@ -67,14 +67,14 @@ def long_block(slots: int, batch: int) -> int:
 
 
 def ring_rows(queries: int) -> int:
-    """Size R of a ring of last queries: the window's `queries`, plus those of tokens a stop string may take back."""
+    """Size R of a ring of last queries: the window's `queries`, plus `LOOK` for tokens that stop strings roll back."""
     return queries + LOOK
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLength:
-    """Per prompt, from its length alone: budget, growth bound, forced rows, rows of each layer, tokens read.
+    """Row counts per prompt, from its length alone: budget, growth bound, forced rows, rows of each layer, tokens read.
 
     Attributes:
         budget: rows per kv head, averaged over layers.
@@ -126,7 +126,7 @@ def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers,
 def rows_by_claims(
     parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any
 ) -> tuple[Table, Table]:
-    """Rows per kv head of each layer from the layers' claims on the budget, and how many most recent rows stay.
+    """Counts `[L, B]`: rows per kv head of each layer, from its claim on the budget, and most recent rows that stay.
 
     `claims` are `f32[L, B]`.
     Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.

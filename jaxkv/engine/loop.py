@@ -149,7 +149,7 @@ def draw_of(
     *,
     axes: Axes | None = None,
 ) -> Draw:
-    """Makes the first sampling state of a batch: one random key, one set of end ids `eos`, no limit of tokens."""
+    """Compiled: makes a batch's first sampling state: one random key, one set of end ids `eos`, no limit of tokens."""
     batch = done.shape[0]
     return Draw(
         logits=logits,
@@ -175,7 +175,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None) -> Drawn:
-    """Samples the next token of every sequence; returns `Drawn`: ids, ids to show, mask of ended ones, counts."""
+    """Samples the next token of each sequence; returns `Drawn`; TypeError unless the sampler gives integers `[B]`."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
     token = sampling(logits, keys)
@@ -295,7 +295,7 @@ def _loop(
 def _decode_staged(
     flat: Flat, running: Running, draw: Draw, steps: int, *, spec: Spec, sampling: Sampling, size: int, idle: int
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """`decode` for caches with rows in host memory: a Python loop over steps; `steps` = 0 only compiles.
+    """`decode` by a Python loop over steps, for rows in host memory; same results; `steps` = 0 only compiles.
 
     For that it runs one step that counts no token.
     """

@@ -48,7 +48,7 @@ def prompt_moments(
 def prompt_block_sums(
     block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], table: Angles, asked: BlockAttention
 ) -> BlockSums:
-    """Attention that each key of prompts receives from all queries of its block, by hidden states before the block."""
+    """Attention that each key receives from the queries of its block of tokens (`BlockSums`), from hidden states."""
     slots = x.shape[1]
     size = asked.tokens(slots)
 

@@ -22,7 +22,7 @@ def nearest(
     walk: Walk,
     norm: Float[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: largest cosine of any row to the vector `of`, and that row's index; ties go to the first position.
+    """Per segment: largest cosine of a row (except `but`) to the vector `of`, and its index; first position on ties.
 
     `rows` are the pool's keys or values at positions `pos`, `norm` their lengths if these are known. The row `but`, the
     given one itself, does not count.
@@ -55,7 +55,7 @@ def nearest_of_products(
     wrong: Bool[Array, "B K"],
     segments: Segments,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: largest cosine of any key to `of`, and its row index, from inner products found by attention.
+    """Per segment: largest cosine of a key other than row `but` to `of`, and its row index, from known inner products.
 
     `products` lie in the rows of `attention.columns.span`; only for segments marked in `wrong`, where they are of
     another row's key, are keys read again. `of` is the key to compare, `but` its row, `norms` the pool's key lengths.

@@ -51,7 +51,7 @@ def with_bounds(
 
 
 def with_new_rows(pool: Pool, segments: Segments, new: NewTokens, read: Float[Array, "B K"]) -> Pool:
-    """Pool whose bounds count the new tokens' rows, which it has; computed from the pages that these rows can join.
+    """Pool with page bounds that count the new tokens' rows, already in it; read from pages that these can join.
 
     `segments` are those before the new rows, `read` numbers behind whose computation the bounds are written.
     """
@@ -65,12 +65,12 @@ def with_new_rows(pool: Pool, segments: Segments, new: NewTokens, read: Float[Ar
 
 
 def rest_from(length: Int[Array, "*n"], page: int) -> Int[Array, "*n"]:
-    """First row of the page that the row behind `length` others joins."""
+    """Index in its segment of the first row of the page to which row number `length`, the next one, belongs."""
     return length // page * page
 
 
 def full_pages(length: Int[Array, "*n"], budget: Int[Array, "*#n"], page: int) -> Int[Array, "*n"]:
-    """Number of full pages that a budget of rows has room for beside the page of the row behind `length` others."""
+    """Number of full pages that fit into a budget of rows beside the page of the next row; at most all full pages."""
     newest = length + 1 - rest_from(length, page)
     return jnp.clip((budget - newest) // page, 0, length // page)
 
@@ -83,7 +83,7 @@ def chosen_pages(
     budget: Int[Array, " B"],
     each: int,
 ) -> PageRows:
-    """Row indices of each kv head's full pages of largest bound for one new token, as many as fit in `budget`.
+    """`PageRows` of each kv head's full pages of largest bound for one new token, as many as fit in `budget` (Quest).
 
     Tang et al., Quest, algorithm 1; a page's bound is the largest of its kv head's query heads, ties go to the lowest
     page. `length` are the rows before the token, `each` the rows that a segment can hold.
@@ -110,7 +110,7 @@ def over_pages(
     length: Int[Array, "B K"],
     chosen: PageRows,
 ) -> Float[Array, "B K G D"]:
-    """Attention output of one new token over the rows of its chosen pages and of the last page, gathered first.
+    """Attention output of one new token over the rows of its chosen pages and of the last page, gathered to one array.
 
     `length` counts each segment's rows with the token's own.
     """

@@ -90,7 +90,7 @@ class PrefillPlan:
         return dataclasses.replace(self, pools=rows)
 
     def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
-        """P of each pool of `heads` kv heads; with `stretches` > 1, P of the part of it that one device holds."""
+        """Pool sizes P in rows, for `heads` kv heads; with `stretches` > 1, of the part that one device holds."""
         if self.pools is not None:
             return self.pools
         return _pools(self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches)
@@ -182,7 +182,7 @@ def plan_prefill(
 def pools_for(
     parts: Parts, config: ModelConfig, slots: int, room: tuple[int, ...], stretches: int = 1
 ) -> tuple[int, ...]:
-    """P of each pool, enough for any prompt of bucket `slots` and `room[l]` rows behind each segment of layer l.
+    """Pool sizes P in rows, enough for any prompt of bucket `slots` and `room[l]` rows behind each segment of layer l.
 
     On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
@@ -193,7 +193,7 @@ def pools_for(
 def buffer_rows(
     parts: Parts, capacity: tuple[int, ...], slots: int, layers: int, heads: int, stretches: int = 1
 ) -> int | None:
-    """Rows of the buffer in which a prefill keeps what may still be chosen; None if it holds all layers' rows.
+    """Size in rows of the buffer from which a prefill under one joint budget chooses; None if it holds whole layers.
 
     `capacity`, `slots` and `stretches` are as for a plan's pools. A buffer serves one budget over all layers where it
     weighs less than the rows of all layers but one. Mergers and second passes over the prompt need all of these.
@@ -216,7 +216,7 @@ def _pools(
     heads: int,
     stretches: int,
 ) -> tuple[int, ...]:
-    """P of each pool, room included; with `stretches` > 1, P of the part of it that one device holds."""
+    """Pool sizes P in rows, room included; with `stretches` > 1, of the part of each pool that one device holds."""
     mine, layers = heads // stretches, len(room)
     if layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots
@@ -286,7 +286,7 @@ def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
 
 
 def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
-    """Raises MemoryError if `device` (default: JAX's) cannot hold the plan's bytes; allocates nothing."""
+    """Raises MemoryError if `device` (default: JAX's), or the host for offloaded rows, cannot hold the plan's bytes."""
     device = memory.default_device() if device is None else device
     in_one = device.platform == "cpu"
     here = needed.peak_bytes + (needed.host_bytes if in_one else 0)

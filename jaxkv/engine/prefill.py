@@ -143,7 +143,7 @@ def observed(
 
 
 def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, ...], int | None]:
-    """P of each pool, and rows of the buffer of one budget or None; on a mesh, of the part that one device holds."""
+    """Pool sizes P in rows, and rows of a joint budget's buffer or None; on a mesh, of one device's part."""
     config, split = flat.config, 1 if flat.axes is None else flat.axes.size("K")
     buffer = buffer_rows(parts, needed.capacity, needed.slots, config.layers, config.kv_heads, split)
     return needed.pool_rows(config.kv_heads, split), buffer
@@ -287,7 +287,7 @@ class Prompts(Source):
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
-        """Generator: runs all layers, then reads the prompt again for its attention; yields shares of the layers."""
+        """Generator: runs all layers, reads the prompt again and keeps its attention; yields shares of the layers."""
         asked = self.parts.needs.replay
         assert asked is not None
         for index in self.indices:
@@ -299,7 +299,7 @@ class Prompts(Source):
             self.ran[index] = dataclasses.replace(self.ran[index], replayed=peaks[index])
 
     def _run(self, index: int) -> LayerOut:
-        """Runs a layer on the hidden states of the one below; returns its keys, values and what the policy needs."""
+        """Runs a layer on the hidden states of the one below; returns its `LayerOut`, and keeps its hidden states."""
         out = run_layer(self.flat, index, self.x, self.length, self.angles, self.parts.needs, self.implementation)
         self.x = out.x
         return out
@@ -332,7 +332,7 @@ class Prompts(Source):
         return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent rows stay."""
+        """Counts `[n, B]` for a group of layers, by plan or claims: rows to keep per kv head, most recent of them."""
         if self.parts.claims:
             traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
             if not traced:
@@ -368,7 +368,7 @@ class Prompts(Source):
 
 
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
-    """Limits of all segments, and first `State` of a policy that evicts or compresses again after the prompt.
+    """Row limits of all segments, and first `State`, of a policy that evicts or compresses again after the prompt.
 
     A limit is the number of rows kept; the budget if the prompt is shorter and there is no threshold; a number never
     reached for layers that grow without end; or what head budgets with limits of their own say.

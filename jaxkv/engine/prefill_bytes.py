@@ -96,7 +96,7 @@ class PrefillBytes:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on the device, weights excluded: of prefill, or of offloaded rows in decoding."""
+        """Peak bytes on the device, weights excluded: the larger of prefill's and offloaded rows' in decoding."""
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
@@ -186,12 +186,12 @@ class PrefillBytes:
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
 
     def _scores_of_all(self) -> int:
-        """Bytes of scores, sort keys and masks of all layers, on a CPU, where the heads of all layers compete."""
+        """Bytes of scores, sort keys and masks of all layers, on a CPU; 0 unless all layers' heads compete."""
         return self._rows_of(20 * self.config.layers) * self.parts.layers.joint
 
     @property
     def _buffered(self) -> int:
-        """Bytes of the buffer of rows that may still be chosen: keys, values, indices, and scores where these stay."""
+        """Bytes of a joint budget's buffer of candidate rows: keys, values, indices, kept scores; 0 without one."""
         ongoing = self.parts.ongoing
         row = 2 * self.config.head_dim * self.item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
         return self.batch * (self.buffer or 0) * row
@@ -246,7 +246,7 @@ class PrefillBytes:
         return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self._remembered
 
     def _kept(self, index: int) -> int:
-        """Bytes that layers below `index` hold: pools, or rows and scores, or a buffer, that wait for a shared pool."""
+        """Bytes of the layers below `index`: pools; if layers share a pool, their rows and scores, or a buffer."""
         parts = self.parts
         if self.buffer is not None:
             return self._buffered + self._rows_of(4 * self.config.layers * (1 + parts.needs.norms))
@@ -268,23 +268,23 @@ class PrefillBytes:
         return self._rows_of(2 * self.config.head_dim * self.item)
 
     def _moments(self) -> int:
-        """Bytes of one layer's means and covariances of queries, for policies that ask for them."""
+        """Bytes of one layer's means and covariances of queries; 0 unless the policy needs them."""
         config = self.config
         each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
         return 4 * self.batch * config.heads * config.head_dim * each
 
     def _projected(self) -> int:
-        """Bytes of a block of values seen through the output projection, for policies that ask for their norms."""
+        """Bytes of a block of values after the output projection; 0 unless the policy needs their norms."""
         config = self.config
         return 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * self.parts.needs.norms
 
     @property
     def _hidden(self) -> int:
-        """Bytes of one layer's normed hidden states, for policies that ask for them."""
+        """Bytes of one layer's normed hidden states; 0 unless the policy needs them."""
         return self.batch * self.slots * self.config.embed * self.item * self.parts.needs.hidden
 
     def _in_blocks(self) -> int:
-        """Bytes of the logits and probabilities of all heads within one block of tokens, for policies that ask."""
+        """Bytes of logits and probabilities of all heads within one block of tokens; 0 unless the policy needs them."""
         most = max((asked.tokens(self.slots) for asked in self.parts.needs.blocks), default=0)
         return 8 * self.batch * self.config.heads * most**2
 

@@ -165,13 +165,13 @@ class _Held(Source):
         return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` per kv head to keep in each layer of a group, and how many most recent rows stay among them."""
+        """Counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the new pool: the policy's target, or a bucket if sequences keep more rows; waits for `kept`."""
+        """Size in rows, P, of the new pool: the policy's target, or a bucket if more are kept; waits for `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)

@@ -46,7 +46,7 @@ class Padded(NamedTuple):
 
 
 def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Texts | None:
-    """Token ids of a second pass's texts; None without one. ValueError for text without a tokenizer, or foreign ids."""
+    """Token ids (`Texts`) of a second pass or None; ValueError for text without a tokenizer, or foreign ids."""
     if asked is None:
         return None
     closing = asked.closing
@@ -65,7 +65,7 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
 
 
 def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
-    """N, the tokens that are read for one chunk of prompts of bucket `slots`: texts, and padding to whole blocks."""
+    """Number N of tokens that a second pass reads per chunk of prompts of bucket `slots`: texts, chunk, padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, slots)) + len(texts.closing)
     tokens = before + min(asked.chunk, slots)
     blocks = -(-tokens // MOST)
@@ -75,7 +75,7 @@ def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
 def chunks(
     tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"], asked: Replay, texts: Texts
 ) -> Iterator[tuple[int, Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]]:
-    """Yields each chunk's first position, the token ids that are read for it, and the number of real ones."""
+    """Yields each chunk's first position, the token ids `[B, N]` to run for it, and the number `[B]` of real ones."""
     batch, slots = tokens.shape
     size = min(asked.chunk, slots)
     for first in range(0, int(lengths.max()), size):
@@ -98,7 +98,7 @@ def replayed(
     implementation: Implementation,
     worth: float,
 ) -> Steps[list[Float[Array, "B K S"]]]:
-    """Generator: reads prompts again on top of the layers that `ran`; returns the largest attention by layer and row.
+    """Generator: reads prompts again on top of the layers that `ran`; returns each layer's largest attention per row.
 
     Yields `worth` in all, in equal parts: the share of the layers' progress that the second pass stands for.
     """
@@ -149,7 +149,7 @@ def _layer_again(
     asked: Replay,
     implementation: Implementation,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
-    """Compiled: one block over N tokens that read a chunk again; hidden states, and `peaks` with the chunk's attention.
+    """Compiled: runs a block over N tokens that repeat a chunk; returns hidden states, `peaks` raised by attention.
 
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
     """
@@ -176,7 +176,7 @@ def _layer_again(
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Loop body: hidden states after the block, keys and values of the tokens, and attention, of one more block."""
+        """Loop body for one block of tokens: hidden states after the block, all keys and values, largest attention."""
         x, k, v, most = carry
         at = index * size
         part = take_slice(x, (0, at, 0), (batch, size, width))

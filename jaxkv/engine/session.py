@@ -37,7 +37,7 @@ from jaxkv.text.prompts import Encoded, Prompt, encode
 
 
 class Session:
-    """A model and a policy, ready to run: the steps that `generate` is made of.
+    """A model and a policy with the steps of `generate` as methods: prefill, extend, draw; calls return new caches.
 
     Caches are immutable: calls return new ones, and reuse the buffers of the one given only with `donate`.
 
@@ -90,7 +90,7 @@ class Session:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
-        """Plan of a prefill with room for `new` tokens; checks that its bytes fit into free memory.
+        """Plan of a prefill with room for `new` tokens; raises MemoryError if its bytes do not fit into free memory.
 
         Args:
             lengths: `[B]` tokens of each prompt.
@@ -135,7 +135,7 @@ class Session:
         )
 
     def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
-        """Plan with the bytes that one device must hold; on a CPU mesh, the bytes of all its devices together."""
+        """Plan with the bytes that one device (on a CPU mesh, all devices) must hold; unchanged off a mesh."""
         axes = self.params.axes
         if axes is None:
             return needed
@@ -182,7 +182,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: runs layer by layer, so that its caller may run other programs in between.
+        """Generator form of `prefill`: yields after each layer, so that other work can run then; returns the cache.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
@@ -252,7 +252,7 @@ class Session:
     def extend(
         self, cache: KVCache, ids: Prompt | Encoded, *, new: int = 0, chunk: int | None = None, donate: bool = False
     ) -> KVCache:
-        """Runs a prompt's tokens on top of a cache; returns the cache with their rows, all kept unless `new` is given.
+        """Runs prompts on top of a cache; returns it with rows added; with `new`, due sequences are recompressed.
 
         Args:
             cache: of this model and policy; one sequence serves many prompts.
@@ -347,7 +347,7 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Drawing:
-        """Makes a `Drawing`, which draws tokens on top of a cache block by block; its caller reads them in between.
+        """Makes a `Drawing`, which takes over a cache and draws tokens block by block; its caller reads each block.
 
         Args:
             cache: with logits; its buffers are given up.
@@ -381,7 +381,7 @@ class Session:
 
     @settled
     def compress_again(self, cache: KVCache, *, room: int = 0) -> KVCache:
-        """Compresses due sequences again: with `every=n`, those that have grown by n rows. Returns the new cache.
+        """Recompresses due sequences (with `every=n`, those n rows over their limit); returns a cache, same if none.
 
         Args:
             cache: of this model and policy.

@@ -14,7 +14,7 @@ from jaxkv.policies.parts import Parts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotShape:
-    """Static size of a slot: P of each pool (on a mesh, of a device's part); tokens of prompt, question, answer."""
+    """Static size of a slot: rows of each pool (on a mesh, of a device's part); tokens of prompt, question, answer."""
 
     rows: tuple[int, ...]
     prompt: int

@@ -130,7 +130,7 @@ class Slots:
 
     @settled
     def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Copy of a prefilled prompt's cache with a question appended to each of its sequences.
+        """Copy of a prefilled prompt's cache with a question appended to each sequence; those due are compressed again.
 
         `key` replaces the session's. Raises ValueError for an empty or over-long question, and for a cache that these
         slots' `prefill` did not make.
@@ -259,7 +259,7 @@ class Slots:
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
 
     def _compile(self) -> None:
-        """Allocates all slots; compiles every program by running it: prefill in each bucket, draw, take, release."""
+        """Allocates all slots; compiles every program by running it: prefill, extend, draw, take, release."""
         longest = self.shape.prompt
         cache = self._dummy(longest)
         one = self.begin(cache, max_new_tokens=1).arrays

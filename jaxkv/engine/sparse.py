@@ -65,7 +65,7 @@ def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
 def asking(
     q: Float[Array, "B K G N D"], ring: Float[Array, "B K G R D"] | None, new: NewTokens, reading: Reading
 ) -> Asking:
-    """A filter layer's choosing queries (of its ring, or of the new tokens), with their positions and weights.
+    """A filter layer's choosing queries (of its ring, or of the new tokens), positions and weights, as `Asking`.
 
     For one token the ring's, weighted by the selector; without a ring, or for several tokens, the new ones equally.
     The ring holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
@@ -90,7 +90,7 @@ def chosen_at(
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
 ) -> Chosen:
-    """Positions that a filter layer chooses for N new tokens, by attention of its queries to its pool's keys."""
+    """Positions (`Chosen`) that a filter layer chooses for N new tokens, by attention to its pool's keys."""
     reading, choosable = _filtered(spec, segments)
     assert new.candidates is not None
     asked, below = asking(q, ring, new, reading), new.candidates.below

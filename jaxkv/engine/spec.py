@@ -56,7 +56,7 @@ def reading_state(
 
 
 def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """One layer's weights of a gate as arrays where the model lies; kept with the model, of the two gates used last.
+    """One layer's gate weights as arrays where the model lies; cached with the model, for the two gates used last.
 
     Abstract arrays if asked for, and while programs are recorded.
     """
@@ -136,7 +136,7 @@ class Spec:
         return tuple((*own, *jax.tree.leaves(more)) for own, more in zip(flat.blocks, weights, strict=True))
 
     def parted(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """Parameters of a block and weights of its gate, or None, from what `blocks_of` made of both."""
+        """Splits a block's leaves from `blocks_of` into its parameters and its gate's weights (None without one)."""
         if self.gate is None:
             return leaves, None
         tree = self.gate.tree

@@ -82,7 +82,7 @@ def _finish(
 
 
 class Inputs(NamedTuple):
-    """Inputs of a stretch: its layers' parameters, query rings and numbers; filter's pool; loaded rows, positions.
+    """Inputs of a stretch: its layers' parameters, query rings and indices; filter's pool; loaded rows, positions.
 
     If a filter layer is asked at the end of the stretch, its parameters, ring and index come last, and `filter` is its
     pool. `loaded` are chosen rows from host memory, `chosen` their positions.
@@ -153,7 +153,7 @@ def step(
     spec: Spec,
     loader: Loader,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Logits after N new tokens per sequence, and the cache, for caches with rows in host memory.
+    """Runs N new tokens over a cache with rows in host memory; returns last logits and cache; pools are donated.
 
     Several tokens at once read all rows of every layer.
     """

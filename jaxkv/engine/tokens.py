@@ -27,7 +27,7 @@ class Choosable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """Positions of a step's N new tokens, the number of real ones, and what filter layers may choose from.
+    """Positions of a step's N new tokens, number of real ones, and positions that filter layers may choose from.
 
     The same for all layers. `written` counts rows that each sequence has in its tails; `candidates` are the positions
     that filter layers choose from.

@@ -94,7 +94,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _keys(path: tuple[Any, ...]) -> list[Any]:
-    """Names and indices along a pytree path; a leading `asked` is dropped."""
+    """List of names and indices along a pytree path; a leading `asked` is dropped."""
     keys = [next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each)) for key in path]
     return keys[1:] if keys[0] == "asked" else keys
 

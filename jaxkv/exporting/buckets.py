@@ -130,7 +130,7 @@ def _room(parts: Parts, known: Table, bare: PrefillPlan, layers: int, limits: Li
 
 
 def require_exportable(policy: Method, layers: int, slots: int) -> None:
-    """ValueError for policies that need a host: offloading, prompts in chunks, budgets computed by numpy alone."""
+    """Raises ValueError for policies not to be exported: offload, chunks, second passes, gates, numpy budgets."""
     parts, name = policy.parts(), type(policy).__name__
     read = parts.read
     if read is not None:
@@ -150,7 +150,7 @@ def require_exportable(policy: Method, layers: int, slots: int) -> None:
 
 
 def require_positions(parts: Parts, known: Table, limits: Limits, positions: int) -> None:
-    """ValueError if a cache's rows can exceed the model's positions, for policies whose positions are rows."""
+    """Raises ValueError if a cache's rows can exceed the model's positions, for policies whose positions are rows."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return

@@ -57,7 +57,7 @@ class BucketSpec:
 
 
 class Asked(NamedTuple):
-    """Arguments of an exported decode loop: ended sequences (`done`), random `key`, number of `steps`, sampler.
+    """Arguments of an exported decode loop: mask of ended sequences, random key, end ids, number of steps, sampler.
 
     Sequences that are `done` draw nothing. `key` is random key data, `eos` the ids that end a sequence, `steps` the
     number of tokens to draw, and `sampling` a sampler whose numbers are arrays.
@@ -71,7 +71,7 @@ class Asked(NamedTuple):
 
 
 class After(NamedTuple):
-    """Result of an exported program: the cache, the next tokens' logits, and True in `ordered` if no score is NaN.
+    """Result of an exported program: cache, next logits, `ordered` (True if no score is NaN), rows beside the pools.
 
     `beside` is the rows beside read-only pools. Fields that a program does not compute are None, and are no outputs.
     """
@@ -84,7 +84,7 @@ class After(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Result of an exported decode loop: ids `drawn` (-1 after a sequence's end), steps `ran`, logits and the cache.
+    """Result of an exported decode loop: ids (-1 after an end), steps `ran`, logits, cache, mask of ended sequences.
 
     `beside` is None where drawn rows join the pools, `pools` is None where these are only read.
     """
@@ -109,7 +109,7 @@ def prompt(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that prefills and compresses prompts; returns the cache and the next tokens' logits."""
+    """Exported program that prefills prompts; returns compressed cache, next logits, True if no score is NaN."""
     flat = spec.flat.around(ends, blocks)
     prompts = Prompts(flat, tokens, length, spec.policy, spec.needed, told, _key(key), spec.implementation)
     cache = finished(read(prompts))
@@ -130,7 +130,7 @@ def question(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that appends `count` tokens per sequence to a cache; returns it and the next logits."""
+    """Exported program that appends `count` tokens per sequence to a cache (donated); returns cache and next logits."""
     flat = spec.flat.around(ends, blocks)
     after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=spec.decoding)
     return After(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
@@ -146,7 +146,7 @@ def again(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that recompresses sequences above their limit; returns the cache with all segments repacked."""
+    """Exported program that compresses due sequences again; returns the cache (donated) with all segments repacked."""
     flat = spec.flat.around(ends, blocks)
     heads, parts = flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K")
     handle = KVCache(
@@ -173,7 +173,7 @@ def draw(
     *,
     spec: BucketSpec,
 ) -> Drawn:
-    """Exported decode loop that appends each drawn token to the pools; returns ids, logits and the cache."""
+    """Exported decode loop that appends drawn tokens to the pools (donated); returns `Drawn`: ids, logits, cache."""
     return _drawn(ends, blocks, Running(cache=Cache(pools=pools, tables=cache)), logits, asked, spec)
 
 
@@ -206,7 +206,7 @@ def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: Buck
 def _drawn(
     ends: Leaves, blocks: tuple[Leaves, ...], running: Running, logits: Array, asked: Asked, spec: BucketSpec
 ) -> Drawn:
-    """Runs the decode loop; returns ids, logits, and the pools or, if these are read-only, the rows beside them."""
+    """Runs the decode loop; returns `Drawn`: ids, logits, and pools or, if these are only read, rows beside them."""
     flat = spec.flat.around(ends, blocks)
     begun = loop.draw_of(logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes)
     after, now, tokens, ran = loop.decode(

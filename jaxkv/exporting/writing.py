@@ -179,7 +179,7 @@ class _Job:
 
     @property
     def eos(self) -> list[int]:
-        """Token ids that end a sequence, of the config and of the tokenizer; [-2], which no token has, without any."""
+        """List of token ids that end a sequence, of config and tokenizer; [-2], which is no token, without any."""
         params = self.params
         return sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) or [-2]
 
@@ -248,7 +248,7 @@ def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -
 
 
 def _as_numbers(sampling: Any) -> Any:
-    """The sampler whose fields are arguments of the exported program; Greedy() for users' classes, which have none."""
+    """The sampler if its fields are arguments of the exported program; Greedy(), which has none, for users' classes."""
     return sampling if type(sampling).__module__ == Greedy.__module__ else Greedy()
 
 

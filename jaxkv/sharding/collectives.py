@@ -10,7 +10,7 @@ from jaxkv.sharding.mesh import LETTERS, NAMES, Axes
 
 
 def total(x: Array, axes: Axes | None, letter: str = "H") -> Array:
-    """Sum of `x` over the devices that split axes named `letter`; by default H: heads, MLP and vocabulary."""
+    """Sum of `x` over the devices that split axes named `letter` (H: heads, MLP, vocabulary); `x` without a mesh."""
     return x if axes is None or axes.size(letter) == 1 else lax.psum(x, LETTERS[letter])
 
 
@@ -25,12 +25,12 @@ def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
 
 
 def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """Gathers the devices' parts along `axis`, which is named `letter`, into the whole array on each device."""
+    """Gathers devices' parts along `axis`, named `letter`, into the whole array on each device; `x` without a mesh."""
     return x if axes is None or axes.size(letter) == 1 else lax.all_gather(x, LETTERS[letter], axis=axis, tiled=True)
 
 
 def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """This device's part of a whole array along `axis`, which is named `letter`; the inverse of `gathered`."""
+    """This device's part of a whole array along `axis`, named `letter`; inverse of `gathered`; `x` without a mesh."""
     if axes is None:
         return x
     size = x.shape[axis] // axes.size(letter)
@@ -38,17 +38,17 @@ def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
 
 
 def first(letter: str, size: int, axes: Axes | None) -> Any:
-    """Index at which this device's part, of `size` elements, begins in an array axis named `letter`."""
+    """Index at which this device's part, of `size` elements, begins in an axis named `letter`; 0 without a mesh."""
     return 0 if axes is None else lax.axis_index(LETTERS[letter]).astype(jnp.int32) * size
 
 
 def anywhere(flag: Array, axes: Axes | None) -> Array:
-    """True if the flag is set on any device of the mesh."""
+    """Bool array: `flag`, or on a mesh True where it is set on any device."""
     return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
 
 
 def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
-    """True if the flag is set on any of the devices that split axes named `letter`."""
+    """Bool array: `flag`, or on a mesh True where it is set on any of the devices that split axes named `letter`."""
     return flag if axes is None else most_of_devices(flag.astype(jnp.int32), letter, axes) > 0
 
 

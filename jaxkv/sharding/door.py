@@ -18,7 +18,7 @@ from jaxkv.sharding.record import recorder
 
 
 class Door:
-    """A compiled function: `jax.jit`, or on a mesh `jax.shard_map`, with placements by the annotations' axis letters.
+    """Compiled function: `jax.jit`, or on a mesh `jax.shard_map`; shards arrays by the axis letters of its annotations.
 
     Placement follows from the letters in the annotations of the function and of the dataclasses that it takes and
     returns; arrays annotated "...", such as parameters, keep their placement.
@@ -56,7 +56,7 @@ class Door:
         return self._split(given, rest, **static)
 
     def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
-        """Splits a call for export: function of flat arrays, (path, letters, array) of each, number of donated ones."""
+        """Splits a call for export: function of flat arrays, list of (path, letters, array), number of donated ones."""
         axes, given, hints = self._axes(options), self._signature.bind(*args, **options).arguments, hints_of(self._fn)
         statics = tuple((name, value) for name, value in given.items() if name in self._static)
         arrays = {name: value for name, value in given.items() if name not in self._static}

@@ -174,7 +174,7 @@ def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
 
 
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
-    """(path, axis letters, array) of each leaf of a dataclass of arrays."""
+    """List of (path, axis letters, array) of a dataclass's leaves; TypeError for an array without letters."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(path, known(letters_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
 
@@ -202,7 +202,7 @@ def put(leaf: Any, there: NamedSharding) -> Any:
 
 
 def leaf_placed(leaf: Any, letters: str | None, axes: Axes) -> Any:
-    """Puts an array on a mesh by its axis letters; one annotated "..." must lie there already."""
+    """Puts an array on a mesh by its axis letters; TypeError if one annotated "..." does not lie there already."""
     if letters != "...":
         letters = known(letters, leaf)
         return put(leaf, _there(axes.mesh, letters, np.shape(leaf)))

@@ -58,12 +58,12 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
 
 
 def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
-    """`model_mesh` without devices, for `data` groups of `model` devices each."""
+    """`AbstractMesh` as `model_mesh` splits it, for `data` groups of `model` devices each; needs no devices."""
     return AbstractMesh((data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
 
 
 def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
-    """Sizes (kv, rep): devices that split the kv heads, and each head's group; ValueError if `model` does not fit."""
+    """Sizes (kv, rep): devices that split kv heads, and that split one's query heads; ValueError if none fit."""
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"

@@ -144,7 +144,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _beside(outer: Jaxpr) -> list[int]:
-    """Bytes of arrays live on one device during each recorded call, its own arguments left out."""
+    """List: for each recorded call, bytes of the arrays live on one device that are not its arguments."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}
