@@ -51,7 +51,7 @@ def _spelled(name: str) -> str:
 
 
 def policy_class(name: str, field: str = "policy") -> type[Method]:
-    """Policy class registered under a name, in any case or hyphenation; an error suggests the nearest names."""
+    """Policy class registered under a name, in any case or hyphenation; ValueError with near names if there is none."""
     plain = _spelled(name)
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
@@ -83,7 +83,7 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
 def policy_for(
     given: Any, config: ModelConfig, filters: tuple[int, ...] | None = None, *, field: str = "policy"
 ) -> Method:
-    """`as_policy`, with fields filled in that depend on the model, such as `filters`, the filter layers found in it.
+    """Policy of an argument, as by `as_policy`, fitted to the model, `filters` as filter layers; ValueError if unfit.
 
     Raises ValueError if the model cannot honour the policy.
     """

@@ -87,7 +87,7 @@ class OmniKV(Method):
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Copy of this policy, `found` as its filter layers if it has none, its base fitted too; checks the layers."""
+        """Returns this policy with `found` as filter layers if it has none, its base fitted; ValueError if unfit."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
