@@ -236,7 +236,7 @@ class WindowAttention(WindowScorer):
 
 
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
-    """Reduces observations (scorer's mean or max) over devices that share a kv head, if it reads query heads."""
+    """Mean or max of observations over devices that share a kv head; unchanged if the scorer reads no query heads."""
     if not sees_query_heads(scorer):
         # Scorers that read no query heads observe the same on all devices.
         return observed

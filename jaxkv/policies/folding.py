@@ -225,7 +225,7 @@ class Merge(Merger, Value):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """Merges each segment's dropped row into its nearest, by a threshold; `Joined`: mask, new rows, thresholds."""
+        """Joins each segment's dropped row to its nearest kept row, by threshold; `Joined`: mask, rows, thresholds."""
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {

@@ -30,7 +30,7 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
 
 
 def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
-    """DuoAttention's head scores as tuples `[L][K]`, clipped to [0, 1], and the dict of the config.json beside them.
+    """DuoAttention's head scores as tuples `[L][K]` in [0, 1], and their config.json as a dict; ValueError if unfit.
 
     `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder, whose `config.json` is
     read, too; without one the config is empty. ValueError names `field` and what is wrong.

@@ -21,7 +21,7 @@ _TOKENS = 1024
 
 
 class Selector(enum.Enum):
-    """Enum of how filter layers weigh the window's queries when they choose tokens to read.
+    """Enum of weights of the window's queries in filter layers' choices: LAST alone, EXPONENTIAL by age, UNIFORM.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """

@@ -330,7 +330,7 @@ class Scorer(Protocol):
 
 
 def group_of(scorer: Scorer) -> GroupReduce:
-    """The scorer's reduction of query heads; MEAN for a class without the property `group`."""
+    """The scorer's `GroupReduce` of query heads; MEAN for a class without the property `group`."""
     return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
 
 

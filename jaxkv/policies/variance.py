@@ -88,7 +88,7 @@ class VarianceLayers(LayerBudgets, Value):
         return variance.mean(axis=-1)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Upper bound `[N]` of rows per kv head of a layer: e * budget for HEADNORM, else (or if dense) the prompt."""
+        """Upper bound `[N]` of rows in a layer: e * budget for HEADNORM without dense layers, else all of a prompt."""
         length = np.asarray(length, np.int64)
         if self.statistic is not Statistic.HEADNORM or self.dense_layers:
             return length

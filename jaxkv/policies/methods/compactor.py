@@ -41,7 +41,7 @@ class BlockAndLeverage(Scorer, Value):
         return self.blending > 0
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: normalised block attention by value norm, plus `blending` times normalised leverage."""
+        """Scores `[B, K, S]`: Z-scores of block attention times value norm, plus `blending` times those of leverage."""
         assert seen.blocks is not None and seen.unrotated is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = (index >= self.blocks.first) & (index < (seen.length - self.blocks.last)[:, None, None])

@@ -49,7 +49,7 @@ class LagInformation(Scorer, Value):
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: rank of a row's spread in its partition / `lag`, or softmax; sinks, last rows from 1."""
+        """Scores `[B, K, S]`: rank of a row's spread in its partition / `lag`, or softmax; 1 to 2: sinks, last rows."""
         slots, lag = seen.k.shape[2], self.lag
         index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)

@@ -137,7 +137,7 @@ class BrutalOffload(Method):
         return self.compose(scorer=None, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
-        """Returns this policy unchanged; raises ValueError if the model has no layers to offload."""
+        """Returns this policy unchanged; raises ValueError if the model has no layers above the resident ones."""
         fits = self.resident_layers < layers
         require(fits, "resident_layers", self.resident_layers, f"the model has {layers} layers: give fewer")
         return self

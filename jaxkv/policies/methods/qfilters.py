@@ -98,5 +98,5 @@ class QFilters(Method):
         return FilteredKeys(filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the product of key and filter."""
+        """Returns `Parts` that score rows by minus the dot product of key and filter."""
         return self.compose(scorer=self._scorer)
