@@ -10,7 +10,7 @@ from jaxkv._checks import field, real
 from jaxkv._errors import require
 from jaxkv.policies.heads import HeadBudgets, HeadsAround, own_limits, shares_positions
 
-_LEAST, _REMEDY = 1e30, "give the least score of a row that stays"
+_LARGEST, _REMEDY = 1e30, "give the least score of a row that stays"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ThresholdHeads(HeadsAround):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "threshold", real, _REMEDY, low=-_LEAST, high=_LEAST)
+        field(self, "threshold", real, _REMEDY, low=-_LARGEST, high=_LARGEST)
         remedy = "give UniformHeads(), or AdaptiveHeads()"
         inner = self.budgets
         require(not isinstance(inner, ThresholdHeads), "budgets", inner, f"one threshold is enough: {remedy}")
@@ -64,10 +64,10 @@ class ThresholdHeads(HeadsAround):
         return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
 
 
-def as_threshold(value: Any, low: float = -_LEAST, high: float = _LEAST) -> None:
+def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
     """Stores a dataclass's field `threshold` as a float in [low, high], unless it is None; else raises ValueError."""
     if value.threshold is not None:
-        between = "" if high == _LEAST else f", between {low:g} and {high:g}"
+        between = "" if high == _LARGEST else f", between {low:g} and {high:g}"
         field(value, "threshold", real, f"{_REMEDY}{between}, or None", low=low, high=high)
 
 
