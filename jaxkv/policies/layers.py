@@ -84,7 +84,7 @@ class LayerBudgets(Protocol):
         rows that segments of shorter prompts grow to under `Evict`.
         """
 
-    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
+    def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
         """Upper bound `[N]`, for N prompts, of rows per kv head summed over layers: L times the budget."""
         return layers * np.asarray(budget, np.int64)
 

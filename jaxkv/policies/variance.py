@@ -235,11 +235,13 @@ class OfficialVarianceLayers(VarianceLayers):
         xp = namespace(stat)
         return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]
 
-    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
+    def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
         """Upper bound `[N]` of rows summed over layers: the budget, minimum rows, and the prompts of dense layers."""
         length = np.asarray(length, np.int64)
         dense = int(dense_mask(self.dense_layers, layers).sum())
-        raised = layers * (np.asarray(budget, np.int64) + 1 + -(-(length + 1) // _LEAST))
+        least = (length + 1) // _LEAST
+        # Each of the two sizes is cut to an integer on its own, and forced rows stay whatever they come to.
+        raised = layers * (np.asarray(budget, np.int64) + 2 + least + np.maximum(0, forced - least + 2))
         return np.minimum(raised + dense * length, layers * length)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
