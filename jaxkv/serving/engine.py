@@ -32,7 +32,7 @@ from jaxkv.results import Completion
 from jaxkv.sampling import Greedy, Sampling, mixed
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.requests import QueueFull, Request
-from jaxkv.serving.room import device_of, slots_that_fit
+from jaxkv.serving.room import ahead_of, device_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import Order, Reading, Work
@@ -129,7 +129,7 @@ class Engine:
             document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
         self._documents = Documents(params, self._session.policy, most_bytes=most, folder=folder)
-        self._scheduler = Scheduler(self._slots, self._documents, ahead=count)
+        self._scheduler = Scheduler(self._slots, self._documents, ahead=ahead_of(count))
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False
         self._error: BaseException | None = None
