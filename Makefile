@@ -40,7 +40,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_saved_caches.py tests/test_golden.py
 
 .PHONY: help demo test test-latest test-lowest test-foreign lint format bench bench-peer qa-peer bench-gpu against long-answer soak \
-  sharded-soak slots-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
+  sharded-soak slots-table engine-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
@@ -58,6 +58,7 @@ help:
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
 	@echo "make sharded-soak 100 sharded generations on 8 fake devices, and test_hosts ten times, beside 8 busy processes: no abort"
 	@echo "make slots-table  24 requests over 4 slots under every row of the policy table: a device, 16 bits, a mesh of 8"
+	@echo "make engine-table 200 requests to an engine of 8 slots under every row of the policy table"
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
 	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
@@ -130,6 +131,9 @@ slots-table: $(STAMP)
 	@PYTHONPATH=. $(BIN)/python tests/slot_runs.py device
 	@PYTHONPATH=. $(BIN)/python tests/slot_runs.py bfloat16
 	@PYTHONPATH=. NPROC=24 XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python tests/slot_runs.py mesh
+
+engine-table: $(STAMP)
+	@PYTHONPATH=. $(BIN)/python tests/engine_runs.py
 
 decode-step: $(STAMP)
 	@$(BIN)/python -m benchmarks.decode_step

@@ -23,7 +23,7 @@ from jaxkv.text.prompts import Encoded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class Call:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
     `interval` is the number of tokens after each of which new text is yielded; None yields no text.
@@ -56,14 +56,14 @@ def bar(progress: bool | None, total: int, title: str) -> tqdm:
     return tqdm(total=total, desc=title, leave=False, disable=not (shown and hosts.speaks()), file=sys.stderr)
 
 
-def answered(request: Request) -> Generator[list[str], None, Generation]:
+def answered(call: Call) -> Generator[list[str], None, Generation]:
     """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
-    session, params, encoded = request.session, request.session.params, request.encoded
-    cache, sizes, batch = _read(request)
-    eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
-    drawing = session.drawing(cache, new=request.max_new_tokens, sampling=request.sampling, eos=eos)
-    answers = Answers(params.text, len(encoded.ids), request.stops)
-    yield from _drawn(request, drawing, answers)
+    session, params, encoded = call.session, call.session.params, call.encoded
+    cache, sizes, batch = _read(call)
+    eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if call.stop_at_eos else ()
+    drawing = session.drawing(cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos)
+    answers = Answers(params.text, len(encoded.ids), call.stops)
+    yield from _drawn(call, drawing, answers)
     with session.clocks.decode:
         cache = drawing.close()
         jax.block_until_ready(cache.pools)
@@ -73,7 +73,7 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
     if batch is not None:
         remember(session, batch)
     closing = answers.flush()
-    if request.interval is not None and any(closing):
+    if call.interval is not None and any(closing):
         yield closing
     made = answers.completions(eos)
     names = [field.name for field in dataclasses.fields(Completion)]
@@ -85,16 +85,16 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
     return Generation(
         **fields,
         cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
-        stats=_stats(request, cache, sizes, answers, drawing, batch),
+        stats=_stats(call, cache, sizes, answers, drawing, batch),
     )
 
 
-def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
+def _read(call: Call) -> tuple[KVCache, _Sizes, Batch | None]:
     """Prefills the prompts, or reads them on top of the given cache; returns the cache, its sizes and the `Batch`.
 
     The batch is None on top of a given cache.
     """
-    session, encoded, given, new = request.session, request.encoded, request.cache, request.max_new_tokens
+    session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Read before the cache is extended.
         full, kept_bytes, slack = given.full_nbytes, given.nbytes, given.slack_nbytes
@@ -104,7 +104,7 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
     config = session.params.config
     batch = planned(session, encoded, new)
     every, needed = batch.encoded, batch.asked
-    with bar(request.progress, config.layers, "prefill") as shown:
+    with bar(call.progress, config.layers, "prefill") as shown:
         cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
     spare = len(cache.seen) * cache.room_nbytes(needed.room)
     # Bytes of the prompts without their copies; all sequences have the same size.
@@ -120,34 +120,32 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
     return cache, sizes, batch
 
 
-def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
+def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
     """Generator that draws tokens until all sequences have ended; yields each sequence's new text if requested."""
-    axes = request.session.params.axes
-    with bar(request.progress, request.max_new_tokens, "decode") as shown:
+    axes = call.session.params.axes
+    with bar(call.progress, call.max_new_tokens, "decode") as shown:
         # Only one of several processes shows the bar, but all must draw blocks of the same size.
-        look = bool(request.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
+        look = bool(call.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
         # Rows after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
-        pace = 1 if request.stops and drawing.final else LOOK if look else drawing.size
-        interval = request.interval or drawing.left
+        pace = 1 if call.stops and drawing.final else LOOK if look else drawing.size
+        interval = call.interval or drawing.left
         ended, wanted = False, interval
         while drawing.left and not ended:
-            with request.session.clocks.decode:
+            with call.session.clocks.decode:
                 drawn = drawing.draw(min(drawing.left, pace, wanted))
                 drawing.take_back(answers.take(drawn))
                 drawing.end(answers.stopped)
                 ended = bool(drawing.done.all())
             shown.update(drawn.shape[1])
             wanted -= drawn.shape[1]
-            if request.interval is not None and (ended or not drawing.left or wanted < 1):
+            if call.interval is not None and (ended or not drawing.left or wanted < 1):
                 yield answers.fresh()
             wanted = wanted or interval
 
 
-def _stats(
-    request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None
-) -> Stats:
+def _stats(call: Call, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None) -> Stats:
     """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
-    session, given = request.session, request.cache
+    session, given = call.session, call.cache
     clocks, reading = session.clocks, drawing.reading
     moved, cut = _tallied(cache)
     tell_if_slow(clocks.compile_seconds)
@@ -157,7 +155,7 @@ def _stats(
         moved, cut = moved - before[0], cut - before[1]
     return Stats(
         **dataclasses.asdict(sizes),
-        prompt_tokens=int(request.encoded.lengths.sum()),
+        prompt_tokens=int(call.encoded.lengths.sum()),
         new_tokens=sum(len(tokens) for tokens in answers.tokens),
         prefill_seconds=clocks.prefill.running_seconds,
         decode_seconds=clocks.decode.running_seconds,
@@ -166,7 +164,7 @@ def _stats(
         allocated_bytes=cache.nbytes,
         attention=str(session.implementations),
         layout=cache.layout.value,
-        decode_steps=request.max_new_tokens - drawing.left,
+        decode_steps=call.max_new_tokens - drawing.left,
         host_bytes=cache.host_nbytes,
         transfers=session.drawn.transfers,
         transferred_bytes=session.drawn.bytes,
@@ -174,7 +172,7 @@ def _stats(
         filter_layers=() if reading is None else reading.filters,
         moved_rows=moved,
         cut_rows=cut,
-        raised_budgets=0 if given is not None else session.policy.parts().raised(request.encoded.lengths),
+        raised_budgets=0 if given is not None else session.policy.parts().raised(call.encoded.lengths),
         copies=0 if batch is None else batch.copies,
     )
 

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 from jaxkv import _checks, arguments, hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.answering import Request, answered, bar
+from jaxkv.answering import Call, answered, bar
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.compress import finished
@@ -203,7 +203,7 @@ def generate(
     session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
     arguments.require_fits(params.config, session.policy, encoded.lengths, max_new_tokens, cache)
-    request = Request(
+    call = Call(
         session=session,
         encoded=encoded,
         cache=cache,
@@ -214,7 +214,7 @@ def generate(
         interval=interval if stream else None,
         progress=progress,
     )
-    pieces = answered(request)
+    pieces = answered(call)
     if stream:
         return Stream(pieces, encoded.single)
     return finished(pieces)

@@ -169,7 +169,8 @@ def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
 
     budget, forced = from_none(told.budget), from_none(told.forced)
     if told.rows is None or told.recent is None:
-        most = int(parts.layers.bound(np.asarray(told.budget), lengths, layers=layers).max())
+        reach = parts.layers.bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
+        most = int(reach.max())
         return _Sizes(capacity=(min(most, layers * slots),), budget=budget, forced=forced)
     capacity = tuple(told.rows.max(axis=1).tolist())
     if parts.layout.one_pool:

@@ -174,6 +174,17 @@ def test_a_pool_s_scores(walk, dtype):
     heads, group, dim, each = 2, 3, 8, 150
     length = np.asarray([[150, 150], [3, 3]] if walk is Walk.STRIDES else [[140, 9], [0, 30]], np.int32)
     start = np.asarray([[0, 150]] * 2 if walk is Walk.STRIDES else [[4, 144], [6, 200]], np.int32)
+    _check_scores(walk, dtype, heads, group, dim, each, start, length, widest=150)
+
+
+def test_a_segment_of_nearly_the_whole_pool_has_its_scores():
+    """P is not a multiple of the walk's blocks, and one segment is longer than all whole blocks together."""
+    length, start = np.asarray([[198, 2], [2, 197]], np.int32), np.asarray([[0, 198], [0, 3]], np.int32)
+    _check_scores(Walk.WINDOWS, "float32", 2, 3, 8, 100, start, length, widest=200)
+
+
+def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest):
+    """Output and scores of a token over pools of `heads * each` rows are those of numpy, whichever way they come."""
     q = 2 * draw(0, 3, heads, group, dim, dtype=dtype)[:2]
     k, v = (draw(seed, 2, heads * each, dim, dtype=dtype) for seed in (1, 2))
     score = draw(3, 2, heads * each)
@@ -195,14 +206,15 @@ def test_a_pool_s_scores(walk, dtype):
             return out, attention.add_received(score, found, begin, counts), found
         return out, found, None
 
-    for options in ({}, {"widest": 150}, {"widest": 150, "other": other}):
+    for options in ({}, {"widest": widest}, {"widest": widest, "other": other}):
         out, ours, received = scored(jnp.asarray([True, True]), **options)
         np.testing.assert_allclose(ours, expected, atol=5 * TOLERANCE[dtype])
         np.testing.assert_allclose(wide(out), wide(plain), atol=5 * TOLERANCE[dtype])
         _, ours, _ = scored(jnp.asarray([False, True]), **options)
         np.testing.assert_array_equal(ours[0], score[0])
         np.testing.assert_allclose(ours[1], expected[1], atol=5 * TOLERANCE[dtype])
-        assert (received is not None) == (walk is Walk.WINDOWS and "widest" in options)
+        later = walk is Walk.WINDOWS and "widest" in options and columns.covers(heads * each, widest)
+        assert (received is not None) == later
         if received is None:
             continue
         np.testing.assert_allclose(received.lse, plain_lse, atol=5 * TOLERANCE[dtype])

@@ -5,7 +5,9 @@ import concurrent.futures
 import dataclasses
 import threading
 
+import engine_runs
 import lettered
+import meshes
 import numpy as np
 import pytest
 import slot_runs as runs
@@ -14,7 +16,7 @@ from lettered import DOC, ids
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.compilation import Clock
+from jaxkv.policies.wrapper import with_budget
 from jaxkv.sampling import Greedy, Temperature
 from jaxkv.serving.documents import Documents
 from jaxkv.serving.requests import Request
@@ -31,11 +33,6 @@ def model():
     return tiny.tiny(tiny.TWO_LAYERS)
 
 
-def submitted(engine, asked, **more):
-    """One of `slot_runs`' requests, with the end ids of the model alone."""
-    return engine.submit(asked.prompt, max_new_tokens=asked.new, sampling=asked.sampling, key=asked.seed, **more)
-
-
 @pytest.fixture(scope="module")
 def letters():
     """An engine whose model speaks characters, with room for questions."""
@@ -46,28 +43,44 @@ def letters():
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "kvzip"])
 def test_requests_are_answered_as_alone(name):
-    """Greedy and sampled ones, of which some are cancelled on the way; nothing is compiled once the engine is there."""
-    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(5, 16, sampled=True)]
-    policy = BY_NAME[name].policy(20)
+    """Prompts and questions on documents, greedy and sampled, of which some are cancelled; nothing is compiled.
+
+    `make engine-table` asks 200 of them under every row of the policy table.
+    """
+    told, programs = engine_runs.checked(BY_NAME[name].policy(20), 16)
+    assert told >= 12 and programs == 0
+
+
+def test_groups_of_a_mesh_answer_as_alone():
+    """Slots lie over two groups of four devices."""
+    whole, policy = meshes.model_of(4), meshes.roomy("adakv")
+    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(1, 9)]
+    options = {"slots": 4, "max_prompt_tokens": 64, "max_new_tokens": runs.NEW}
+    with jaxkv.Engine(whole, policy=policy, mesh=meshes.mesh_of(2, 4), **options) as engine:
+        requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
+        for asked, request in zip(given, requests, strict=True):
+            assert request.result().tokens.tolist() == runs.alone(whole, policy, asked)
+
+
+def test_requests_have_budgets_of_their_own():
+    policy = BY_NAME["adakv"].policy(20)
+    prompts = [asked.prompt for asked in runs.requests(4, 6)]
+    options = {"max_new_tokens": 12, "stop_at_eos": False}
     with jaxkv.Engine(model(), policy=policy, **LIMITS) as engine:
-        with Clock() as clock:
-            requests = [submitted(engine, asked) for asked in given]
-            for request in requests[3::5]:
-                request.cancel()
-            answers = [None if at % 5 == 3 else request.result() for at, request in enumerate(requests)]
-        assert clock.programs == 0
-        assert engine.stats.answered >= 12
-        assert engine.stats.waiting == engine.stats.ready == engine.stats.running == 0
-    for asked, answer in zip(given, answers, strict=True):
-        if answer is not None:
-            assert answer.tokens.tolist() == runs.alone(model(), policy, asked)
-            assert answer.finish_reason == "length"
+        requests = [engine.submit(prompt, budget=18 - at, **options) for at, prompt in enumerate(prompts)]
+        for at, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            alone = jaxkv.generate(model(), prompt, policy=with_budget(policy, 18 - at), **options)
+            assert request.result().tokens.tolist() == alone.tokens.tolist()
+            assert request.stats.kept == alone.stats.kept
+        for wrong in (21, 0.5, 0):
+            with pytest.raises(ValueError, match="budget="):
+                engine.submit(prompts[0], budget=wrong)
 
 
 def work_of(prompt, new, eos=()):
     """A request as the scheduler takes it."""
     encoded = encode(prompt, None, model().config, close=True)
-    order = Order(encoded=encoded, new=new, sampling=Greedy(), key=None, stops=(), eos=eos, deadline=None)
+    order = Order(encoded=encoded, new=new, sampling=Greedy(), key=None, stops=(), eos=eos, policy=None, deadline=None)
     return Work(order, Request(lambda: None), None)
 
 
@@ -298,7 +311,7 @@ def test_slots_from_memory(monkeypatch):
     one = jaxkv.engine.slots.Slots(session, count=1, **limits).nbytes
     monkeypatch.setattr(memory, "machine_bytes", lambda: 20 * one)
     count = room.slots_that_fit(session, **limits)
-    assert 5 <= count <= 18
+    assert 3 <= count <= 16
     monkeypatch.setattr(memory, "machine_bytes", lambda: one // 2)
-    with pytest.raises(MemoryError, match="one slot and a prefill needs"):
+    with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
         room.slots_that_fit(session, **limits)

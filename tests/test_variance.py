@@ -75,7 +75,19 @@ def test_the_published_sizes(stats, budget):
     expected, margin = o.official_variance_rows(stats, LENGTH, budget / LENGTH / 2, budget / LENGTH / 2)
     if margin > 1e-9:
         assert kept.tolist() == expected
-    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), layers=5)[0]
+    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([5]), layers=5)[0]
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(0, 3), min_size=6, max_size=6), st.floats(0, 1), st.floats(0, 1))
+def test_the_published_sizes_stay_below_their_bound_whatever_is_forced(stats, share, of_it):
+    """Rows that must stay can be nearly all of the budget: the pool that layers share has room for them."""
+    layers, one = OfficialVarianceLayers(), np.asarray
+    budget = max(1, int(share * LENGTH))
+    forced = int(of_it * budget)
+    weights = np.asarray(stats)[:, None]
+    kept = layers.rows(one([budget]), one([LENGTH]), one([forced]), layers=6, window=1, weights=weights)[:, 0]
+    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([forced]), layers=6)[0]
 
 
 @pytest.mark.parametrize("kind", ("headnorm", "raw"))

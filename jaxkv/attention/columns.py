@@ -265,6 +265,12 @@ def add_received(
     return add_windows(score, first, _summed(received.logits, lse, received.logits[:, :, 0] > MASKED) / group)
 
 
+def covers(rows: int, widest: int) -> bool:
+    """True if windows of whole blocks in a pool of `rows` rows can cover a segment of `widest` rows, or of all rows."""
+    block = min(WALK_BLOCK, rows)
+    return min(widest, rows) <= rows // block * block
+
+
 def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:
     """First rows `i32[B, K]` and common width of windows of a shared pool that each cover one segment.
 

@@ -66,7 +66,7 @@ class Xla(Backend):
         other: Array | None = None,
     ) -> tuple[Array, Array | Received]:
         """Attention of one token per sequence; returns output, and updated scores or a `Received` for later."""
-        if walk is Walk.WINDOWS and widest is not None:
+        if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
             return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
         out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)

@@ -245,7 +245,8 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> 
             budget = np.asarray(numbers.budget)
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
-            reach = parts.layers.bound(np.minimum(budget + between, top), lengths, layers=layers)
+            forced = np.minimum(numbers.forced + between, top)
+            reach = parts.layers.bound(np.minimum(budget + between, top), lengths, forced, layers=layers)
             shared = max(shared, min(int(reach.max()), layers * top))
             continue
         rows = np.asarray(numbers.rows)

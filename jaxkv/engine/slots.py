@@ -1,5 +1,6 @@
 """`Slots`: a running batch whose sequences join and leave one by one, drawn from by the loop that `generate` runs."""
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
@@ -26,6 +27,7 @@ from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.engine.spec import specialise
+from jaxkv.policies.policy import Method
 from jaxkv.sampling import Sampling
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
@@ -123,16 +125,25 @@ class Slots:
         """
         return finished(self.prefilling(ids, key=key))
 
-    def prefilling(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> Walk[KVCache]:
-        """Generator form of `prefill`: runs layer by layer, so that its caller may decode other slots in between."""
+    def prefilling(
+        self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Method | None = None
+    ) -> Walk[KVCache]:
+        """Generator form of `prefill`: runs layer by layer, so that its caller may decode other slots in between.
+
+        `policy` is that of the slots with another budget, of no more rows.
+        """
         with own_settings():
-            encoded = self.session.encoded(ids)
+            session = copy.copy(self.session)
+            session.policy = self.session.policy if policy is None else policy
+            encoded = session.encoded(ids)
             longest, most = int(encoded.lengths.max()), self.shape.prompt
             require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_prompt={most}")
             many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
             require(len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many)
-            needed = self.session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
-        return (yield from self.session.prefilling(encoded, needed=needed, key=key))
+            needed = session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
+        cache = yield from session.prefilling(encoded, needed=needed, key=key)
+        # Limits of segments are arrays of the cache: how decoding goes on does not depend on the budget.
+        return dataclasses.replace(cache, policy=self.session.policy)
 
     @settled
     def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:

@@ -1,6 +1,7 @@
 """The task `qa`: questions on one's own documents, from a file of JSON lines, scored against their right answers."""
 
 import dataclasses
+import itertools
 import math
 import re
 import string
@@ -142,10 +143,9 @@ def _documents(data: str, count: int) -> Iterator[_Document]:
             require(found[name].text == text, "data", where, remedy)
             found[name] = found[name]._replace(questions=found[name].questions + asked)
             continue
-        if count and len(found) == count:
-            break
         found[name] = _Document(name, text, asked)
-    yield from found.values()
+    # Cut only now: questions of the first documents may stand in the file's last lines.
+    yield from itertools.islice(found.values(), count or None)
 
 
 def _id(given: Any, where: str) -> str:

@@ -22,9 +22,9 @@ from jaxkv.sharding.mesh import Axes
 
 
 class PoolOrder(enum.Enum):
-    """Enum of when scores are pooled over neighbours: before or after reduction over queries and query heads.
+    """Enum of when scores are pooled over neighbours: before (FIRST) or after (LAST) they are reduced over queries.
 
-    LAST pools after it, as published code does; FIRST before it, as Ada-KV's text does.
+    Published code has LAST, Ada-KV's text has FIRST.
     """
 
     LAST = "last"
@@ -45,7 +45,7 @@ class MaxPool(Value):
         _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Pooled scores `[..., S]`: the largest score among each position's `kernel` neighbours that are `inside`."""
+        """Pooled scores `[..., S]`: largest score in mask `inside` among a position's neighbours; -inf if none."""
         return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
 
 
@@ -63,7 +63,7 @@ class AvgPool(Value):
         _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Pooled scores `[..., S]`: sum over each position's neighbours that are `inside`, divided by `kernel`."""
+        """Pooled scores `[..., S]`: sum over a position's neighbours in mask `inside`, divided by `kernel`."""
         return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
 
 
@@ -127,7 +127,7 @@ class CumulativeAttention(Scorer, Value):
 
     @property
     def rank(self) -> Rank:
-        """`ByAttention` rank for decoding: each new query's attention is added to the rows' scores."""
+        """`ByAttention` rank while decoding: scores add up each new query's attention; with `mean`, divided by age."""
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -183,7 +183,7 @@ class WindowScorer(Scorer, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowAttention(WindowScorer):
-    """SnapKV's scorer: attention of the prompt's last `window` queries on each row, pooled over neighbours.
+    """SnapKV's scorer: mean attention of the prompt's last `window` queries on each row, pooled over neighbours.
 
     Attributes:
         window: number of the prompt's last queries that are read.
@@ -212,7 +212,7 @@ class WindowAttention(WindowScorer):
     def reduced(
         self, seen: Observed, over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]]
     ) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` reduced by `over_queries`, then over the group's heads; pooled before that if FIRST.
+        """Attention `[B, K, S]` reduced by `over_queries`, then over query heads; pooled first with `PoolOrder.FIRST`.
 
         Args:
             seen: the layer.
@@ -231,12 +231,12 @@ class WindowAttention(WindowScorer):
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: observations pooled over neighbours, the window's columns left out, if not pooled yet."""
+        """Scores `[B, K, S]`: observations pooled over neighbours; unchanged (pooled before) with `PoolOrder.FIRST`."""
         return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
 
 
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
-    """Reduces observations over mesh devices that share a kv head's query heads, by the scorer's mean or max."""
+    """Mean or max of observations over devices that share a kv head; unchanged if the scorer reads no query heads."""
     if not sees_query_heads(scorer):
         # Scorers that read no query heads observe the same on all devices.
         return observed

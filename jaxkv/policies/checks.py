@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 
 def as_budget(given: Any) -> int | float | None:
-    """Returns a budget as an int (rows), a float in (0, 1] (share of the prompt) or None; refuses other values.
+    """Returns a budget as an int (rows), a float in (0, 1] (share of the prompt) or None; ValueError for anything else.
 
     A Decimal or Fraction is a share.
     """

@@ -16,7 +16,7 @@ _TINY = 1e-8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedHeads(SharedHeads):
-    """Head budgets under which a layer's kv heads keep the same whole chunks: those of the highest mean scores.
+    """Head budgets under which a layer's kv heads keep the same chunks of consecutive rows, of highest mean score.
 
     Chunks with rows that stay anyway are completed first, lowest position first; the others follow by the mean score of
     their rows, over heads and rows. Of the first chunk that does not fit, its best rows fill the budget. With `peaks`,
@@ -45,11 +45,11 @@ class ChunkedHeads(SharedHeads):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of `base` candidates, the same in every head: whole chunks, and the best rows of one."""
+        """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best rows to fill up."""
         batch, _, slots = scores.shape
 
         def chunks(rows: Array) -> Array:
-            """Reshapes `[B, S]` to `[B, C, chunk]`; zeros behind the last row."""
+            """Reshapes rows `[B, S]` to chunks `[B, C, chunk]`, padded with zeros at the end."""
             return jnp.pad(rows, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
 
         # Heads that share positions have the same candidates, which with the forced rows are all rows of the text.
@@ -81,7 +81,7 @@ class ChunkedHeads(SharedHeads):
         stays: Bool[Array, "B C n"],
         peaks: int,
     ) -> Int[Array, "B C"]:
-        """Rows to keep of each chunk that is taken: all, or `peaks` of one of high but uneven scores.
+        """Number of rows `[B, C]` that each chunk keeps if chosen: `peaks` if its scores are high but uneven, else all.
 
         `of_chunk` are sort keys of the chunks' mean scores.
         """
@@ -98,7 +98,7 @@ class ChunkedHeads(SharedHeads):
 
 
 def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[Array, "B 1"]:
-    """Median of the sort keys that count, the lower of two middle ones; any number where none does."""
+    """Lower median `[B, 1]` of the uint32 sort keys in mask `counts`; an arbitrary number for an empty mask."""
     ascending = jnp.sort(jnp.where(counts, keys, jnp.uint32(2**32 - 1)), axis=-1)
     middle = (jnp.maximum(counts.sum(axis=-1, keepdims=True, dtype=jnp.int32), 1) - 1) // 2
     return jnp.take_along_axis(ascending, middle, axis=-1)

@@ -24,7 +24,7 @@ _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class Metric(enum.Enum):
-    """Enum of the cosines that decide on merging: KEY or VALUE, for k and v both, or BOTH, each by its own."""
+    """Enum of which cosines decide on merging k and v: the keys' (KEY), the values' (VALUE), or each its own (BOTH)."""
 
     KEY = "key"
     VALUE = "value"
@@ -45,14 +45,14 @@ class Weights(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """Enum: one running threshold per kv head (HEAD), or one per layer, shared by the layer's heads (LAYER)."""
+    """Enum of running merge thresholds: one per kv head (HEAD), or one per layer, shared by its heads (LAYER)."""
 
     HEAD = "head"
     LAYER = "layer"
 
 
 class Decision(enum.Enum):
-    """Cosine by which a dropped row merges: its own (TOKEN), or the mean of all heads' i-th ones (SHARED_POSITION).
+    """Enum: a dropped row merges by its own cosine (TOKEN), or by cosines averaged over heads (SHARED_POSITION).
 
     SHARED_POSITION, as in published code, judges the i-th dropped rows of all heads together.
     """
@@ -120,7 +120,7 @@ class Merge(Merger, Value):
     def moved(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Float[Array, "B K"]:
-        """Running thresholds `[B, K]` updated by the mean cosine of the rows dropped now (D2O, equation 10).
+        """Merge thresholds `[B, K]` updated, as running averages, by the mean cosine of rows dropped now (D2O, eq. 10).
 
         Args:
             tau: thresholds so far; -inf where there was none yet.
@@ -166,7 +166,7 @@ class Merge(Merger, Value):
     def _decided(
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
-        """Thresholds with the `index`-th updated by the rows dropped now, and the mask of dropped rows to merge."""
+        """Merge thresholds, the `index`-th updated by the rows dropped now, and the mask of dropped rows to merge."""
         if tau is None:
             raise TypeError("Merge needs its thresholds")
         over = axes if self.across_heads else None
@@ -176,7 +176,7 @@ class Merge(Merger, Value):
         return tau.at[..., index].set(own(level, "K", 1, over)), own(joins, "K", 1, over)
 
     def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Weights for merging at these cosines: a dropped row's in sum and divisor, and the kept row's in both.
+        """Three merge weights by cosine: a dropped row's in the sum, its in the divisor, a kept row's (float) in both.
 
         Args:
             similarity: cosines of dropped rows and their nearest kept rows.
@@ -201,7 +201,7 @@ class Merge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Merges a layer's dropped rows into their nearest kept rows; returns all keys and values, and the thresholds.
+        """Merges dropped rows whose cosine reaches the threshold into kept rows; returns `Merged`: k, v, thresholds.
 
         Rows are compared in blocks: memory is O(S).
         """
@@ -225,7 +225,7 @@ class Merge(Merger, Value):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """Merges one dropped row per segment into its nearest kept row; returns a mask, the new row and thresholds."""
+        """Joins each segment's dropped row to its nearest kept row, by threshold; `Joined`: mask, rows, thresholds."""
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
@@ -259,7 +259,7 @@ def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
 def nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """Largest cosine of each dropped row with a kept row, and that kept row's index, the lowest among ties.
+    """Largest cosine `[B, K, S]` of each dropped row to a kept row, and this row's index, lowest of ties; else 0, 0.
 
     Rows are compared in blocks: the matrix of all cosines is never in memory. Heads that drop rows keep at least one;
     rows that are not dropped get 0 and 0.
@@ -346,7 +346,7 @@ class ValueMerge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Adds part of each value, kept or dropped, to the `window` values after it, in sequences that drop rows."""
+        """Adds shares of values to the `window` values after them, where a sequence drops rows; `Merged`, same keys."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
@@ -363,7 +363,7 @@ class ValueMerge(Merger, Value):
 
     @partial(jax.jit, static_argnums=0)
     def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
-        """Values `[S, D]` of one head after each, in order, was added by its share to the `window` values after it."""
+        """Values `[S, D]` of one head after adding each in turn, times its share, to the `window` values after it."""
         slots, window = v.shape[0], self.window
         index = jnp.arange(slots, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)

@@ -18,7 +18,7 @@ Kind = TypeVar("Kind", bound="Gate")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate(FileArrays):
-    """Trained gate of one model: its sizes, and a digest of its weights, by which gates are compared.
+    """Base of trained gates, which score rows from hidden states: sizes L, K, E of their model, weights and digest.
 
     Programs take the weights as arrays.
 
@@ -55,7 +55,7 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def of_layer(cls, found: NamedTensors) -> Any:
-        """Weights of one layer: a registered dataclass of numpy arrays, annotated by axis letters."""
+        """Reads one layer's weights from its named tensors: a registered dataclass of numpy arrays; abstract."""
 
     @classmethod
     @abc.abstractmethod
@@ -64,7 +64,7 @@ class Gate(FileArrays):
 
     @abc.abstractmethod
     def scores(self, weights: Any, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Float32 scores of rows from one layer's weights and its normed hidden states; on a mesh of a device's heads.
+        """Float32 scores `[B, K, S]` by a layer's weights from normed hidden states; on a mesh for a device's heads.
 
         Args:
             weights: of the layer.
@@ -76,7 +76,7 @@ class Gate(FileArrays):
 
     @classmethod
     def _by_layer(cls, stored: Mapping[str, StoredTensor]) -> list[NamedTensors]:
-        """Stored tensors by layer; ValueError for names of another kind, and for layers left out."""
+        """List of each layer's `NamedTensors`; ValueError for names of another kind of gate, and for missing layers."""
         layers: dict[int, NamedTensors] = {}
         for name, tensor in stored.items():
             match = re.match(cls.beginning, name)
@@ -89,7 +89,7 @@ class Gate(FileArrays):
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """Weights of all layers, on the host; ValueError for a gate of a saved cache, which has its digest alone."""
+        """Tuple of all layers' weights, on the host; ValueError for a saved cache's gate, which has a digest alone."""
         return self.arrays
 
     @property

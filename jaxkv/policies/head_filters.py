@@ -13,7 +13,7 @@ from jaxkv.policies.of_model import FileArrays, NamedTensors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadFilters(FileArrays):
-    """Filters of one model, D numbers for each layer and kv head: their sizes and digest, by which they are compared.
+    """Q-Filters of one model, a vector of D numbers per layer and kv head: arrays, sizes, and a digest for equality.
 
     Attributes:
         dim: D.
@@ -28,12 +28,12 @@ class HeadFilters(FileArrays):
 
     @classmethod
     def of_tensors(cls, stored: Mapping[str, StoredTensor]) -> "HeadFilters":
-        """Makes filters of the tensor `q_filters`; ValueError without one `[L, K, D]` of finite numbers."""
+        """Makes `HeadFilters` of the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
         array = NamedTensors("", dict(stored)).take("q_filters", None, None, None)
         layers, heads, dim = array.shape
         return cls.of_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
 
     @property
     def numbers(self) -> Float[np.ndarray, "L K D"]:
-        """All filters, float32; ValueError for those of a saved cache, which has their digest alone."""
+        """All filters `[L, K, D]`, float32; ValueError for those of a saved cache, which has their digest alone."""
         return self.arrays

@@ -16,7 +16,7 @@ from jaxkv.policies.topk import sortable, top
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKinds(OfModel, LayerBudgets, Value):
-    """Budgets of layers and heads at once, in place of a policy's: all rows for some kv heads, `reach` for others.
+    """Layer and head budgets of DuoAttention: retrieval kv heads keep all rows, the others `reach` rows.
 
     A plan's rows per kv head are the mean over a layer's heads, rounded up.
 
@@ -37,7 +37,7 @@ class HeadKinds(OfModel, LayerBudgets, Value):
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model; ValueError where no head's kind is known."""
+        """Number of layers of the model; ValueError if `retrieval` is empty."""
         require(bool(self.retrieval), "pattern", None, f"give the model's: {self.wanted}")
         return len(self.retrieval)
 
@@ -47,7 +47,7 @@ class HeadKinds(OfModel, LayerBudgets, Value):
         return len(self.retrieval[0])
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`, whatever the budget: mean over a layer's heads, rounded up."""
+        """Mean rows per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""
         self.require_sizes(layers=layers)
         xp, heads = namespace(length), self.heads
         length = xp.asarray(length, xp.int64)
@@ -56,7 +56,7 @@ class HeadKinds(OfModel, LayerBudgets, Value):
         return -(-(full * length + (heads - full) * few) // heads)
 
     def average(self, length: Counts, forced: Counts) -> Counts:
-        """Rows per kv head and layer on average `[N]`, rounded up."""
+        """Mean rows per kv head `[N]` of each prompt over all layers and heads, rounded up."""
         layers = len(self.retrieval)
         rows = self.rows(length, length, forced, layers=layers, window=0, weights=None)
         return -(-rows.sum(axis=0) // layers)
@@ -66,13 +66,13 @@ class HeadKinds(OfModel, LayerBudgets, Value):
         return np.asarray([any(row) for row in self.retrieval], bool)
 
     def limits(self) -> Int[np.ndarray, "L K"]:
-        """Rows `[L, K]` that each kv head's segment grows to while decoding: endlessly many, or `reach`."""
+        """Rows `[L, K]` that each kv head's segment may grow to: 2**30 (no limit) in retrieval heads, else `reach`."""
         return np.where(np.asarray(self.retrieval or ((),), bool), ENDLESS, self.reach)
 
     def choose(
         self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]`: every candidate of heads that keep all; of others, the best up to `reach` with `forced`."""
+        """Mask `[B, K, S]`: every candidate in retrieval heads, in others the `reach - forced` of highest score."""
         self.require_sizes(heads=scores.shape[1])
         kinds = np.asarray(self.retrieval, bool)
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))

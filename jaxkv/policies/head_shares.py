@@ -21,7 +21,7 @@ _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Importance(OfModel, LayerBudgets, Value):
-    """HeadKV's budgets, of layers and of heads at once: rows in proportion to each head's share; exact sums.
+    """HeadKV's layer and head budgets: rows in proportion to each head's share by importance `scores`; exact sums.
 
     Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
     parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score. The published code
@@ -43,7 +43,7 @@ class Importance(OfModel, LayerBudgets, Value):
         field(self, "beta", real, "give 1 (all rows go by the scores) or more", low=1.0, high=1e30)
 
     def shares(self) -> Float[np.ndarray, "L H"]:
-        """Each head's share of all rows: 1/beta of them in proportion to scores, the rest in even parts."""
+        """Share of all rows for each head `[L, H]`, of sum 1: 1/beta in proportion to scores, the others evenly."""
         scores = np.asarray(self.scores)
         return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
 
@@ -58,7 +58,7 @@ class Importance(OfModel, LayerBudgets, Value):
         return len(self.scores[0])
 
     def agrees(self, name: str, size: int) -> bool:
-        """True if there are scores of `size` layers, or as many in a layer for each of `size` kv heads."""
+        """True if `scores` has `size` layers; for the name "heads", if its heads are a multiple of `size` kv heads."""
         return self.heads % size == 0 if name == "heads" else self.layers == size
 
     def require_fits(self, config: ModelConfig) -> None:
@@ -68,7 +68,7 @@ class Importance(OfModel, LayerBudgets, Value):
         require(self.heads in (config.kv_heads, config.heads), self.of_field, f"{self.heads} heads", remedy)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
+        """Rows per kv head `[L, N]`: the forced rows, and the layer's share of all other rows of the budget."""
         self.require_sizes(layers=layers)
         xp, shares = namespace(budget), self.shares().sum(axis=1)[:, None]
         rest = layers * (xp.asarray(budget, xp.int64) - forced)
@@ -91,7 +91,7 @@ class Importance(OfModel, LayerBudgets, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurveBudgets(Importance):
-    """LU-KV's budgets of layers and kv heads at one total share: rows in proportion to what each head keeps."""
+    """LU-KV's layer and head budgets: rows in proportion to the share of rows that each head keeps by its curve."""
 
     of_field: ClassVar[str] = "curves"
     wanted: ClassVar[str] = "curves for each layer and kv head of this model"
@@ -100,7 +100,7 @@ class CurveBudgets(Importance):
     beta: int | float = 1.0
 
     def agrees(self, name: str, size: int) -> bool:
-        """True if there are curves of `size` layers, or of `size` kv heads in a layer."""
+        """True if the curves' number of `name`, "layers" or "heads", equals the model's `size`."""
         return getattr(self, name) == size
 
     def require_fits(self, config: ModelConfig) -> None:

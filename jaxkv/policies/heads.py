@@ -39,7 +39,7 @@ class HeadBudgets(Protocol):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask of K * base rows chosen by score among the candidates; ties go to the lowest head, then position.
+        """Mask `[B, K, S]` of K * base candidates of highest score; ties go to the lowest head, then position.
 
         Args:
             scores: float32, higher stays.
@@ -79,7 +79,7 @@ class _ByKeys(Value):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of K * base candidates that `_pick` chooses by the sort keys of their scores."""
+        """Mask `[B, K, S]` of K * base candidates that `_pick` chooses by score; by mean score for shared positions."""
         if shares_positions(self):
             scores = _mean_of_heads(scores)
         return self._pick(_keys(scores, candidates), base, forced)
@@ -100,7 +100,7 @@ class UniformHeads(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedHeads(_ByKeys):
-    """Head budgets under which a layer's kv heads keep the same positions: those of the highest mean scores."""
+    """Head budgets under which a layer's kv heads keep the same positions: those of highest mean score over heads."""
 
     uniform: ClassVar[bool] = True
 
@@ -122,7 +122,7 @@ class _Uneven(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveHeads(_Uneven):
-    """Ada-KV: kv heads compete for the layer's rows; the share `alpha` of the uniform budget is guaranteed to each.
+    """Ada-KV's head budgets: kv heads compete for the layer's rows; each is guaranteed `alpha` of its even share.
 
     Attributes:
         alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
@@ -137,7 +137,7 @@ class AdaptiveHeads(_Uneven):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of each head's best rows, `targets` many, given how many of them are among the layer's best K * base."""
+        """Mask of each head's best rows: `targets` of them, given its number among the layer's best K * base rows."""
         batch, heads, slots = keys.shape
         winners = top(keys.reshape(batch, heads * slots), heads * base).reshape(keys.shape)
         return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), base))
@@ -159,12 +159,12 @@ class AdaptiveHeads(_Uneven):
         return floor + extra.astype(jnp.int32)
 
     def most_targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """Upper bound of `targets` per head `[B, K]` if no head wins more rows than `won`: the share, rounded up."""
+        """Upper bound `[B, K]` of `targets` if no head wins more: (1 - alpha) * won + alpha * base, rounded up."""
         floor, remainder = self._divided(won, base)
         return floor + (remainder > 0).astype(jnp.int32)
 
     def _divided(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-        """(1 - alpha) * won + alpha * base per head, rounded down, and its remainder in parts of alpha's fraction."""
+        """(1 - alpha) * won + alpha * base per head, rounded down, and the remainder times alpha's denominator."""
         share = Fraction(self.alpha).limit_denominator(1000)
         den, num = share.denominator, share.numerator
         # Split by the denominator first: exact in int32 at any length.
@@ -187,7 +187,7 @@ class AdaptiveHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtectedHeads(_Uneven):
-    """kvpress' safeguard: each kv head keeps the share `alpha` of its best rows; heads compete for the others.
+    """kvpress' safeguard: each kv head keeps its best rows up to `alpha` of its even budget; heads compete for others.
 
     Attributes:
         alpha: share of a head's budget that is safe, the rows that stay anyway counted first.
@@ -197,7 +197,7 @@ class ProtectedHeads(_Uneven):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of the `floor` best rows of each head, and of the best remaining rows of all heads together."""
+        """Mask of K * base rows: the `floor` best of each head, then the best remaining rows of all heads together."""
         batch, heads, slots = keys.shape
         safe = top(keys, self.floor(base, forced)[:, None])
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
@@ -220,7 +220,7 @@ class ProtectedHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsAround(Value):
-    """Base of head budgets that choose among rows as others, `budgets`, divide them among heads."""
+    """Base of head budgets that wrap other head budgets, `budgets`, and change the rows which those choose."""
 
     budgets: HeadBudgets = UniformHeads()
 
@@ -230,7 +230,7 @@ class HeadsAround(Value):
     def chosen_within(
         self, rows: tuple[Array, Array, Array, Array], norms: Array | None, layer: Int[Array, ""] | None
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` that `budgets` choose; `rows` are scores, candidates, base, forced rows, as of `choose`."""
+        """Mask `[B, K, S]` that the inner `budgets` choose; `rows` are scores, candidates, base and forced rows."""
         of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
         scores, candidates, base, forced = rows
         return self.budgets.choose(scores, candidates, base, forced, norms, **of)
@@ -238,7 +238,7 @@ class HeadsAround(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(HeadsAround):
-    """CriticalKV's budgets of heads: part of a head's rows by score, the rest by score times projected value's norm.
+    """CriticalKV's head budgets: the share `first` of a head's rows by score, others by score times value norm.
 
     Attributes:
         budgets: how the layer's rows spread over heads.
@@ -274,7 +274,7 @@ class TwoStageHeads(HeadsAround):
         norms: Float[Array, "B K S"] | None = None,
         layer: Int[Array, ""] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]`: `self.budgets` gives each head's number; part by score, the rest by score times norm."""
+        """Mask `[B, K, S]`, as many rows per head as `budgets` choose: `first` by score, others by score * norm."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
         count = self.chosen_within((scores, candidates, base, forced), None, layer).sum(axis=-1, dtype=jnp.int32)
@@ -288,7 +288,7 @@ class TwoStageHeads(HeadsAround):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"],
     ) -> Bool[Array, "B K S"]:
-        """Mask of each head's `count` rows in all: the share `first` by score, the others by score times norm."""
+        """Mask `[B, K, S]` of `count` rows per head: the share `first` by score, others by score times value norm."""
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
         safe = _part(share, count + forced[:, None]) - forced[:, None]
         weighted = (scores + jnp.float32(self.epsilon)) * norms
@@ -306,12 +306,12 @@ def chooses_apart(heads: HeadBudgets) -> bool:
 
 
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
-    """The head budgets inside two stages and thresholds, at any depth; other head budgets are returned as they are."""
+    """Head budgets inside all `HeadsAround` wrappers (two stages, thresholds); unwrapped ones are returned as given."""
     return inner_budgets(heads.budgets) if isinstance(heads, HeadsAround) else heads
 
 
 def needs_layer(heads: HeadBudgets) -> bool:
-    """True if the head budgets, or those inside two stages, differ by layer: `choose` then reads the layer's index."""
+    """True if the head budgets, or those that they wrap, differ by layer, so that `choose` reads the layer's index."""
     return getattr(inner_budgets(heads), "needs_layer", False)
 
 
@@ -322,25 +322,25 @@ def own_limits(heads: HeadBudgets) -> Int[np.ndarray, "L K"] | None:
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
-    """Returns `budgets` inside the two stages and thresholds of `heads`, if it has some; else `budgets`."""
+    """Returns `heads` with its innermost budgets replaced by `budgets`; `budgets` itself if `heads` wraps none."""
     if not isinstance(heads, HeadsAround):
         return budgets
     return dataclasses.replace(heads, budgets=within_stages(heads.budgets, budgets))
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
-    """True if all kv heads of a layer keep the same positions: `SharedHeads`, also inside two stages."""
+    """True if all kv heads of a layer keep the same positions: `SharedHeads`, also inside wrappers."""
     return isinstance(inner_budgets(heads), SharedHeads)
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """The `AdaptiveHeads` or `ProtectedHeads` of head budgets, also inside two stages; None for other classes."""
+    """Returns the `AdaptiveHeads` or `ProtectedHeads` of head budgets, also inside wrappers; None for other classes."""
     inner = inner_budgets(heads)
     return inner if isinstance(inner, (AdaptiveHeads, ProtectedHeads)) else None
 
 
 def capacity_of(heads: HeadBudgets) -> float:
-    """Largest ratio of the rows that one device's kv heads may hold to their even share; 1 for equal heads."""
+    """Largest ratio of rows of one device's kv heads to their even share; 1 for equal heads, 1000 if unlimited."""
     if inner_budgets(heads).uniform:
         return 1.0
     own = own_budgets(heads)
@@ -366,7 +366,7 @@ def within_capacity(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Moves chosen rows between heads so that no device holds over `most`; returns the mask and the number moved.
+    """Moves chosen rows between heads so that no device holds over `most`; returns the mask and number `[B]` moved.
 
     Heads of a device that has too many give up their weakest rows, heads together, but none below `floor`. The best
     candidates of devices that have room take their place, so that the sum stays the same. `keys` are sort keys of all

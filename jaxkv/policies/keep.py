@@ -17,7 +17,7 @@ from jaxkv.policies.checks import Span, as_spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep(Value):
-    """Rows kept whatever their score: sinks, observation window, protected spans, and a share of recent rows.
+    """Settings of rows kept whatever their score: sinks, observation window, protected spans, share of recent rows.
 
     Attributes:
         sinks: first positions.
@@ -35,7 +35,7 @@ class Keep(Value):
         field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         field(self, "window", whole, "give 0 or more last tokens", least=0)
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
-        # Cut to where positions end, so that they are numbers that the device has.
+        # Cut to the range of positions, int32, so that the device can hold them.
         spans = [[max(-FARTHEST, min(edge, FARTHEST)) for edge in span] for span in as_spans(self.protect)]
         object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
 
@@ -79,7 +79,7 @@ class Keep(Value):
         return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mask of the positions that are sinks or lie in protected spans; does not include the window.
+        """Mask, of the shape of `pos`, of positions that are sinks or lie in protected spans; without the window.
 
         Args:
             pos: positions of rows.
@@ -91,7 +91,7 @@ class Keep(Value):
         return _inside(pos, self._spans(prompt))
 
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """Spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
+        """List of spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
         least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []

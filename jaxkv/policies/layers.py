@@ -28,7 +28,7 @@ class LayerBudgets(Protocol):
 
     @property
     def from_scores(self) -> bool:
-        """True if rows per layer depend on all layers' scores: all layers share one pool, packed behind the last."""
+        """True if rows per layer depend on all layers' scores: layers then share one pool, packed after the last."""
         return False
 
     @property
@@ -49,7 +49,7 @@ class LayerBudgets(Protocol):
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
-        """Statistic of one layer's scores or attention per kv head or query head, from which `weight` is computed.
+        """Statistic `[B, K, ...]` of one layer per kv or query head, which `weight` reads; TypeError unless overridden.
 
         Args:
             scores: before pooling.
@@ -84,7 +84,7 @@ class LayerBudgets(Protocol):
         rows that segments of shorter prompts grow to under `Evict`.
         """
 
-    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
+    def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
         """Upper bound `[N]`, for N prompts, of rows per kv head summed over layers: L times the budget."""
         return layers * np.asarray(budget, np.int64)
 
@@ -93,7 +93,7 @@ class LayerBudgets(Protocol):
         return np.asarray(length, np.int64)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """Most recent rows to keep `[L, N]`, by layer and prompt; None, the default, for a fixed share of rows."""
+        """Number `[L, N]` of most recent rows to keep; None, the default, for the share `Keep.recent` of each layer."""
         return None
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
@@ -129,7 +129,7 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
     def shifted(shift: Reals) -> Reals:
         return xp.clip(values + shift, 0.0, ends)
 
-    # The sum of clipped values grows with the shift.
+    # The sum of clipped values never falls as the shift grows: bisection finds it.
     low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
     high = halved(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
     return round_remainders(shifted(high), total, most)
@@ -152,7 +152,7 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
 
 
 def finite(weights: np.ndarray | Array | None) -> Reals:
-    """Returns layer weights as float64; raises an error if they are missing, or known on the host and not finite."""
+    """Returns layer weights as float64; TypeError if they are None, ValueError if known on the host and not finite."""
     if weights is None:
         raise TypeError("these layer budgets need every layer's weight")
     xp = namespace(weights)
@@ -174,7 +174,7 @@ class UniformLayers(LayerBudgets, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalLayers(UniformLayers):
-    """One budget for which the kv heads of all layers compete by score: a layer keeps as many rows as its heads win."""
+    """Layer budgets under which the kv heads of all layers compete by score: a layer keeps as many rows as they win."""
 
     from_scores: ClassVar[bool] = True
     joint: ClassVar[bool] = True
@@ -195,7 +195,7 @@ class _Decreasing(_WithBeta):
     """Base of pyramid schedules whose rows sum exactly to the budget; subclasses give the relative rows in `shape`."""
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Relative rows of layers at these depths, 0 (bottom) to 1 (top); `rows` scales them to the budget's sum.
+        """Relative rows of layers at depths from 0 (bottom) to 1 (top); TypeError if a subclass does not override it.
 
         Args:
             base: rows per kv head on average that are not forced.
@@ -247,7 +247,7 @@ class GeometricLayers(_Decreasing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExponentialLayers(_Decreasing):
-    """Pyramid schedule whose rows decay exponentially towards the top layer's (PyramidKV, Table 5; no rate given).
+    """Pyramid schedule whose rows decay exponentially, by `rate`, from bottom to top layer (PyramidKV, Table 5).
 
     Attributes:
         beta: as for `LinearLayers`.
@@ -322,7 +322,7 @@ class GiniLayers(FromScores):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Published(_WithBeta):
-    """Base of pyramid schedules computed as in published code; their sum over layers may miss the budget."""
+    """Base of pyramid schedules computed as published code does; the sum over layers may miss the budget."""
 
     exact: ClassVar[bool] = False
 
@@ -338,7 +338,7 @@ class _Published(_WithBeta):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialLayers(_Published):
-    """KVCache-Factory's pyramid schedule: integer steps keep up to 27% over the budget; uniform for short prompts.
+    """KVCache-Factory's pyramid schedule: whole-number steps, so up to 27% over budget; uniform for short prompts.
 
     Attributes:
         beta: as for `LinearLayers`.

@@ -17,7 +17,7 @@ from jaxkv.policies.unseen import Position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LazyLayers(LayerBudgets, Value):
-    """SimLayerKV's layer budgets: one layer after the other keeps every row, the least lazy first; exact sum.
+    """SimLayerKV's layer budgets: layers that look back furthest keep every row until the budget is spent; exact sum.
 
     A layer is the lazier, the more of the last queries' attention falls on its first and most recent rows. Once the
     budget is used up, layers keep the forced rows alone; the layer that uses it up keeps as many more as are left.
@@ -40,7 +40,7 @@ class LazyLayers(LayerBudgets, Value):
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
-        """Attention `[B, K, G]` of each query head on the rows between the first and the most recent ones."""
+        """Attention `[B, K, G]` of the last queries, per query head, on all rows but the first and most recent ones."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]) -> Float[Array, " G"]:
             index = jnp.arange(p.shape[-1], dtype=jnp.int32)
@@ -51,7 +51,7 @@ class LazyLayers(LayerBudgets, Value):
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce, length)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and all others of as many layers as the budget has room for."""
+        """Rows per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced rows."""
         weights = finite(weights)
         xp = namespace(weights)
         order = xp.argsort(-weights, axis=0, stable=True)
@@ -62,7 +62,7 @@ class LazyLayers(LayerBudgets, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recency(Position):
-    """SimLayerKV's scorer: later rows score higher; the last queries are at hand for `LazyLayers`.
+    """SimLayerKV's scorer: later rows score higher; it requests the last `window` queries for `LazyLayers`.
 
     Attributes:
         window: number of the prompt's last queries.

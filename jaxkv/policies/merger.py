@@ -96,7 +96,7 @@ class Merger(Protocol):
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Tensors ("k", "v"), in turn, by whose cosines a row evicted while decoding is merged into its nearest row.
+        """Names of tensors ("k", "v") whose cosines find the row that an evicted row joins; () if only prompts merge.
 
         With () it merges prompts, and caches that are compressed again; rows dropped one by one are then not merged.
         """
@@ -112,7 +112,7 @@ class Merger(Protocol):
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
     ) -> Merged:
-        """Merges all dropped rows of a layer into its kept ones; returns all keys and values, and the thresholds.
+        """Merges all dropped rows of a layer into its kept ones; returns `Merged`: all keys and values, the thresholds.
 
         Args:
             k: keys, in order of position.
@@ -137,7 +137,7 @@ class Merger(Protocol):
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
     ) -> Joined:
-        """Merges one dropped row per segment into its nearest kept row while decoding; returns the kept row's change.
+        """Merges one dropped row per segment into its nearest kept row while decoding; `Joined`, by default no change.
 
         Args:
             index: position in `compares` of what found the nearest row.

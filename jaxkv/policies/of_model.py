@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound="FileArrays")
 
 
 class OfModel:
-    """Base of values that belong to one model; their sizes are attributes: `layers`, `heads`, perhaps `embed`, `dim`.
+    """Base of values that fit one model alone, checked by size attributes: `layers`, `heads`, perhaps `embed`, `dim`.
 
     Subclasses name the policy's field that holds the value in `of_field`, and what to give there in `wanted`.
     """
@@ -37,14 +37,14 @@ class OfModel:
         return getattr(self, name) == size
 
     def require_sizes(self, **of_model: int) -> None:
-        """Raises ValueError unless the value's sizes fit a model's of these names; sizes that it does not have fit."""
+        """Raises ValueError unless each size of the value fits the model's of that name; sizes it lacks are skipped."""
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
                 require(self.agrees(name, size), self.of_field, f"{own} {self.words.get(name, name)}", remedy)
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError unless the value's sizes fit a model's."""
+        """Raises ValueError unless the value's sizes fit a model's layers, kv heads, hidden and head dimensions."""
         self.require_sizes(layers=config.layers, heads=config.kv_heads, embed=config.embed, dim=config.head_dim)
 
 
@@ -71,7 +71,7 @@ class FileArrays(OfModel, Value, abc.ABC):
 
     @classmethod
     def read(cls: type[Kind], name: str, given: Any) -> Kind:
-        """Reads the arrays from a safetensors file, or from a folder with `model.safetensors`.
+        """Makes an instance from a safetensors file or a folder of `model.safetensors`; ValueError if it is unfit.
 
         Args:
             name: the field, for error messages.
@@ -101,7 +101,7 @@ class FileArrays(OfModel, Value, abc.ABC):
 
     @classmethod
     def of_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
-        """Makes an instance of a pytree of numpy arrays; `heading`, text, and the arrays enter the digest."""
+        """Makes an instance of a pytree of arrays and sizes; its digest is SHA-256 of text `heading` and arrays."""
         told = hashlib.sha256(heading.encode())
         for leaf in jax.tree.leaves(arrays):
             told.update(np.ascontiguousarray(leaf, np.float32).tobytes())
@@ -117,7 +117,7 @@ class FileArrays(OfModel, Value, abc.ABC):
 
 
 def given(value: Kind | None, kind: type[Any]) -> Kind:
-    """The arrays of a field that may be None; ValueError if it is."""
+    """Returns `value`, a gate or filters, unless it is None: then raises ValueError that says what file to give."""
     require(value is not None, kind.of_field, None, f"give {kind.wanted}")
     assert value is not None
     return value
@@ -125,7 +125,7 @@ def given(value: Kind | None, kind: type[Any]) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Stored tensors by the ends of their names, and the beginning that these share.
+    """Stored tensors by name suffix, the beginning that their names share, and the suffixes read so far.
 
     Attributes:
         beginning: what the tensors' names begin with.
@@ -138,7 +138,7 @@ class NamedTensors:
     taken: set[str] = dataclasses.field(default_factory=set)
 
     def take(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
-        """Reads a tensor as float32; ValueError for a missing one, another shape (None: any size), numbers not finite.
+        """Reads a tensor as float32, noted in `taken`; ValueError if missing, of another shape, or not finite floats.
 
         Args:
             name: the end of the tensor's name.
@@ -169,6 +169,6 @@ class NamedTensors:
         return array
 
     def require_all_taken(self) -> None:
-        """ValueError for a tensor that was not read: a gate without it would give other scores."""
+        """Raises ValueError if `take` has not read some tensor: a gate without it would give other scores."""
         if left := sorted(set(self.stored) - self.taken):
             raise ValueError(f"tensor {self.beginning}{left[0]} belongs to no such gate")

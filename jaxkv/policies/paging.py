@@ -19,7 +19,7 @@ _PAGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedReads(Value):
-    """Quest's reads: at each new token every kv head of a layer reads its pages of largest bound, and the last page.
+    """Quest's reads: at each new token a kv head reads the pages with the largest bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
     """
@@ -48,7 +48,7 @@ class PagedReads(Value):
         return _PAGES * self.page
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Rows `[B]`, new tokens' included, that each kv head reads at each token in a layer that reads pages alone.
+        """Number `[B]` of rows, new tokens' included, that each kv head reads per token in layers that read pages.
 
         Args:
             lengths: tokens of each prompt.
@@ -60,7 +60,7 @@ class PagedReads(Value):
         lengths, budget = np.asarray(lengths, np.int64), self.budget
         if isinstance(budget, int):
             return np.full_like(lengths, budget)
-        assert budget is not None  # made so
+        assert budget is not None  # set in `__post_init__`
         return np.maximum(share_of(lengths, budget), self._least)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:

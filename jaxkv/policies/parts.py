@@ -104,7 +104,7 @@ class Parts(Value):
         check_scorer("scorer", self.scorer)
         for name, kind, wanted in _KINDS:
             value = getattr(self, name)
-            # A class has the attributes that its instances have.
+            # A class would pass as an instance of a protocol: it has the same attributes.
             fits = isinstance(value, kind) and not isinstance(value, type)
             if not fits:
                 raise TypeError(f"{name}={value!r}: give {wanted}")
@@ -209,7 +209,7 @@ class Parts(Value):
 
     @property
     def threshold(self) -> float | None:
-        """The least score of a row that stays, where budgets are the most rows that may stay; else None."""
+        """Least score of a row that stays, if the head budgets are `ThresholdHeads`; else None."""
         return threshold_of(self.heads)
 
     @property
@@ -243,7 +243,7 @@ class Parts(Value):
 
     @property
     def outgrows_prompts(self) -> bool:
-        """True if heads compete and rows are evicted: a later question may grow a segment past what prompts give it."""
+        """True if decoding evicts and kv heads keep unequal rows: a segment may outgrow its size after prefill."""
         return self.evicts and not self.heads.uniform
 
     @property
@@ -272,17 +272,17 @@ class Parts(Value):
 
     @property
     def reach(self) -> int | None:
-        """Rows that segments of shorter prompts may grow to: a budget in rows; None for shares of prompts."""
+        """Rows that segments of short prompts may grow to: the budget in rows, or the layers' `reach`; else None."""
         return self.budget if isinstance(self.budget, int) else getattr(self.layers, "reach", None)
 
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's budget in rows if larger."""
+        """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's `reach` in rows if larger."""
         return budget if self.reach is None else np.maximum(budget, self.reach)
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
     ) -> Int[np.ndarray, " B"]:
-        """Average rows per kv head `[B]` to keep of each prompt: at most its length, at least its forced rows.
+        """Average rows per kv head `[B]` to keep of each prompt; below the forced rows, lifted to them, or ValueError.
 
         `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """
@@ -302,7 +302,7 @@ class Parts(Value):
         return np.maximum(rows, np.minimum(forced, lengths))
 
     def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
-        """Number of prompts whose budget, a share of them, is raised to the rows that must stay."""
+        """Number of prompts for which a budget share gives fewer rows than must stay; 0 for a budget in rows."""
         if not isinstance(self.budget, float) or sets_rows(self.layers) or self.scorer is None:
             return 0
         lengths = np.asarray(lengths, np.int64)
@@ -330,7 +330,7 @@ class Parts(Value):
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """Texts for people, by name of the part: scorer, layers, heads, kept rows and what follows the prompt."""
+        """Dict of texts for people by part name: scorer, layers, heads, kept rows, behaviour while decoding."""
         scorer = "everything" if self.scorer is None else repr(self.scorer)
         kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
         parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}

@@ -19,7 +19,7 @@ from jaxkv.policies.scorer import Scorer
 from jaxkv.policies.words import by_name
 
 _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
-# How names of attributes begin in which a policy keeps its parts.
+# Prefix of the attributes in which a policy caches its parts.
 _KEPT = "_parts_of_"
 
 
@@ -30,7 +30,7 @@ def _declares(cls: type, name: str) -> bool:
 
 def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
     """Method that calls `make`, a class's `parts`, once per instance and caches the result in its `__dict__`."""
-    # By the function, which this one keeps alive: a class made again in a notebook has the same name.
+    # By the id of `make`, which this closure keeps alive: a class defined again in a notebook has the same name.
     kept = f"{_KEPT}{id(make)}"
 
     @functools.wraps(make)
@@ -70,8 +70,8 @@ class Method(Value):
         super().__init_subclass__(**options)
         if inspect.isfunction(vars(cls).get("parts")):
             cls.parts = _made_once(cls.parts)  # type: ignore[assignment,method-assign]
-        fields = {field.name for field in dataclasses.fields(cls)}  # its base's: it is not decorated yet
-        # Bases that are policies were looked at when they were made; those that are none, mixins, were not.
+        fields = {field.name for field in dataclasses.fields(cls)}  # its base's: `cls` is not decorated yet
+        # Bases that are policies were checked when they were defined; mixins were not.
         for each in (cls, *(base for base in cls.__mro__[: cls.__mro__.index(Method)] if not issubclass(base, Method))):
             said = vars(each).keys() | inspect.get_annotations(each).keys()
             unread = set() if {"parts", "wrap"} & said else _PARTS & said - (fields if each is cls else set())
@@ -119,7 +119,7 @@ class Method(Value):
             object.__setattr__(self, name, getattr(part, name))
 
     def parts(self) -> Parts:
-        """Returns the `Parts` that the engine reads; a subclass returns `self.compose(scorer=...)`. Called once.
+        """Returns the `Parts` that the engine reads, made once per instance; TypeError unless a subclass overrides it.
 
         Returns:
             The parts.
@@ -166,7 +166,7 @@ class Method(Value):
         return {"parts": self.parts()}
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
-        """Returns this policy with fields that depend on the model filled in, such as filter layers.
+        """Returns this policy with fields that depend on the model filled in, such as filter layers; itself by default.
 
         Args:
             layers: L.

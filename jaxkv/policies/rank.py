@@ -29,7 +29,7 @@ class Rank(Protocol):
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] that multiplies all scores at each new token, before that token's attention is added.
+        """Factor in [0, 1] on scores at each new token, before its attention is added; None if attention is ignored.
 
         None for scores that attention does not change: they stay as they began.
         """
@@ -88,7 +88,7 @@ class ByAge(Rank, Value):
     scored: ClassVar[bool] = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of rows, float32: minus their ages."""
+        """Ranks of rows, float32: minus their ages, so that the oldest row is evicted."""
         return -age.astype(jnp.float32)
 
 
@@ -134,7 +134,7 @@ After = Append | Evict | Again
 
 
 def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Float32 ranks of rows by `rank`, NaN replaced by -inf; scores and ages are broadcast against each other.
+    """Float32 ranks of rows by `rank`, NaN made -inf, scores and ages broadcast; TypeError for a wrong shape or dtype.
 
     A rank that returns another shape or dtype is refused with a TypeError.
     """
@@ -152,6 +152,6 @@ def check_rank(label: str, rank: object) -> None:
         raise TypeError(f"{label}={rank!r}: give a rank such as ByAttention(), or a subclass of jaxkv.policies.Rank")
     if rank.decay is not None:
         remedy = "give a share between 0 and 1, or None where attention changes nothing"
-        # The rank's own value enters programs, which know no Decimal.
+        # Programs compute with the rank's own value, unconverted: a Decimal would fail there.
         require(not isinstance(rank.decay, (Decimal, Fraction)), f"{label}.decay", rank.decay, remedy)
         real(f"{label}.decay", rank.decay, remedy, high=1.0)

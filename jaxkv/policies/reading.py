@@ -21,7 +21,7 @@ _TOKENS = 1024
 
 
 class Selector(enum.Enum):
-    """Enum of how filter layers weigh the window's queries when they choose tokens to read.
+    """Enum of weights of the window's queries in filter layers' choices: LAST alone, EXPONENTIAL by age, UNIFORM.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -82,7 +82,7 @@ class Reading:
 
     @property
     def loaded(self) -> int:
-        """Largest number of rows, summed over layers, loaded from host memory at once; 0 without offloading."""
+        """Largest number of rows per kv head, over all layers, loaded from host memory at once; 0 if none offloads."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -91,7 +91,7 @@ class Reading:
 
     @property
     def ring(self) -> int:
-        """Number of last queries that each filter layer remembers in a ring; 0 with `Selector.LAST`."""
+        """Number of last queries that each filter layer stores in a ring buffer; 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
 
@@ -105,7 +105,7 @@ def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[
 
 
 def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """For each layer the index of the filter layer whose choice it reads; WHOLE (-1) if it reads every row."""
+    """Tuple, by layer, of the index of the filter layer whose choice it reads; WHOLE (-1) if it reads every row."""
     whole = set(whole_layers(filters, adjacent, layers))
     return tuple(WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers))
 
@@ -272,7 +272,7 @@ class FilteredReads(Value):
         return whole_layers(self._filters, self.adjacent, layers)
 
     def _share(self, layers: int) -> Fraction:
-        """Share of a prompt's tokens that layers read of a filter's choice, a Fraction: from `mem`, or the budget."""
+        """Share (Fraction) of a prompt's tokens that a filter chooses, by `mem` or budget; ValueError for low `mem`."""
         if self.mem is None:
             return Fraction(repr(float(self.budget or 0)))
         whole, mem = Fraction(len(self.whole(layers)), layers), Fraction(repr(self.mem))

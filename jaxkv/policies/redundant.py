@@ -20,7 +20,7 @@ _CELLS = 1 << 22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Redundancy(WindowScorer):
-    """R-KV's scorer: `mix_lambda` times a row's attention from the last queries, minus the rest times its redundancy.
+    """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
 
     Attention of a query is the softmax over the rows before the window of the largest logit of the group's query heads;
     its mean over the window's queries is pooled over neighbours. Redundancy is the softmax over all rows of the mean
@@ -55,7 +55,7 @@ class Redundancy(WindowScorer):
         field(self, "threshold", real, "give a cosine between 0 and 1", high=1.0)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for the rows before the window."""
+        """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for rows before the window; else 0."""
         batch, heads, slots = seen.k.shape[:3]
         column = jnp.arange(slots, dtype=jnp.int32)
         before = column < (seen.length - self.window)[:, None, None]
@@ -88,7 +88,7 @@ def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Arr
 
 
 def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: float) -> Float[Array, " S"]:
-    """Mean `[S]` over a head's rows of each key's cosine with theirs; 0 with itself, or as a row's last similar key."""
+    """Mean cosine `[S]` of each key with its head's other keys; a row's last similar key counts as 0 for that row."""
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)

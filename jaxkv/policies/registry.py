@@ -17,7 +17,7 @@ POLICIES: dict[str, type[Method]] = {}
 
 
 def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
-    """Class decorator that registers a policy under a name, for `policy="snapkv"` and the command line.
+    """Class decorator that registers a policy by name, for `policy="snapkv"`; its constructor then takes keywords only.
 
     Positional and unknown arguments of its constructor are then refused with what to write instead.
 
@@ -51,7 +51,7 @@ def _spelled(name: str) -> str:
 
 
 def policy_class(name: str, field: str = "policy") -> type[Method]:
-    """Policy class registered under a name, in any case or hyphenation; an error suggests the nearest names."""
+    """Policy class registered under a name, in any case or hyphenation; ValueError with near names if there is none."""
     plain = _spelled(name)
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
@@ -83,7 +83,7 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
 def policy_for(
     given: Any, config: ModelConfig, filters: tuple[int, ...] | None = None, *, field: str = "policy"
 ) -> Method:
-    """`as_policy`, with fields filled in that depend on the model, such as `filters`, the filter layers found in it.
+    """Policy of an argument, as by `as_policy`, fitted to the model, `filters` as filter layers; ValueError if unfit.
 
     Raises ValueError if the model cannot honour the policy.
     """
@@ -93,7 +93,7 @@ def policy_for(
 
 
 def defaults(cls: type[Method]) -> dict[str, str]:
-    """Default values of a policy class's fields, as `repr` texts by field name."""
+    """Dict of a policy class's default values, as `repr` texts by field name."""
     return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
 
 
@@ -110,7 +110,7 @@ def takes_budget(cls: type[Method]) -> bool:
 
 
 def documented(cls: type[Any]) -> dict[str, str]:
-    """Descriptions of a class's fields by name, from "Attributes:" in the docstrings of the class and its bases."""
+    """Dict of descriptions of a class's fields, from "Attributes:" in the docstrings of the class and its bases."""
     about: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         lines = inspect.cleandoc(each.__doc__ or "").splitlines()

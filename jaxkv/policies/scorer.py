@@ -127,7 +127,7 @@ class BlockAttention(Value):
         field(self, "zeros", flag)
 
     def tokens(self, slots: int) -> int:
-        """Tokens of a block as it is computed: `size`, or all from `first` on of prompts that have fewer slots."""
+        """Number of tokens of a block: `size`, cut to `slots - first` for prompts of fewer slots unless `zeros`."""
         return self.size if self.zeros else min(self.size, max(1, slots - self.first))
 
 
@@ -269,12 +269,12 @@ class Scorer(Protocol):
 
     @property
     def blocks(self) -> BlockAttention | None:
-        """Settings of the `BlockSums` that `observe` reads, beside `seen.unrotated`, of prompts alone; or None."""
+        """Settings of the `BlockSums` that `observe` reads, with keys before RoPE, at prefill only; else None."""
         return None
 
     @property
     def gate(self) -> Gate | None:
-        """Trained gate whose weights `observe` reads in `seen.gate`, and hidden states in `seen.hidden`; or None."""
+        """Trained gate, if `observe` reads its weights (`seen.gate`) and hidden states (`seen.hidden`); else None."""
         return None
 
     @property
@@ -330,7 +330,7 @@ class Scorer(Protocol):
 
 
 def group_of(scorer: Scorer) -> GroupReduce:
-    """The scorer's reduction of query heads; MEAN for a class without the property `group`."""
+    """The scorer's `GroupReduce` of query heads; MEAN for a class without the property `group`."""
     return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
 
 

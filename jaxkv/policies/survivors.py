@@ -23,7 +23,7 @@ def bounded(heads: HeadBudgets, devices: int) -> bool:
 
 
 def rounding_rows(heads: HeadBudgets) -> int:
-    """Rows per head by which `survivors` may be more than the rows kept in the end: 1 where shares are rounded up."""
+    """Rows per head by which `survivors` may exceed the rows kept in the end: 1 where shares are rounded up, else 0."""
     own = own_budgets(heads)
     return int(isinstance(own, AdaptiveHeads) and own.alpha > 0)
 
@@ -37,7 +37,7 @@ def survivors(
     room: Int[Array, " B"],
     norms: Float[Array, "B K S"] | None = None,
 ) -> Bool[Array, "B K S"]:
-    """Mask of the candidates that `heads.choose` may keep once heads without candidates have theirs; at most `room`.
+    """Mask `[B, K, S]` of the candidates that may still be kept after later layers' heads compete; at most `room`.
 
     `room` is at least the rows that these heads keep together in the end, `rounding_rows` more of each head included.
     """

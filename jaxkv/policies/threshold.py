@@ -10,7 +10,7 @@ from jaxkv._checks import field, real
 from jaxkv._errors import require
 from jaxkv.policies.heads import HeadBudgets, HeadsAround, own_limits, shares_positions
 
-_LEAST, _REMEDY = 1e30, "give the least score of a row that stays"
+_LARGEST, _REMEDY = 1e30, "give the least score of a row that stays"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ThresholdHeads(HeadsAround):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "threshold", real, _REMEDY, low=-_LEAST, high=_LEAST)
+        field(self, "threshold", real, _REMEDY, low=-_LARGEST, high=_LARGEST)
         remedy = "give UniformHeads(), or AdaptiveHeads()"
         inner = self.budgets
         require(not isinstance(inner, ThresholdHeads), "budgets", inner, f"one threshold is enough: {remedy}")
@@ -59,20 +59,20 @@ class ThresholdHeads(HeadsAround):
     def above(
         self, chosen: Bool[Array, "B K S"], scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
-        """Mask of the chosen rows of scores from the threshold up; number of further candidates of such scores."""
+        """Mask of chosen rows with scores of at least the threshold; number `[B, K]` of such candidates not chosen."""
         high = scores >= jnp.float32(self.threshold)
         return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
 
 
-def as_threshold(value: Any, low: float = -_LEAST, high: float = _LEAST) -> None:
-    """Makes a dataclass's field `threshold` a float in [low, high], unless it is None; ValueError for anything else."""
+def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
+    """Stores a dataclass's field `threshold` as a float in [low, high], unless it is None; else raises ValueError."""
     if value.threshold is not None:
-        between = "" if high == _LEAST else f", between {low:g} and {high:g}"
+        between = "" if high == _LARGEST else f", between {low:g} and {high:g}"
         field(value, "threshold", real, f"{_REMEDY}{between}, or None", low=low, high=high)
 
 
 def threshold_of(heads: HeadBudgets) -> float | None:
-    """The least score of a row that stays under head budgets; None if they keep as many rows as their budget."""
+    """Least score of a row that stays under `ThresholdHeads`; None for other head budgets."""
     return heads.threshold if isinstance(heads, ThresholdHeads) else None
 
 
@@ -82,12 +82,12 @@ def without_threshold(heads: HeadBudgets) -> HeadBudgets:
 
 
 def with_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
-    """The head budgets under a threshold of scores; None for none."""
+    """Returns the head budgets wrapped in `ThresholdHeads` of this threshold; unchanged if it is None."""
     return heads if threshold is None else ThresholdHeads(threshold=threshold, budgets=heads)
 
 
 def check_threshold(heads: HeadBudgets) -> None:
-    """Raises ValueError for a threshold inside other head budgets, which choose by other numbers than scores."""
+    """Raises ValueError if `ThresholdHeads` lie inside other head budgets: they have to be outermost."""
     while isinstance(heads, HeadsAround):
         inside = isinstance(heads.budgets, ThresholdHeads)
         kind = type(heads).__name__

@@ -22,9 +22,9 @@ _product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "inner", "inner_bias"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzapWeights:
-    """One layer of KVzap's gate: a linear map of W numbers to K scores; `inner` maps the hidden state to these.
+    """Weights of one layer of KVzap's gate: a linear map to K scores, after an optional hidden layer `inner`.
 
-    Without `inner` these numbers are the hidden state itself.
+    `weight` maps the W outputs of the hidden layer; without `inner`, the hidden state itself.
     """
 
     weight: Shaped[Array | np.ndarray, "K W"]
@@ -35,7 +35,7 @@ class KVzapWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzapGate(Gate):
-    """KVzap's gate: each layer's normed hidden state, by a linear map or by two with a GELU between, to K scores.
+    """KVzap's gate: scores from each layer's normed hidden state, by a linear map or by two with a GELU between.
 
     Tensors are `layers.0.weight` and `layers.0.bias`, or `layers.0.0.weight`, `layers.0.0.bias`, `layers.0.2.weight`
     and `layers.0.2.bias`, for each layer.
@@ -45,7 +45,7 @@ class KVzapGate(Gate):
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> KVzapWeights:
-        """Weights of one layer, linear or of two layers, by the names of its tensors."""
+        """`KVzapWeights` of one layer, with one linear map or two, read by the names of its tensors."""
         if "weight" in found.stored:
             weight = found.take("weight", None, None)
             return KVzapWeights(weight=weight, bias=found.take("bias", len(weight)))
@@ -56,11 +56,11 @@ class KVzapGate(Gate):
 
     @classmethod
     def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
-        """K and E of one layer's weights."""
+        """Number of kv heads K and width of hidden states E, from one layer's weights."""
         return len(weights.bias), (weights.weight if weights.inner is None else weights.inner).shape[1]
 
     def to_bytes(self) -> bytes:
-        """Content of a safetensors file of this gate, with the published names of tensors."""
+        """Bytes of a safetensors file of this gate, with the published names of tensors."""
         found: dict[str, np.ndarray] = {}
         for layer, weights in enumerate(self.weights):
             names = {"weight": weights.weight, "bias": weights.bias}
@@ -71,7 +71,7 @@ class KVzapGate(Gate):
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Predicted logarithms of KVzip+'s scores."""
+        """Scores `[B, K, S]`, predicted logarithms of KVzip+'s scores, from normed hidden states."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
             x = jax.nn.gelu(_product("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
@@ -81,7 +81,7 @@ class KVzapGate(Gate):
 @partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzipWeights:
-    """One layer of Fast KVzip's gate: W query and one key map of C numbers for each kv head, norms, N base keys."""
+    """Weights of one layer of Fast KVzip's gate, per kv head: W query maps, a key map, N base keys; and two norms."""
 
     q: Shaped[Array | np.ndarray, "K W C E"]
     q_bias: Shaped[Array | np.ndarray, "K W C"]
@@ -94,7 +94,7 @@ class FastKVzipWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzipGate(Gate):
-    """Fast KVzip's gate: the probability of a token's own key beside learned base keys, mean over learned queries.
+    """Fast KVzip's gate: softmax share of a token's own key among learned base keys, mean over learned query maps.
 
     Tensors are, for layer 0, `0.q_proj.weight`, `0.q_proj.bias`, `0.k_proj.weight`, `0.q_norm.weight`,
     `0.k_norm.weight`, `0.k_base` and `0.b`: the names within each layer of the published files, which are pickles.
@@ -104,7 +104,7 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> FastKVzipWeights:
-        """Weights of one layer by the names of its tensors, query and key maps split by kv head."""
+        """`FastKVzipWeights` of one layer, by the names of its tensors, query and key maps split by kv head."""
         base = found.take("k_base", None, 1, None, None)[:, 0]
         heads, _, width = base.shape
         bias = found.take("b", heads, 1, None)[:, 0]
@@ -122,11 +122,11 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
-        """K and E of one layer's weights."""
+        """Number of kv heads K and width of hidden states E, from one layer's weights."""
         return weights.k.shape[0], weights.k.shape[2]
 
     def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Scores between 0 and 1: mean over queries of the own key's share of a softmax with the base keys."""
+        """Scores `[B, K, S]` from 0 to 1: the own key's share of a softmax with base keys, mean over query maps."""
         x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
         q = _product("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
         q = _normed(q, weights.q_norm)
@@ -137,5 +137,5 @@ class FastKVzipGate(Gate):
 
 
 def _normed(x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]) -> Float[Array, "... C"]:
-    """Vectors over the root of their mean square, times `weight`."""
+    """Float vectors after RMS normalisation over the last axis, times `weight`."""
     return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + _EPSILON) * weight

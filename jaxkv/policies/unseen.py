@@ -109,7 +109,7 @@ class FutureAttention(Scorer, Value):
 
 
 def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float[Array, "B K G S"]:
-    """Log of each key's expected exp(logit), for queries normally distributed with these moments."""
+    """Log `[B, K, G, S]` of each key's expected exp(logit), for normally distributed queries of these moments."""
     (batch, heads, slots, dim), group = k.shape, moments.mean.shape[2]
     size = min(_BLOCK, slots)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -slots % size), (0, 0)))
@@ -262,7 +262,7 @@ class Uniform01(Scorer, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateRank(Rank, Value):
-    """Rank by the score that a trained gate gave each row from its token's hidden state, while decoding as well.
+    """Rank by the scores that rows got from a trained gate when they entered the cache; attention does not change them.
 
     Attributes:
         gate: the model's gate.
@@ -273,7 +273,7 @@ class GateRank(Rank, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateScores(Scorer, Value):
-    """KVzap's scorer: what a trained gate makes of the hidden state of each row's token.
+    """KVzap's scorer: a trained gate's score of each row, from the hidden state of the row's token.
 
     Attributes:
         gate: the model's gate; None is refused where prompts are read.
@@ -291,7 +291,7 @@ class GateScores(Scorer, Value):
         given(self.gate, Gate).require_fits(config)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]` by the gate."""
+        """Scores `[B, K, S]` that the trained gate gives to hidden states; ValueError without a gate."""
         gate = given(self.gate, Gate)
         if seen.hidden is None:
             raise TypeError("GateScores needs the hidden states that enter attention")

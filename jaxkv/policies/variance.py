@@ -14,7 +14,7 @@ from jaxkv._values import Value, halved, is_traced, namespace, plain
 from jaxkv.policies.layers import Counts, LayerBudgets, Reals, Table, finite, round_remainders, round_to_sum
 from jaxkv.policies.scorer import Observed
 
-# No layer falls below this share of the prompt, as in the published code.
+# Every layer keeps at least 1 / _LEAST of the prompt, as in the published code.
 _LEAST = 100
 
 
@@ -67,7 +67,7 @@ class VarianceLayers(LayerBudgets, Value):
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
-        """Variance over keys of the attention that they received from all queries, `[B, K, G]` for each query head."""
+        """Variance over keys, for each query head `[B, K, G]`, of the attention that keys received from all queries."""
         sums, length = seen.sums, seen.length
         if sums is None:
             raise TypeError("VarianceLayers needs sums over all queries")
@@ -88,25 +88,25 @@ class VarianceLayers(LayerBudgets, Value):
         return variance.mean(axis=-1)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Upper bound of the rows per kv head of any layer: e times the budget with HEADNORM, else the prompt."""
+        """Upper bound `[N]` of rows in a layer: e * budget for HEADNORM without dense layers, else all of a prompt."""
         length = np.asarray(length, np.int64)
         if self.statistic is not Statistic.HEADNORM or self.dense_layers:
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]` by the statistics F; at least 1% of the prompt and one row more than forced."""
+        """Rows per kv head `[L, N]` by the statistics F; at least 1% of the prompt, and all if the budget holds it."""
         stat = finite(weights)
         xp = namespace(stat)
         budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
-        # Prompts below their budget stay whole; the arithmetic of the others has no place for them.
+        # Prompts within their budget stay whole: numbers in their place go through the arithmetic of the others.
         whole = budget >= length
         two = xp.full_like(length, 2)
         budget, long, forced = (xp.where(whole, two, each) for each in (budget, length, forced))
         return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head of each layer `[L, N]`, for prompts longer than their budget."""
+        """Rows per kv head `[L, N]` for prompts longer than their budget; ValueError if dense layers take too many."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
         least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
@@ -187,7 +187,7 @@ def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialVarianceLayers(VarianceLayers):
-    """D2O's published code: three layers keep the whole prompt besides the budget; sizes are truncated to integers.
+    """D2O's layer budgets as published code: three layers keep the whole prompt beyond the budget; sizes truncated.
 
     Attributes:
         recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
@@ -235,11 +235,13 @@ class OfficialVarianceLayers(VarianceLayers):
         xp = namespace(stat)
         return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]
 
-    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
+    def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
         """Upper bound `[N]` of rows summed over layers: the budget, minimum rows, and the prompts of dense layers."""
         length = np.asarray(length, np.int64)
         dense = int(dense_mask(self.dense_layers, layers).sum())
-        raised = layers * (np.asarray(budget, np.int64) + 1 + -(-(length + 1) // _LEAST))
+        least = (length + 1) // _LEAST
+        # Each of the two sizes is cut to an integer on its own, and forced rows stay whatever they come to.
+        raised = layers * (np.asarray(budget, np.int64) + 2 + least + np.maximum(0, forced - least + 2))
         return np.minimum(raised + dense * length, layers * length)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:

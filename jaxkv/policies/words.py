@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def by_name(cls: C) -> C:
-    """Class decorator: a policy's constructor refuses positional and unknown arguments with what to write instead.
+    """Class decorator: a policy's constructor raises TypeError, with a remedy, for positional or unknown arguments.
 
     Arguments that the constructor takes are passed on; a class without a constructor of its own is left as it is.
     """
@@ -52,9 +52,9 @@ def by_name(cls: C) -> C:
 
 
 def share_kept(removed: Any) -> str:
-    """The budget that kvpress' share of rows removed leaves, as it is written: 0.75 for 0.25 removed."""
+    """Text "budget=0.75" for kvpress' compression ratio of 0.25; "budget=1 - compression_ratio" if out of [0, 1)."""
     number = as_real(removed)
-    # Of decimals: 1 - 0.9 is 0.1 and a little less.
+    # Rounded: in floats 1 - 0.9 is a little less than 0.1.
     return "budget=1 - compression_ratio" if number is None or not 0 <= number < 1 else f"budget={round(1 - number, 9)}"
 
 
@@ -63,7 +63,7 @@ def _refusal(name: str, fields: list[str], args: tuple[Any, ...], unknown: dict[
     if args:
         given = shortened(args[0].__name__ if isinstance(args[0], type) else brief(args[0]))
         number = as_real(args[0]) is not None
-        # What is no number is a policy, its class or its name, if a policy is what the class is built on.
+        # Anything but a number is taken to be the base policy, its class or its name, if the class has a base.
         mine = "budget" if number or "base" not in fields else "base"
         how = f"{mine}={given}" if number or mine == "base" else ", ".join(f"{field}=..." for field in fields[:3])
         return TypeError(f"{name}({given}): a policy's fields are given by name: write {name}({how})")

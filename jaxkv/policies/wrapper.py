@@ -60,7 +60,7 @@ class Wrapper(Method):
         """
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with some replaced by this policy's: `dataclasses.replace(base, heads=...)`.
+        """Returns the base's parts with some replaced; TypeError unless a subclass overrides it.
 
         Args:
             base: the base policy's parts.
@@ -81,7 +81,7 @@ class Wrapper(Method):
 
 
 def with_budget(policy: Method, budget: int | float) -> Method:
-    """Returns the policy with another budget of rows kept, set in its base if it has one; unchanged if it has none."""
+    """Copy of the policy that keeps `budget` rows, set in its base if it has one; unchanged if it takes no budget."""
     parts, inner = policy.parts(), getattr(policy, "inner", None)
     if parts.budget is None:
         return policy

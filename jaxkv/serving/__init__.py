@@ -1,7 +1,8 @@
 """Many requests at once: `Engine` answers them over the slots of one running batch."""
 
 from jaxkv.serving.documents import Document
-from jaxkv.serving.engine import Engine, EngineStats
-from jaxkv.serving.requests import QueueFull, Request, RequestStats
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.requests import QueueFull, Request
+from jaxkv.serving.stats import EngineStats, RequestStats
 
 __all__ = ["Document", "Engine", "EngineStats", "QueueFull", "Request", "RequestStats"]

@@ -2,7 +2,6 @@
 
 import atexit
 import collections
-import dataclasses
 import os
 import threading
 import time
@@ -27,13 +26,16 @@ from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.checks import as_budget
 from jaxkv.policies.policy import Method
+from jaxkv.policies.wrapper import with_budget
 from jaxkv.results import Completion
 from jaxkv.sampling import Greedy, Sampling, mixed
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.requests import QueueFull, Request
-from jaxkv.serving.room import device_of, slots_that_fit
+from jaxkv.serving.room import ahead_of, device_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import Order, Reading, Work
 from jaxkv.text.prompts import Prompt, encode
 from jaxkv.words import by_other_names
@@ -44,36 +46,6 @@ _USUAL_NEW = 128
 _PATIENCE = 0.02
 # Share of the memory that slots leave free which documents may take.
 _DOCUMENT_SHARE = 0.5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """State of an engine at one moment: numbers of requests, slots and tokens, bytes, and the longest pause.
-
-    Attributes:
-        waiting: requests that are not prefilled yet.
-        ready: prefilled requests that wait for a slot.
-        running: slots with a request.
-        slots: number of slots.
-        answered: requests answered so far.
-        refused: requests refused because the queue was full.
-        new_tokens: tokens drawn so far.
-        nbytes: bytes of all slots.
-        document_bytes: bytes of documents on the device.
-        longest_pause_seconds: longest time between two tokens of one request, or between two blocks of up to 8 of them
-            where nobody reads its text.
-    """
-
-    waiting: int
-    ready: int
-    running: int
-    slots: int
-    answered: int
-    refused: int
-    new_tokens: int
-    nbytes: int
-    document_bytes: int
-    longest_pause_seconds: float
 
 
 class Engine:
@@ -158,7 +130,7 @@ class Engine:
             document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
         self._documents = Documents(params, self._session.policy, most_bytes=most, folder=folder)
-        self._scheduler = Scheduler(self._slots, self._documents, ahead=count)
+        self._scheduler = Scheduler(self._slots, self._documents, ahead=ahead_of(count))
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False
         self._error: BaseException | None = None
@@ -179,6 +151,7 @@ class Engine:
         stop_at_eos: bool = True,
         key: PRNGKeyArray | int | None = None,
         raw: bool = False,
+        budget: int | float | np.integer | np.floating | None = None,
         deadline: float | np.floating | np.integer | None = None,
         document: Document | None = None,
     ) -> Request:
@@ -192,6 +165,7 @@ class Engine:
             stop_at_eos: True to end at the model's end-of-answer tokens.
             key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
             raw: True if the text is plain text, not a user's message.
+            budget: rows per kv head, or share of the prompt, to keep; at most the policy's, which is the default.
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
             document: from this engine's `document`, to be asked; it is not changed.
 
@@ -230,6 +204,7 @@ class Engine:
             key=key,
             stops=stops,
             eos=tuple(sorted(set(eos))),
+            policy=None if budget is None else self._with_budget(budget, document),
             deadline=deadline,
             document=document,
         )
@@ -379,6 +354,19 @@ class Engine:
         """One-line text: policy, numbers of slots and of requests."""
         at = self.stats
         return f"Engine({self._session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
+
+    def _with_budget(self, given: Any, document: Document | None) -> Method:
+        """The engine's policy with a request's budget; ValueError unless it is one, and not above the engine's."""
+        policy, most = self._session.policy, self._session.policy.parts().budget
+        require(document is None, "budget", given, "a document has been compressed already: leave it out")
+        fixed = most is not None and policy.parts().every is None
+        require(fixed, "budget", given, f"requests of {type(policy).__name__} have the engine's: leave it out")
+        budget = as_budget(given)
+        assert most is not None and budget is not None
+        kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"
+        fits = isinstance(budget, int) == isinstance(most, int) and budget <= most
+        require(fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that")
+        return with_budget(policy, budget)
 
     def _require_fits(self, tokens: int, document: Document | None) -> None:
         """Raises ValueError for a prompt or question of more tokens than the slots take."""

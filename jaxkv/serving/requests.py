@@ -2,40 +2,17 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from jaxkv.results import Completion
+from jaxkv.serving.stats import RequestStats
 
 
 class QueueFull(RuntimeError):
     """Error of `Engine.submit` if as many requests wait as the engine's `queue` allows."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestStats:
-    """Measurements of one answered request: numbers of tokens, rows kept, seconds.
-
-    Attributes:
-        prompt_tokens: tokens of the prompt, or of the question if it was asked on a document.
-        new_tokens: tokens drawn, the one that ended the answer included.
-        kept: rows per kv head and layer after prefill, averaged.
-        waited_seconds: from submission until prefill began.
-        prefill_seconds: of the prompt's prefill, without the decode steps of other requests in between.
-        first_token_seconds: from submission until the first token was drawn.
-        seconds: from submission until the answer was complete.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    kept: float
-    waited_seconds: float
-    prefill_seconds: float
-    first_token_seconds: float
-    seconds: float
 
 
 class Request:

@@ -1,4 +1,4 @@
-"""Number of slots that fit into free memory."""
+"""Number of slots that fit into free memory, and of prompts that are prefilled ahead of them."""
 
 import jax
 import numpy as np
@@ -16,6 +16,11 @@ _SHARE = 0.9
 _MOST = 64
 
 
+def ahead_of(slots: int) -> int:
+    """Most prompts that are prefilled while all of `slots` slots are taken: a quarter of their number, at least 2."""
+    return max(2, slots // 4)
+
+
 @settled
 def slots_that_fit(session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int) -> int:
     """Number of slots that fit into nine tenths of the free memory beside one prefill; 64 at most.
@@ -31,10 +36,12 @@ def slots_that_fit(session: Session, *, max_prompt: int, max_new_tokens: int, ma
     together = 1 if axes is None else axes.in_one_memory
     each = sum(shape.rows) * row_bytes(config, parts, params.dtype.itemsize) * together
     prompt = session.planned(np.asarray([max_prompt]), 0)
-    beside = (prompt.peak_bytes + 2 * each) * together
-    free = int(_SHARE * memory.available_bytes(device)) - beside
-    memory.check_bytes(beside + each, "one slot and a prefill", device)
-    return min(_MOST // groups, max(1, free // each)) * groups if groups <= _MOST else groups
+    # A prompt that is prefilled ahead waits in the shape of a slot.
+    beside = prompt.peak_bytes * together
+    memory.check_bytes(beside + each * (1 + ahead_of(1)), "one slot, its queue and a prefill", device)
+    fit = (int(_SHARE * memory.available_bytes(device)) - beside) // each
+    most = max((count for count in range(1, _MOST // groups + 1) if count + ahead_of(count) <= fit), default=1)
+    return most * groups
 
 
 def device_of(params: LanguageModel) -> jax.Device:

@@ -12,10 +12,12 @@ from jaxkv.cache import KVCache
 from jaxkv.engine.compress import Walk
 from jaxkv.engine.sequences import Paused
 from jaxkv.engine.slots import Slots
+from jaxkv.policies.policy import Method
 from jaxkv.results import Answers
 from jaxkv.sampling import Sampling
 from jaxkv.serving.documents import Document, Documents
-from jaxkv.serving.requests import Request, RequestStats
+from jaxkv.serving.requests import Request
+from jaxkv.serving.stats import RequestStats
 from jaxkv.text.prompts import Encoded
 from jaxkv.text.tokenizer import Text
 
@@ -31,6 +33,7 @@ class Order:
         key: random key of the request; None for the engine's.
         stops: strings that end the answer.
         eos: ids that end the answer.
+        policy: the engine's policy with the request's own budget; None for the engine's.
         deadline: time on the clock `time.monotonic` by which the answer must be complete; None for none.
         document: the document that is asked; None for a prompt of its own.
     """
@@ -41,6 +44,7 @@ class Order:
     key: PRNGKeyArray | None
     stops: tuple[str, ...]
     eos: tuple[int, ...]
+    policy: Method | None
     deadline: float | None
     document: Document | None = None
 
@@ -98,7 +102,7 @@ class Work:
         """Generator: prefills the prompt layer by layer, or reads the question on its document; returns the cache."""
         order = self.order
         if order.document is None:
-            return (yield from slots.prefilling(order.encoded, key=order.key))
+            return (yield from slots.prefilling(order.encoded, key=order.key, policy=order.policy))
         yield 0.0
         return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key)
 

@@ -50,7 +50,10 @@ class Encoded:
     def with_copies(self, count: int) -> "Encoded":
         """Copy of this batch with `count` more copies of its last prompt at the end."""
         return dataclasses.replace(
-            self, ids=self.ids + self.ids[-1:] * count, turns=self.turns + self.turns[-1:] * count
+            self,
+            ids=self.ids + self.ids[-1:] * count,
+            turns=self.turns + self.turns[-1:] * count,
+            unclosed=self.unclosed + self.unclosed[-1:] * count,
         )
 
     def padded(self, slots: int) -> Int[np.ndarray, "B S"]:

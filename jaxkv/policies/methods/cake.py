@@ -84,7 +84,7 @@ class PreferenceLayers(FromScores):
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to preferences."""
+        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to exp(`weights`)."""
         logs = finite(weights)
         weights = namespace(logs).exp(logs - logs.max(axis=0))
         return super().rows(budget, length, forced, layers=layers, window=window, weights=weights)
@@ -93,7 +93,7 @@ class PreferenceLayers(FromScores):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAKE(WindowMethod):
-    """Keeps rows of high and of changing attention from the window's queries; more in layers that look widely.
+    """Keeps rows of high or varying attention from the window's queries; more in layers of spread, varying attention.
 
     All layers' rows are held until the last one has been looked at: without the published cascade, which compresses
     lower layers again while upper ones run. Tokens after the prompt are appended.

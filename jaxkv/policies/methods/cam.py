@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowMethod):
-    """Keeps rows as SnapKV does, without pooling, once values were added to those of the tokens after them.
+    """Keeps rows as SnapKV does, without pooling, after adding shares of values to those of the tokens after them.
 
     Attributes:
         start: first share of the prompt whose values are not folded.
@@ -44,5 +44,5 @@ class CaM(WindowMethod):
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the window's attention and merge values into later ones."""
+        """Returns `Parts` that score rows by the window's attention and add shares of values to later ones."""
         return self.observed(merge=self._merge)

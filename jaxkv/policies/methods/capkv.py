@@ -90,7 +90,7 @@ def _unit(rows: Float[Array, "N D"]) -> Float[Array, "N D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAPKV(Method):
-    """Keeps sinks and the rows whose values, weighted by the mean query's fit to their keys, span the most.
+    """Keeps sinks and the rows whose values have the highest leverage, weighted by their keys' fit to the mean query.
 
     Attributes:
         sinks: first tokens that always stay; their queries are left out of the mean.

@@ -52,7 +52,7 @@ class ChunkKV(Wrapper):
 
     @property
     def heads(self) -> ChunkedHeads:
-        """The head budgets: chunks of `chunk` rows, `peaks` rows of uneven ones if `gated`."""
+        """`ChunkedHeads` of this policy: chunks of `chunk` rows, and, if `gated`, `peaks` rows of uneven ones."""
         chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
         return ChunkedHeads(chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None)
 

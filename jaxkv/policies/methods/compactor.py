@@ -21,7 +21,7 @@ from jaxkv.sharding.mesh import Axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAndLeverage(Scorer, Value):
-    """Compactor's scorer: attention of a row's own block by its value's norm, and its key's leverage score, added.
+    """Compactor's scorer: attention from a row's own block times its value norm, plus the leverage score of its key.
 
     Leverage is that of centred keys, with a ridge of 0.01, or more beside keys so large that float32 would lose it.
 
@@ -41,7 +41,7 @@ class BlockAndLeverage(Scorer, Value):
         return self.blending > 0
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: normalised block attention by value norm, plus `blending` times normalised leverage."""
+        """Scores `[B, K, S]`: Z-scores of block attention times value norm, plus `blending` times those of leverage."""
         assert seen.blocks is not None and seen.unrotated is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = (index >= self.blocks.first) & (index < (seen.length - self.blocks.last)[:, None, None])
@@ -56,7 +56,7 @@ class BlockAndLeverage(Scorer, Value):
 
 
 def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
-    """Leverage scores `[B, K, S]` of centred keys after a projection `[K, D, m]`: squared lengths, once whitened."""
+    """Leverage scores `[B, K, S]` of centred keys after random `projection` `[K, D, m]`, with a ridge."""
     k = jnp.where(inside, k.astype(jnp.float32), 0.0)
     mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(jnp.float32)
     y = jnp.einsum("bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision="highest")
@@ -67,7 +67,7 @@ def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S
 
 
 def _normalised(x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None) -> Float[Array, "B K S"]:
-    """Scores minus their mean, over their deviation, of all kv heads' rows that count; other rows get anything."""
+    """Z-scores `[B, K, S]` over all kv heads' rows in mask `counts`; other rows get arbitrary numbers."""
 
     def summed(each: Array) -> Array:
         return total(jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K")
@@ -80,7 +80,7 @@ def _normalised(x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Ax
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compactor(Method):
-    """Keeps rows by attention within blocks of the prompt, which sees later tokens too, and by leverage of their keys.
+    """Keeps rows by attention within blocks of the prompt, without a causal mask, and by leverage of their keys.
 
     Attributes:
         sinks: first tokens that always stay, and take no part in the scores.

@@ -48,7 +48,7 @@ class LocalLeverage(Scorer, Value):
         field(self, "local_window", whole, "compare windows of at least 1 row")
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: leverage of keys and values, over the head's sum of it."""
+        """Scores `[B, K, S]`: leverage of keys, values or both, as `leverage` says, divided by its sum in the head."""
         k, v = (self._shares(rows, seen.length) for rows in (seen.k, seen.v))
         score = {
             Leverage.KEY: k,

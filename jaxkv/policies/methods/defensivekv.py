@@ -39,7 +39,7 @@ class DefensiveKV(Method):
     paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """Returns `Parts` of scores by largest attention and value norm; kv heads compete, no share guaranteed."""
+        """Returns `Parts` that score rows by largest attention times value norm; kv heads of a layer compete."""
         scorer = WorstAttention(window=self.window, kernel=self.kernel, stage=self.stage)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)

@@ -58,7 +58,7 @@ class DuoAttention(Method):
         field(self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0)
 
     def kinds(self) -> tuple[tuple[bool, ...], ...]:
-        """For each layer and kv head, True for retrieval heads: from the quantile `sparsity` up; of ties, the first."""
+        """Bools `[L][K]`, True for retrieval heads: scores from the quantile `sparsity` up; () without a pattern."""
         if self.pattern is None:
             return ()
         numbers = np.asarray(self.pattern)
@@ -69,7 +69,7 @@ class DuoAttention(Method):
         return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
 
     def parts(self) -> Parts:
-        """Returns `Parts` that keep all rows of retrieval heads; in others a row goes by age for each new one."""
+        """Returns `Parts` that keep all rows of retrieval heads; others keep sinks and recent rows and evict by age."""
         assert self.sinks is not None and self.window is not None
         kinds = HeadKinds(retrieval=self.kinds(), reach=self.sinks + self.window)
         keep = Keep(sinks=self.sinks, window=1)

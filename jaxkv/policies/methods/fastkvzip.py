@@ -21,7 +21,7 @@ from jaxkv.policies.unseen import GateScores
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecentGateScores(GateScores, Value):
-    """Scores of rows by a gate; rows of each text's last tokens score higher than all others, later ones highest.
+    """Scorer by a trained gate; the last tokens of each text, the share `recent`, score higher than all others.
 
     Attributes:
         recent: share of each text's tokens that are its last ones.
@@ -30,7 +30,7 @@ class RecentGateScores(GateScores, Value):
     recent: float = 0.02
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: the gate's, between 0 and 1; from 1 to 2 those of the last tokens."""
+        """Scores `[B, K, S]`: the gate's, from 0 to 1; for the last tokens, 1 + position / length."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
         ours = rows >= end - share_of(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
@@ -78,7 +78,7 @@ class FastKVzip(Method):
         return RecentGateScores(gate=self.gate if isinstance(self.gate, FastKVzipGate) else None, recent=self.recent)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the gate, with one budget for the rows of all layers and heads."""
+        """Returns `Parts` that score rows by the gate, with one budget for all layers and heads, and `threshold`."""
         heads = with_threshold(AdaptiveHeads(alpha=0.0, capacity=self.capacity), self.threshold)
         keep = Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, heads=heads, layers=GlobalLayers())

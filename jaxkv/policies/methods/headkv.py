@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKV(WindowMethod):
-    """Keeps rows as SnapKV does, more in heads that were found important for retrieval, all layers together.
+    """Keeps rows as SnapKV does, more in heads found important for retrieval, under one budget over all layers.
 
     Attributes:
         scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike.

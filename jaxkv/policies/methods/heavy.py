@@ -38,7 +38,7 @@ class _Streaming(Method):
         field(self, "mode", choice, Mode)
 
     def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Returns `Parts` of an attention scorer: streaming evicts by its rank; the newest token is always kept."""
+        """Returns `Parts` of an attention scorer; sinks and newest token stay; streaming evicts by scorer's rank."""
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
@@ -96,7 +96,7 @@ class RoCo(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """Keeps the rows that the last token attends to, the same positions in all heads; evicts a row per new token.
+    """Keeps the rows that the last token attends to most, the same in all heads; evicts a row per new token.
 
     Attributes:
         per_head: let each kv head drop a row of its own.

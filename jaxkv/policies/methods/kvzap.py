@@ -55,6 +55,6 @@ class KVzap(Method):
         return GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the gate, with sinks and window always kept."""
+        """Returns `Parts` that score rows by the gate, drop those below `threshold`, and keep sinks and window."""
         heads, keep = with_threshold(UniformHeads(), self.threshold), Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, heads=heads)

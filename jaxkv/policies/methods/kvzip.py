@@ -86,7 +86,7 @@ class KVzip(Method):
         return Replay(**{name: getattr(self, name) for name in names})
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the second pass, with one budget for all rows of `over`."""
+        """Returns `Parts` that score rows by the second pass; rows compete in the model, a layer or head (`over`)."""
         heads: HeadBudgets = UniformHeads() if self.over == "head" else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
         keep = Keep(sinks=self.sinks)

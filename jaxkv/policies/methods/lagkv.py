@@ -49,7 +49,7 @@ class LagInformation(Scorer, Value):
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: mean share of a row's spread, or its rank by it / `lag`; sinks, last rows: 1 or more."""
+        """Scores `[B, K, S]`: rank of a row's spread in its partition / `lag`, or softmax; 1 to 2: sinks, last rows."""
         slots, lag = seen.k.shape[2], self.lag
         index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
@@ -69,7 +69,7 @@ class LagInformation(Scorer, Value):
         return jnp.where((index >= first) & (index < end), score, recent)
 
     def _shares(self, rows: Float[Array, "B K S D"], scored: int) -> Float[Array, "B K P lag"]:
-        """Softmax over each of the first `scored` partitions of the spread of its rows, as the next one scales them."""
+        """Softmax `[B, K, P, lag]` in each partition of the std of its rows, scaled by the next partition's range."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])

@@ -20,7 +20,7 @@ _SHARES = 99
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LUKV(Wrapper):
-    """Keeps the base policy's best rows, as many in each kv head as its curve keeps at the budget, all layers together.
+    """Keeps the base policy's best rows, as many in each kv head of all layers as its curve gives for the budget.
 
     Curves belong to one model and one scorer. The one nearest to the budget is taken, and its shares are scaled to the
     budget: sums over heads are exact. What a head has no rows for goes to its layer's others, by score.
@@ -48,7 +48,7 @@ class LUKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for curves and a number of rows, and for bases with budgets of layers or heads."""
+        """Raises ValueError for bases with layer or head budgets or rolling positions, or row budgets with curves."""
         remedy = "curves are of shares: give a share of the prompt, such as 0.25"
         require(self.curves is None or isinstance(parts.budget, float), "budget", parts.budget, remedy)
         own = isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
@@ -56,7 +56,7 @@ class LUKV(Wrapper):
         require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with budgets of layers and heads by curves, inside the base's two stages if any."""
+        """Returns the base's parts with layer and head budgets by curves; unchanged without curves."""
         if self.curves is None or not isinstance(base.budget, float):
             return base
         dropped = self.curves[min(max(round((1 - base.budget) * (_SHARES + 1)), 1), _SHARES) - 1]

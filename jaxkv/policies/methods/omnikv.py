@@ -87,7 +87,7 @@ class OmniKV(Method):
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Copy of this policy, `found` as its filter layers if it has none, its base fitted too; checks the layers."""
+        """Returns this policy with `found` as filter layers if it has none, its base fitted; ValueError if unfit."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -137,7 +137,7 @@ class BrutalOffload(Method):
         return self.compose(scorer=None, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
-        """Returns this policy unchanged; raises ValueError if the model has no layers to offload."""
+        """Returns this policy unchanged; raises ValueError if the model has no layers above the resident ones."""
         fits = self.resident_layers < layers
         require(fits, "resident_layers", self.resident_layers, f"the model has {layers} layers: give fewer")
         return self

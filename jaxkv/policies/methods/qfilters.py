@@ -19,7 +19,7 @@ from jaxkv.sharding.collectives import mean_of_devices, own
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredKeys(Scorer, Value):
-    """QFilters' scorer: minus the product of a row's key and its head's filter.
+    """QFilters' scorer: minus the dot product of a row's key and its head's filter vector.
 
     Attributes:
         filters: the model's filters; None finds them in each prompt: minus the first right singular vector of its
@@ -35,11 +35,11 @@ class FilteredKeys(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries | None:
-        """Settings (`FutureQueries`) of the query statistics that `observe` reads without filters of the model."""
+        """Settings (`FutureQueries`) of the prompt's query statistics, read without filters of the model; else None."""
         return FutureQueries() if self.filters is None else None
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: minus the product of each row's key and its head's filter."""
+        """Scores `[B, K, S]`: minus the dot product of a row's key and its head's filter; ValueError for bad sizes."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
         if self.filters is None:
             mine = -_main_direction(seen)
@@ -56,7 +56,7 @@ class FilteredKeys(Scorer, Value):
 
 
 def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
-    """First right singular vector `[B, K, D]` of the queries of each kv head, on the side of their mean."""
+    """First right singular vector `[B, K, D]` of the queries of each kv head, signed towards their mean."""
     assert seen.moments is not None and seen.moments.covariance is not None
     mean = seen.moments.mean
     each = seen.moments.covariance + mean[..., None] * mean[..., None, :]
@@ -98,5 +98,5 @@ class QFilters(Method):
         return FilteredKeys(filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the product of key and filter."""
+        """Returns `Parts` that score rows by minus the dot product of key and filter."""
         return self.compose(scorer=self._scorer)

@@ -1,0 +1,89 @@
+"""200 random requests to an `Engine` of 8 slots, under every row of the policy table: each as alone.
+
+python tests/engine_runs.py [requests] [rows]      `make engine-table`
+
+Prompts, numbers of tokens, samplers, cancellations and questions on documents are drawn at random. It says for every
+row whether all tokens were those of `jaxkv.generate` alone, and how many programs were compiled once the engine stood.
+"""
+
+import dataclasses
+import sys
+import warnings
+
+import jax
+import numpy as np
+import slot_runs as runs
+import test_again as again
+import tiny
+from policy_table import BY_NAME
+
+import jaxkv
+from jaxkv.compilation import Clock
+
+COUNT, SLOTS, QUESTION = 200, 8, 8
+LIMITS = {
+    "slots": SLOTS,
+    "max_prompt_tokens": runs.PROMPT,
+    "max_new_tokens": runs.NEW,
+    "max_question_tokens": QUESTION,
+    "queue": 2 * COUNT,
+    "document_bytes": 10**9,
+}
+
+
+def checked(policy, count=COUNT):
+    """Asks all requests at once; returns how many answers there were, and how many programs were compiled meanwhile.
+
+    Raises AssertionError where tokens are not those of the request alone.
+    """
+    model, rng = tiny.tiny(tiny.TWO_LAYERS), np.random.default_rng(8)
+    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(11, count, sampled=True)]
+    options = [{"max_new_tokens": each.new, "sampling": each.sampling, "key": each.seed} for each in given]
+    texts = [rng.permutation(64)[:50].tolist() for _ in range(3)]
+    with jaxkv.Engine(model, policy=policy, **LIMITS) as engine:
+        documents = [engine.document(text) for text in texts]
+        clock = Clock()
+        with clock:
+            requests, expected = [], []
+            for at, (asked, each) in enumerate(zip(given, options, strict=True)):
+                on = at % 3 if at % 5 == 0 else None
+                prompt = asked.prompt if on is None else asked.prompt[:QUESTION]
+                document = None if on is None else documents[on]
+                requests.append(engine.submit(prompt, document=document, **each))
+                expected.append((prompt, on, each))
+                if at % 7 == 3:
+                    requests[at - 2].cancel()
+            answers = [None if request.cancelled else request.result().tokens.tolist() for request in requests]
+        stats = engine.stats
+        assert stats.waiting == stats.ready == stats.running == 0
+    caches = [jaxkv.prefill(model, text, policy=policy) for text in texts]
+    told = 0
+    for answer, (prompt, on, each) in zip(answers, expected, strict=True):
+        if answer is not None:
+            alone = {"policy": policy} if on is None else {"cache": caches[on]}
+            assert answer == jaxkv.generate(model, prompt, **alone, **each).tokens.tolist(), (prompt, on, each)
+            told += 1
+    return told, clock.programs
+
+
+def main(count=COUNT, *names):
+    """Prints a line for each row that is refused or wrong, and the number of right ones."""
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    warnings.simplefilter("ignore")
+    rows = names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES)]
+    right = 0
+    for name in rows:
+        every = name.removesuffix(", every")
+        policy = again.POLICIES[every] if every != name else BY_NAME[name].policy(20)
+        try:
+            told, programs = checked(policy, int(count))
+            right += programs == 0
+            print(f"{name}: {told} answers as alone, {programs} programs compiled", flush=True)
+        except (AssertionError, ValueError) as error:
+            print(f"{name}: {str(error)[:300]}", flush=True)
+        jax.clear_caches()
+    print(f"{right} of {len(rows)} rows right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
