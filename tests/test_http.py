@@ -87,6 +87,9 @@ def test_chats_are_answered_as_generate_does(client):
         found = client.post(CHATS, json={"messages": messages, **GREEDY}).json()
         assert found["object"] == "chat.completion"
         assert found["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    found = client.post(CHATS, json={"messages": CHAT, **GREEDY, "budget": 9}).json()["choices"][0]
+    smaller = jaxkv.generate(lettered.tiny(), CHAT, policy=jaxkv.KNorm(budget=9), max_new_tokens=9, stop_at_eos=False)
+    assert found["message"]["content"] == smaller.text
     stop = text[4]
     found = client.post(CHATS, json={"messages": CHAT, **GREEDY, "stop": [stop, "zzz"]}).json()["choices"][0]
     assert found["message"]["content"] == text[: text.index(stop)] and found["finish_reason"] == "stop"
@@ -198,6 +201,8 @@ REFUSED = [
     (CHATS, {"stop": ["a"] * 17}, "stop"),
     (CHATS, {"seed": 2**63}, "seed"),
     (CHATS, {"beams": 4}, "beams"),
+    (CHATS, {"budget": 17}, "budget"),
+    (CHATS, {"budget": 0.5}, "budget"),
     (CHATS, {"\ud800": 4}, None),
     (DOCUMENTS, {}, "text"),
     (DOCUMENTS, {"text": "a", "messages": CHAT}, "text"),
@@ -206,7 +211,7 @@ REFUSED = [
 JUNK = (True, "a", -1, BIG, 1e300, [[]], {"a": None})
 REFUSED += [
     (CHATS, {name: value}, name)
-    for name in ("max_tokens", "temperature", "top_p", "n", "seed", "stream_options", "stop")
+    for name in ("max_tokens", "temperature", "top_p", "n", "seed", "stream_options", "stop", "budget")
     for value in JUNK
     if (name, value) not in [("stop", "a"), ("seed", -1)]
 ]

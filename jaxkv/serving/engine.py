@@ -370,10 +370,8 @@ class Engine:
 
     def _require_fits(self, tokens: int, document: Document | None) -> None:
         """Raises ValueError for a prompt or question of more tokens than the slots take."""
-        name, most = "max_prompt_tokens", self._slots.shape.prompt
-        if document is not None:
-            name, most = "max_question_tokens", self._slots.shape.question
-        require(tokens <= most, "prompt", f"{tokens} tokens", f"this engine takes up to {name}={most}")
+        kind, most = ("prompt", self.limits.prompt) if document is None else ("question", self.limits.question)
+        require(tokens <= most, "prompt", f"{tokens} tokens", f"this engine takes up to max_{kind}_tokens={most}")
 
     def _queued(self, work: Work | Reading) -> None:
         """Queues a request or a document for the engine's thread; raises if it is full, closed or has failed."""

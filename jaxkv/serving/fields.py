@@ -69,6 +69,18 @@ def real(low: int | float, high: int | float, *, open_low: bool = False) -> Fiel
     )
 
 
+def amount() -> Field:
+    """Field of a budget: an integer of rows, or a share of the prompt such as 0.2."""
+
+    def read(name: str, value: Any) -> int | float:
+        number = _checks.real(
+            name, value, "give rows, or a share of the prompt such as 0.2", high=2**31 - 1, open_low=True
+        )
+        return value if isinstance(value, int) else number
+
+    return Field(read=read, schema={"type": "number", "exclusiveMinimum": 0, "maximum": 2**31 - 1})
+
+
 def flag() -> Field:
     """Field of true or false."""
 

@@ -83,6 +83,7 @@ def _shared(most_tokens: int, most_answers: int) -> dict[str, Field]:
     return {
         "model": fields.text(),
         "document": fields.text(),
+        "budget": fields.amount(),
         "max_tokens": fields.whole(1, most_tokens),
         "temperature": fields.real(0, 2),
         "top_p": fields.real(0, 1, open_low=True),
@@ -199,6 +200,7 @@ def asked_by(body: Mapping[str, Any], form: Form, *, chat: bool, most_answers: i
         "max_new_tokens": _tokens(given, usual_tokens if chat else min(_USUAL_TOKENS, usual_tokens)),
         "sampling": drawn,
         "stop": given.get("stop", ()),
+        "budget": given.get("budget"),
         "stop_at_eos": not given.get("ignore_eos", False),
         # A document's turn says whether its question is plain text.
         "raw": not chat and document is None,
