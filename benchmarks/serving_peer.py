@@ -8,7 +8,6 @@ Its own process and environment: torch and transformers are no packages of jaxkv
 import json
 import os
 import sys
-import time
 
 import torch
 import transformers

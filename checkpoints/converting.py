@@ -143,7 +143,7 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Manifest entries of tensors that an earlier run wrote, by name; makes the folder; ValueError if unrelated."""
+    """Entries of tensors that an earlier run wrote; starts folder and journal; ValueError for another conversion's."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -55,11 +55,18 @@ def test_groups_of_a_mesh_answer_as_alone():
     """Slots lie over two groups of four devices."""
     whole, policy = meshes.model_of(4), meshes.roomy("adakv")
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(1, 9)]
-    options = {"slots": 4, "max_prompt_tokens": 64, "max_new_tokens": runs.NEW}
-    with jaxkv.Engine(whole, policy=policy, mesh=meshes.mesh_of(2, 4), **options) as engine:
+    options = {"slots": 4, "max_prompt_tokens": 64, "max_question_tokens": 8, "max_new_tokens": runs.NEW}
+    with jaxkv.Engine(whole, policy=policy, mesh=meshes.mesh_of(2, 4), document_bytes=1, **options) as engine:
+        documents = [engine.document(asked.prompt) for asked in given[:2]]
         requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
         for asked, request in zip(given, requests, strict=True):
             assert request.result().tokens.tolist() == runs.alone(whole, policy, asked)
+        # Of two documents one waits on disk.
+        for document, asked in zip(documents, given, strict=False):
+            cache = jaxkv.prefill(whole, asked.prompt, policy=policy)
+            alone = jaxkv.generate(whole, [5, 9, 2], cache=cache, max_new_tokens=6, stop_at_eos=False)
+            request = engine.submit([5, 9, 2], document=document, max_new_tokens=6, stop_at_eos=False)
+            assert request.result().tokens.tolist() == alone.tokens.tolist()
 
 
 def test_requests_have_budgets_of_their_own():
@@ -88,7 +95,9 @@ def work_of(prompt, new, eos=()):
 def scheduler(tmp_path):
     """A scheduler of one slot, stepped by hand."""
     slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
-    return Scheduler(slots, Documents(model(), slots.session.policy, most_bytes=0, folder=tmp_path), ahead=3)
+    return Scheduler(
+        slots, Documents(model(), slots.session.policy, rows=slots.shape.rows, most_bytes=0, folder=tmp_path), ahead=3
+    )
 
 
 def test_requests_wait_compressed_with_their_first_token_told(scheduler):

@@ -33,7 +33,7 @@ class Xla(Backend):
         return out, found if lse else None
 
     def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
-        """Attention `f32[B, K, G, S]` that each key receives from T queries, summed over them, prompt by prompt."""
+        """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, given the queries' log-sum-exp."""
 
         def one(q, k, lse, length, first=None):
             """Attention that each key of one prompt receives, summed over its queries."""

@@ -17,7 +17,7 @@ from jaxkv.cache.pools import Pool
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Policy arrays kept while decoding: prompt lengths, budgets, recent and choosable row counts, thresholds, queries.
+    """Policy arrays while decoding: prompt lengths, mean budgets `[B]`, recent and choosable rows, thresholds, queries.
 
     Only policies that evict or compress again after the prompt have one.
 

@@ -217,7 +217,7 @@ def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[in
 
 
 def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """Copy of a record with None in place of NaN and infinity, which JSON lacks."""
+    """Copy of a flat dict with None in place of float NaN and infinity, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

@@ -14,7 +14,7 @@ _OTHERS = "Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (o
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the `--json` option to a parser."""
+    """Adds the flag `--json` to a parser: print JSON instead of text."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

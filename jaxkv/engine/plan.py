@@ -216,7 +216,7 @@ def _pools(
     heads: int,
     stretches: int,
 ) -> tuple[int, ...]:
-    """Pool sizes P in rows, room included; with `stretches` > 1, of the part of each pool that one device holds."""
+    """P in rows of each layer's pool, or of the shared one, room included; of one of `stretches` parts by kv heads."""
     mine, layers = heads // stretches, len(room)
     if layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots

@@ -96,7 +96,7 @@ class PrefillBytes:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on the device, weights excluded: the larger of prefill's and offloaded rows' in decoding."""
+        """Bytes on the device without weights: the cache, and the larger of prefill's and of loaded offloaded rows'."""
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache

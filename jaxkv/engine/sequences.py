@@ -42,7 +42,7 @@ class Paused:
 def sequences_of(
     cache: KVCache, new: int, sampling: Sampling, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> Sequences:
-    """Makes the arrays of a cache's sequences: same sampler, key, end ids and number of `new` tokens for all.
+    """Makes `Sequences` of a cache: its arrays and sampling states, all with one sampler, key, end ids, `new` tokens.
 
     `ends` are padded with -2, which is no id.
 

@@ -90,7 +90,7 @@ def chosen_at(
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
 ) -> Chosen:
-    """Positions (`Chosen`) that a filter layer chooses for N new tokens, by attention to its pool's keys."""
+    """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
     reading, choosable = _filtered(spec, segments)
     assert new.candidates is not None
     asked, below = asking(q, ring, new, reading), new.candidates.below

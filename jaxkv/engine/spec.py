@@ -128,7 +128,7 @@ class Spec:
         return None if self.ongoing is None else getattr(self.ongoing.rank, "gate", None)
 
     def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
-        """Parameters of each block of a model, and behind them the weights of the layer's gate, if there is one."""
+        """Tuple with the leaves of each block of a model: its parameters, then the layer's gate weights if any."""
         if self.gate is None:
             return flat.blocks
         abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.gate

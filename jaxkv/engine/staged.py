@@ -43,7 +43,7 @@ class Stretch:
 
 @lru_cache(maxsize=64)
 def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
-    """Splits a step's layers into a tuple of `Stretch`es, bottom up; with `whole`, one for each offloaded layer.
+    """Tuple of a step's `Stretch`es of layers, cut at filter and offloaded layers; `whole` reads all rows.
 
     Filters then choose nothing.
     """

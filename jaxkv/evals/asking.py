@@ -137,7 +137,7 @@ class _Group(NamedTuple):
     key: int
 
     def together(self, size: int, *, agnostic: bool) -> list[Answer]:
-        """Draws one `Answer` per sample in one batch, padded to `size`; `agnostic` compresses contexts alone."""
+        """Draws an `Answer` per sample in a batch filled up to `size` prompts; `agnostic` compresses contexts alone."""
         at = [*range(len(self.samples))]
         # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
         at += at[-1:] * (size - len(at))

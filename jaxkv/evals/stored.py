@@ -191,7 +191,7 @@ def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -
 def _fitted(
     params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """Context, question and their number of tokens; a prompt longer than `longest` loses its middle, as in LongBench.
+    """Context, question, token count; cuts the middle of prompts over `longest`; ValueError for one that cannot fit.
 
     `longest` is the most tokens of the prompt, 0 for what the model's positions leave beside `new_tokens`.
     """

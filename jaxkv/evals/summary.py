@@ -357,7 +357,7 @@ class Evaluation:
         return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
 
     def shown(self, score: float | None) -> str:
-        """Score as text: shares in percent with one decimal, others with four; a dash for None."""
+        """Score as text: percent without a sign if the unit is "%", else four decimals; a dash for None."""
         return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
 
     def shown_interval(self, cell: Cell) -> str:

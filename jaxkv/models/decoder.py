@@ -176,7 +176,7 @@ class Ends(nnx.Module):
         return total(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of one position per sequence; on a mesh, only those of this device's vocabulary shard."""
+        """Float32 logits of hidden states `[B, E]`, which are normed first; on a mesh, only this device's part of V."""
         return self.logits_of(self.norm(x))
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:

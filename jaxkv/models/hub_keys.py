@@ -71,7 +71,7 @@ class _Keys:
         return self.called(key) in DEFAULTS[self.family]
 
     def given(self, key: str) -> bool:
-        """True if the config contains the key, even with the value null."""
+        """True if the config contains the key (Llama's name, translated to the family's), even with the value null."""
         return self.called(key) in self.raw
 
     def take(self, key: str) -> Any:

@@ -105,7 +105,7 @@ def in_blocks(
 
 
 def block_rows(tokens: int, chosen: int, count: int) -> int:
-    """Number of rows per block: a power of two in 8 .. 256 from an expert's average share up, at most `tokens`."""
+    """Rows per block: an expert's average share, rounded up to a power of two in 8 .. 256; at most `tokens`."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 

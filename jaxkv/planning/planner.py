@@ -71,7 +71,7 @@ def plan(
     quality: str | os.PathLike[str] | None = None,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plans memory and speed of a model, a policy and prompts, on GPUs (present or not) or on this machine's CPU.
+    """Plans memory and speed for `batch` prompts of `context` tokens on GPUs, present or not, or on this CPU.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the

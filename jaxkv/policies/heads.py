@@ -122,7 +122,7 @@ class _Uneven(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveHeads(_Uneven):
-    """Ada-KV's head budgets: kv heads compete for the layer's rows; each is guaranteed `alpha` of its even share.
+    """Ada-KV's head budgets: a mask of the layer's best rows, in which each kv head has `alpha` of its even share.
 
     Attributes:
         alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.

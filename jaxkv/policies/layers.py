@@ -207,7 +207,7 @@ class _Decreasing(_WithBeta):
         raise TypeError(f"{type(self).__name__} has no schedule")
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to `shape`."""
+        """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `shape`."""
         xp = namespace(budget)
         base = xp.asarray(budget, xp.int64) - forced
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
@@ -273,7 +273,7 @@ class FromScores(LayerBudgets, Value):
     from_scores: ClassVar[bool] = True
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to `weights`."""
+        """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `weights`."""
         xp, weights = namespace(weights), finite(weights)
         base = xp.asarray(budget, xp.int64) - forced
         total = weights.sum(axis=0)

@@ -37,7 +37,7 @@ class OfModel:
         return getattr(self, name) == size
 
     def require_sizes(self, **of_model: int) -> None:
-        """Raises ValueError unless each size of the value fits the model's of that name; sizes it lacks are skipped."""
+        """Raises ValueError unless the value fits model sizes given by name (`layers=32`); skips those it lacks."""
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"

@@ -316,7 +316,7 @@ class Parts(Value):
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Number of most recent rows kept in each layer, `[L, B]`: the window, or the share `recent` if that is more.
+        """Number of most recent rows kept, `[L, B]`: the window or, if more, the share `recent` of rows not forced.
 
         At most what the other forced rows leave of `rows`; `weights` are the layers' claims and `budget` the average
         rows per kv head where budgets follow from claims. All arguments are on the host, or all traced.

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,14 @@ class Documents:
     of the same model, policy and slots.
     """
 
-    def __init__(self, params: LanguageModel, policy: Method, *, most_bytes: int, folder: Path | None):
-        """Finds the documents in `folder`, if one is given; reads none of their caches yet."""
-        self.most_bytes = most_bytes
+    def __init__(
+        self, params: LanguageModel, policy: Method, *, rows: tuple[int, ...], most_bytes: int, folder: Path | None
+    ):
+        """Finds the documents in `folder`, if one is given; reads none of their caches yet.
+
+        `rows` are those of each pool of a slot, whose shape documents have.
+        """
+        self.most_bytes, self._rows = most_bytes, rows
         self._params, self._policy, self._lock = params, policy, threading.Lock()
         self._known: dict[str, Document] = {}
         # In order of use, the latest last.
@@ -117,8 +123,7 @@ class Documents:
         with self._lock:
             self._known.pop(name, None)
             self._held.pop(name, None)
-        self._json(name).unlink(missing_ok=True)
-        shutil.rmtree(self._folder / name, ignore_errors=True)
+        self._unlink(name)
 
     def close(self) -> None:
         """Drops all caches; removes the folder unless it is the user's."""
@@ -133,23 +138,35 @@ class Documents:
             if name in self._known:
                 self._held[name] = cache
                 self._held.move_to_end(name)
-            leaving, over = [], sum(self._known[each].nbytes for each in self._held) - self.most_bytes
-            # The one that is asked now stays, whatever it weighs.
-            while over > 0 and len(self._held) > 1:
-                oldest, gone = self._held.popitem(last=False)
-                over -= self._known[oldest].nbytes
-                leaving.append((self._known[oldest], gone))
-        for document, gone in leaving:
-            if not (self._folder / document.id).exists():
-                self._write(document, gone)
+            held = [self._known[each] for each in self._held]
+        over = sum(each.nbytes for each in held) - self.most_bytes
+        # The one that is asked now stays, whatever it weighs.
+        for document in held[:-1]:
+            if over <= 0:
+                break
+            # On disk first: where that fails, nothing is lost.
+            if not self._json(document.id).exists():
+                self._write(document, self._held[document.id])
+            with self._lock:
+                self._held.pop(document.id, None)
+            over -= document.nbytes
+            if document.id not in self._known:
+                # It was removed while it was written.
+                self._unlink(document.id)
+
+    def _unlink(self, name: str) -> None:
+        """Removes the files of a document, if there are any."""
+        self._json(name).unlink(missing_ok=True)
+        shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _json(self, name: str) -> Path:
         """Path of the file that describes a document; it is written last, so that a half-written one is not found."""
         return self._folder / f"{name}.json"
 
-    def _made_for(self) -> dict[str, str]:
-        """Dict that tells documents of this engine's model and policy from those of others."""
-        return {"model": str(self._params.fingerprint), "policy": repr(self._policy)}
+    def _made_for(self) -> dict[str, Any]:
+        """Dict that tells documents of this engine's model, policy and pool rows from those of others."""
+        rows = list(self._rows)
+        return {"model": str(self._params.fingerprint), "policy": repr(self._policy), "rows": rows}
 
     def _write(self, document: Document, cache: KVCache) -> None:
         """Writes a document's cache and description to disk."""
@@ -167,6 +184,6 @@ class Documents:
             _NOTICES.warning("%s: left out, it describes no document: %s", path, error)
             return
         if for_whom != self._made_for() or document.id != path.stem:
-            _NOTICES.warning("%s: left out, it was made by another model or policy", path)
+            _NOTICES.warning("%s: left out, it was made by another model, policy or size of slots", path)
             return
         self._known[document.id] = document

@@ -129,7 +129,9 @@ class Engine:
         if document_bytes is None:
             document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
-        self._documents = Documents(params, self._session.policy, most_bytes=most, folder=folder)
+        self._documents = Documents(
+            params, self._session.policy, rows=self._slots.shape.rows, most_bytes=most, folder=folder
+        )
         self._scheduler = Scheduler(self._slots, self._documents, ahead=ahead_of(count))
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False

@@ -13,8 +13,8 @@ from jaxkv.engine.slots import Slots
 from jaxkv.serving.documents import Documents
 from jaxkv.serving.work import Reading, Work
 
-# What a prompt can be refused for; any other error is the engine's own.
-_REFUSALS = (ValueError, TypeError, MemoryError)
+# What one prompt or document can be refused for; any other error is the engine's own.
+_REFUSALS = (ValueError, TypeError, MemoryError, OSError)
 
 
 class Scheduler:
@@ -148,7 +148,10 @@ class Scheduler:
     def _prefilled(self, work: Work | Reading, cache: KVCache) -> None:
         """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
         if isinstance(work, Reading):
-            work.future.set_result(self.documents.add(cache))
+            try:
+                work.future.set_result(self.documents.add(cache))
+            except _REFUSALS as error:
+                work.fail(error)
             return
         order = work.order
         try:

@@ -102,7 +102,7 @@ class Cell:
 
     @classmethod
     def of(cls, recipe: Recipe, length: int, count: Counter) -> "Cell":
-        """Cell with the largest haystack whose prompt and answer take at most `length` tokens."""
+        """The recipe's `Cell` with about the largest haystack that fits `length` tokens; ValueError if none does."""
         return cls(recipe, length, count, fit(recipe, length, count))
 
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
