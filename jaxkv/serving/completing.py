@@ -1,5 +1,6 @@
 """Routes /v1/completions and /v1/chat/completions: one body to requests of the engine, whole or as a stream."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,7 +52,9 @@ def _submitted(service: Service, body: bytes, path: str, *, chat: bool) -> tuple
     asked = asked_by(given, form, chat=chat, most_answers=limits.answers, usual_tokens=service.engine.limits.new)
     service.require_model(given.get("model"))
     document = None if asked.document is None else document_of(service, asked.document)
-    return asked, asking.submitted(service.engine, asked, document, seconds=limits.seconds), document
+    # Two bodies of many answers that fill the queue in turns would both be refused.
+    with service.submitting if asked.answers > 1 else contextlib.nullcontext():
+        return asked, asking.submitted(service.engine, asked, document, seconds=limits.seconds), document
 
 
 def document_of(service: Service, name: str) -> Document:

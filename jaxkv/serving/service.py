@@ -1,6 +1,7 @@
 """`Service`: what all routes of the HTTP interface share, and the state that its server reads."""
 
 import dataclasses
+import threading
 import time
 import traceback
 from typing import Any
@@ -44,6 +45,7 @@ class Service:
         created: time of the start, seconds since 1970.
         active: completions and documents that are being answered.
         draining: True once no new requests are taken.
+        submitting: lock that bodies of several answers hold while their requests are submitted.
     """
 
     def __init__(self, engine: Engine, *, name: str, limits: Limits):
@@ -51,6 +53,7 @@ class Service:
         self.engine, self.name, self.limits = engine, name, limits
         self.metrics, self.created = Metrics(engine), int(time.time())
         self.active, self.draining = 0, False
+        self.submitting = threading.Lock()
         most: dict[str, Any] = {"most_tokens": engine.limits.new, "most_answers": limits.answers}
         self.forms: dict[str, Form] = {
             "/v1/completions": text_form(**most),
