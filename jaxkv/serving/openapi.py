@@ -112,6 +112,6 @@ def _completion(service: Service, path: str) -> dict[str, Any]:
     """Description of a page of completions: an object, or events."""
     content = {
         "application/json": {"schema": _object("id", "object", "choices", "usage")},
-        "text/event-stream": {"schema": {"type": "string"}},
+        "text/event-stream": {},
     }
     return {"summary": "Answer a prompt", "responses": _answers(content, _ANY_POST)} | _body(service, path)
