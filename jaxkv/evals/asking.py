@@ -144,7 +144,10 @@ def asked(
 
 
 class _Group(NamedTuple):
-    """Samples of equal `new_tokens`, the token ids of their contexts and questions, the policy's seed, and a `Watch`."""
+    """Samples of equal `new_tokens`, the token ids of their contexts and questions, and the policy with its seed.
+
+    `watch` looks at the prefilled cache of one of them.
+    """
 
     params: LanguageModel
     policy: Method

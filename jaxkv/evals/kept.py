@@ -157,16 +157,20 @@ def read_kept(folder: Path) -> Kept | None:
         raise ValueError(f"{path}: {error}; {_REMEDY}") from None
     try:
         fits = isinstance(found, dict) and found.pop("format") == _FORMAT
-        rows = {name: Row(**each) for name, each in found.pop("policies").items()}
-        rows = {name: dataclasses.replace(row, counts=row.counts and tuple(row.counts)) for name, row in rows.items()}
+        rows = {name: _row(**each) for name, each in found.pop("policies").items()}
         kept = Kept(**{**found, "pieces": tuple(found["pieces"]), "policies": rows})
         fits = fits and all(isinstance(each, str) for each in (kept.sample, *kept.pieces))
-        fits = fits and all(is_whole(each, 1) for each in (kept.heads, len(kept.pieces), kept.tokens, kept.left_out + 1))
+        fits = fits and all(is_whole(each, 1) for each in (kept.heads, len(kept.pieces), kept.left_out + 1))
         fits = fits and all(_fits(row, kept) for row in rows.values())
     except (KeyError, TypeError, AttributeError):
         fits = False
     require(fits, str(path), "changed", _REMEDY)
     return kept
+
+
+def _row(counts: Sequence[int] | None, **others: Any) -> Row:
+    """`Row` of the entries of a file."""
+    return Row(counts=None if counts is None else tuple(counts), **others)
 
 
 def _fits(row: Row, kept: Kept) -> bool:
