@@ -85,7 +85,7 @@ def test_the_page_shows_each_policys_tokens(whole):
     assert "full</b> drops nothing" in text
     assert "omnikv</b> drops nothing: all kv heads hold all tokens, and it chooses for each new token" in text
     assert text.count("While it answers it drops further rows") == 1
-    parts = re.findall(r'<p class="kept">(.*?)</p>', text, re.DOTALL)
+    parts = re.findall(r'<p class="kept" tabindex="0">(.*?)</p>', text, re.DOTALL)
     for part, name in zip(parts, ("knorm@9", "h2o@9"), strict=True):
         spans = re.findall(r'<(s|mark)( class="some")?[^>]* title="(\d) of 4 kv heads">([^<]*)</', part)
         assert "".join(each for *_, each in spans) == "".join(shown.pieces)
@@ -133,6 +133,14 @@ def test_long_texts_lose_their_middle_and_say_so(whole, tmp_path, monkeypatch):
     kept.add_kept(tmp_path / "more", "few", "one", held, text)
     begin, end = kept.read_kept(tmp_path / "more").stretches(kept.read_kept(tmp_path / "more").policies["few"])
     assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)] and "".join(each.text for each in end) == "more"
+
+
+def test_counts_that_no_cache_gives_are_refused():
+    for counts in ([1], [1, 5], [-1, 0]):
+        with pytest.raises(ValueError, match="counts=.*from 0 to 4 for each of the 2 tokens"):
+            Held(ids=[1, 2], heads=4, counts=counts)
+    with pytest.raises(ValueError, match="ids=.*at least one token"):
+        Held(ids=[], heads=4, counts=None)
 
 
 def test_tasks_of_texts_have_it_too(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv._values import is_whole
+from jaxkv._values import is_whole, shortened
 from jaxkv.cache import KVCache
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.records import dumped
@@ -38,9 +38,16 @@ class Held:
     ids: Sequence[int]
     heads: int
     counts: Sequence[int] | None
-    chooses: bool
-    later: bool
-    merges: bool
+    chooses: bool = False
+    later: bool = False
+    merges: bool = False
+
+    def __post_init__(self):
+        require(len(self.ids) > 0, "ids", self.ids, "a prompt has at least one token")
+        if self.counts is not None:
+            fits = len(self.counts) == len(self.ids) and all(0 <= each <= self.heads for each in self.counts)
+            remedy = f"give a number from 0 to {self.heads} for each of the {len(self.ids)} tokens"
+            require(fits, "counts", shortened(repr(self.counts)), remedy)
 
 
 class Watch:
