@@ -236,6 +236,11 @@ def test_equal_lines_are_drawn_side_by_side():
     assert full == [50] and other == [50 - step] and alone == [2]
     assert first == [50 + step, 50 + step, 90]
     assert second == pytest.approx([50 - 2 * step, 20, 90.2 - step])
+    # Markers that lie almost above one another, and those that don't.
+    points = [Line(np.asarray([at]), np.asarray([7.0])) for at in (1.0, 1.01, 1.1, 2.0)]
+    assert [float(each[0]) for each in apart.apart(points, 2.5)] == [7, 7 - step, 7, 7]
+    twice = Line(np.asarray([1.0, 1.0]), np.asarray([3.0, 9.0]))
+    assert apart.apart([twice], 2.5)[0].tolist() == [3, 9]
     # Of many none is drawn far off.
     many = apart.apart([Line(x, np.full(3, 7.0))] * 21, 2.5)
     assert np.ptp(np.stack(many), axis=0) == pytest.approx(2 * 9 / 2.5) and (np.diff(np.stack(many), axis=0) < 0).all()

@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float
 
 # Points of 1/72 inch: lines whose values are this close hide one another.
 _HIDES = 0.6
+# Share of the plot's width within which markers hide one another.
+_MARKER = 0.02
 # So far apart they are drawn, and so far at most from their own values.
 _STEP, _FARTHEST = 3.0, 9.0
 
@@ -20,9 +22,10 @@ class Line(NamedTuple):
     y: Float[np.ndarray, " n"]
     horizontal: bool = False
 
-    def at(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Values of the line at `x`; NaN where it has none."""
-        return np.full(len(x), self.y[0]) if self.horizontal else np.interp(x, self.x, self.y, np.nan, np.nan)
+    def at(self, x: Float[np.ndarray, " n"], reach: float) -> Float[np.ndarray, " n"]:
+        """Values of the line at `x`; NaN farther than `reach` from its ends."""
+        inside = (x >= self.x[0] - reach) & (x <= self.x[-1] + reach)
+        return np.where(inside | self.horizontal, np.interp(x, self.x, self.y), np.nan)
 
 
 def apart(lines: Sequence[Line], unit: float) -> list[Float[np.ndarray, " n"]]:
@@ -38,9 +41,12 @@ def apart(lines: Sequence[Line], unit: float) -> list[Float[np.ndarray, " n"]]:
     for at, line in enumerate(lines):
         if line.horizontal:
             slots[at] = _free([slots[n] for n in slots if abs(lines[n].y[0] - line.y[0]) * unit < _HIDES], 1)[0]
+    ends = [end for line in lines if not line.horizontal for end in (line.x[0], line.x[-1])]
+    reach = _MARKER * (max(ends, default=0.0) - min(ends, default=0.0))
     found = []
     for at, line in enumerate(lines):
-        near = abs(np.stack([each.at(line.x) for each in lines]) - line.y) * unit < _HIDES
+        near = abs(np.stack([each.at(line.x, reach) for each in lines]) - line.y) * unit < _HIDES
+        near[at] = True  # of two points of one x, interpolation knows one
         places = [slots[at]] * len(line.x) if line.horizontal else [_place(at, each, slots) for each in near.T]
         found.append(np.asarray(places))
     step = min(_STEP, _FARTHEST / max(1, *(abs(places).max() for places in found)))

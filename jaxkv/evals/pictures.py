@@ -183,7 +183,7 @@ def _panel(
     scale, lines = _percent(evaluation), list[Line]()
     for curve, mine in zip(curves, cells, strict=True):
         means, flat = scale * np.asarray([cell.mean for cell in mine]), curve.sizes is None
-        lines.append(Line(np.asarray(curve.sizes or [1.0]), means, flat))
+        lines.append(Line(np.log2(curve.sizes or [1.0]), means, flat))
     drawn, off = _apart(lines, height, percent=scale == 100)
     for curve, mine, ys, factor in zip(curves, cells, drawn, beside, strict=True):
         look = {"label": curve.label, "linewidth": 1.2, **style(curve.at), **curve.dashes}
