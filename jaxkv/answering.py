@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -26,7 +26,8 @@ from jaxkv.text.prompts import Encoded
 class Request:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
-    `interval` is the number of tokens after each of which new text is yielded; None yields no text.
+    `interval` is the number of tokens after each of which new text is yielded; None yields no text. `look` is called
+    with the cache before the first token is drawn, which gives up the cache's buffers.
     """
 
     session: Session
@@ -38,6 +39,7 @@ class Request:
     stop_at_eos: bool
     interval: int | None
     progress: bool | None
+    look: Callable[[KVCache], object] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
     """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
     session, params, encoded = request.session, request.session.params, request.encoded
     cache, sizes, batch = _read(request)
+    if request.look is not None:
+        request.look(cache)
     eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
     drawing = session.drawing(cache, new=request.max_new_tokens, sampling=request.sampling, eos=eos)
     answers = Answers(params.text, len(encoded.ids), request.stops)
