@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -26,7 +26,8 @@ from jaxkv.text.prompts import Encoded
 class Call:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
-    `interval` is the number of tokens after each of which new text is yielded; None yields no text.
+    `interval` is the number of tokens after each of which new text is yielded; None yields no text. `look` is called
+    with the cache before the first token is drawn, which gives up the cache's buffers.
     """
 
     session: Session
@@ -38,6 +39,7 @@ class Call:
     stop_at_eos: bool
     interval: int | None
     progress: bool | None
+    look: Callable[[KVCache], object] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
     """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     cache, sizes, batch = _read(call)
+    if call.look is not None:
+        call.look(cache)
     eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if call.stop_at_eos else ()
     drawing = session.drawing(cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos)
     answers = Answers(params.text, len(encoded.ids), call.stops)

@@ -90,6 +90,7 @@ def test_a_mesh_says_the_same(tmp_path, plain):
     places = (("one", None), ("several", mesh))
     one, other = (evaluate(words(), task, policies, tmp_path / name, batch=3, mesh=at) for name, at in places)
     assert one.records == other.records and one.run.fingerprint == other.run.fingerprint
+    assert (one.folder / "kept.json").read_bytes() == (other.folder / "kept.json").read_bytes()
     assert (one.run.made_with["devices"], other.run.made_with["devices"]) == ("1", "2x1x1")
 
 

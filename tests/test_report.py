@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import html.parser
+import itertools
 import json
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from evaluating import POLICIES, Told, told
 
 import jaxkv
-from jaxkv.evals import Evaluation, interval, page, pictures, runs
+from jaxkv.evals import Evaluation, apart, interval, page, pictures, runs
+from jaxkv.evals.apart import Line
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
 PICTURES = ("scores", "groups", "lengths", "map", "losses")
@@ -220,7 +222,50 @@ def test_a_curve_ends_at_the_mean_of_all_positions(out):
     figures = {"losses": [1.0, 2.0, 6.0], "positions": [12, 14, 15]}
     records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
     axes = pictures._curve(dataclasses.replace(evaluation, records=records), "losses").axes[0]
-    assert axes.lines[0].get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]
+    # Five equal lines lie side by side, the third in its place.
+    assert len(axes.lines) == 5 and axes.lines[2].get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]
+
+
+def test_equal_lines_are_drawn_side_by_side():
+    x, half = np.asarray([1.0, 2.0, 3.0]), np.asarray([2.0])
+    flat = [Line(np.asarray([1.0]), np.asarray([50.0]), horizontal=True) for _ in range(2)]
+    lines = [Line(x, np.asarray([50.0, 50.0, 90.0])), *flat, Line(x, np.asarray([50.0, 20.0, 90.2])), Line(half, half)]
+    first, full, other, second, alone = (each.tolist() for each in apart.apart(lines, 2.5))
+    # Horizontal lines stay so, the first in its place; the others make way for them, and only where they coincide.
+    step = 3 / 2.5
+    assert full == [50] and other == [50 - step] and alone == [2]
+    assert first == [50 + step, 50 + step, 90]
+    assert second == pytest.approx([50 - 2 * step, 20, 90.2 - step])
+    # Markers that lie almost above one another, and those that don't.
+    points = [Line(np.asarray([at]), np.asarray([7.0])) for at in (1.0, 1.01, 1.1, 2.0)]
+    assert [float(each[0]) for each in apart.apart(points, 2.5)] == [7, 7 - step, 7, 7]
+    twice = Line(np.asarray([1.0, 1.0]), np.asarray([3.0, 9.0]))
+    assert apart.apart([twice], 2.5)[0].tolist() == [3, 9]
+    # Of many none is drawn far off.
+    many = apart.apart([Line(x, np.full(3, 7.0))] * 21, 2.5)
+    assert np.ptp(np.stack(many), axis=0) == pytest.approx(2 * 9 / 2.5) and (np.diff(np.stack(many), axis=0) < 0).all()
+
+
+def test_equal_scores_are_all_seen_and_bars_end_where_intervals_do(out):
+    evaluation = Evaluation.read(out)
+    # All policies have the first one's scores.
+    records = evaluation.of("full")
+    same = [dataclasses.replace(each, policy=name) for name in evaluation.policies for each in records]
+    found, cell = dataclasses.replace(evaluation, records=tuple(same)), evaluation.cell("full")
+    panel = pictures._scores(found, (None,)).axes[0]
+    bars = [each for each in panel.containers if each.get_label() != "full"]
+    ends = [segment for bar in bars for segment in bar.lines[2][0].get_segments()]
+    assert np.asarray([segment[:, 1] for segment in ends]) == pytest.approx(
+        100 * np.asarray([[cell.low, cell.high]] * 4)
+    )
+    at = sorted(segment[0, 0] for segment in ends)
+    assert len(set(at)) == 4 and min(b / a for a, b in itertools.pairwise(at)) > 1.01
+    # Those of one budget and the line without a budget, each at a place of its own.
+    ys = [line.get_ydata()[0] for line in [*(bar.lines[0] for bar in bars), panel.lines[0]]]
+    assert len(set(ys)) == len(ys) == 4
+    said = pictures._lengths(found)
+    assert "equal lines are drawn side by side, at most" in said.get_suptitle()
+    assert pictures._note(0.0) == ""
 
 
 def test_shares_stand_where_their_rows_are(out):

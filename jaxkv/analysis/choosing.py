@@ -130,13 +130,7 @@ def _after_prefill(
     params: LanguageModel, prompt: Encoded, policy: Method, key: PRNGKeyArray
 ) -> Bool[np.ndarray, "L K n"]:
     """Runs a policy's own prefill; returns the mask `bool[L, K, n]` of the first prompt's rows that its cache holds."""
-    cache = Session(params, policy, key=key).prefill(prompt)
-    mask = np.zeros((params.config.layers, params.config.kv_heads, int(prompt.lengths[0])), bool)
-    positions = [host(pool.pos) for pool in cache.pools]
-    for layer, sequence, head, pool, rows in cache.spans():
-        if sequence == 0:
-            mask[layer, head, positions[pool][0, rows]] = True
-    return mask
+    return Session(params, policy, key=key).prefill(prompt).holds(0, int(prompt.lengths[0]))
 
 
 class _Choices:

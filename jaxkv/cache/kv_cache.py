@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, SequenceKey
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import brief
@@ -241,6 +241,24 @@ class KVCache:
             begin = first[layer, sequence, head]
             rows = slice(begin, begin + length[layer, sequence, head])
             yield layer, sequence, head, self.layout.pool_of(layer), rows
+
+    def holds(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
+        """Mask of one sequence's first `tokens` tokens: True where a layer's kv head has the token's row on the device.
+
+        Args:
+            sequence: index of the sequence.
+            tokens: n, the number of tokens, from the first on.
+
+        Returns:
+            The mask, `[L, K, n]`.
+        """
+        positions = [host(pool.pos)[sequence] for pool in self.pools]
+        mask = np.zeros((self.config.layers, self.config.kv_heads, tokens), bool)
+        for layer, row, head, pool, rows in self.spans():
+            if row == sequence:
+                at = positions[pool][rows]
+                mask[layer, head, at[at < tokens]] = True
+        return mask
 
     def free(self) -> Int[np.ndarray, " L"]:
         """Free rows behind segments, `[L]`: for each layer the smallest number over its segments."""

@@ -26,7 +26,8 @@ from jaxkv.policies.registry import documented
 
 NOTES = """\
 A run that was ended, however, goes on with the same command, and ends with the same lines. In the folder: run.json,
-what was asked; samples.jsonl, a line for each sample under each policy; table.md; pictures where matplotlib is there.
+what was asked; samples.jsonl, a line for each sample under each policy; table.md; kept.json, which tokens of one text
+were kept; pictures where matplotlib is there.
 
 examples:
   two policies at three budgets, and what they are held against:

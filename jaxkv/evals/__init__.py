@@ -3,6 +3,7 @@
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
 from jaxkv.evals.infinitebench import InfiniteBench
+from jaxkv.evals.kept import Held
 from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.merging import merge
 from jaxkv.evals.needle import Needle
@@ -27,6 +28,7 @@ __all__ = [
     "DocumentQuestions",
     "Evaluation",
     "Failed",
+    "Held",
     "How",
     "InfiniteBench",
     "LongBench",

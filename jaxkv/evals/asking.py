@@ -3,17 +3,26 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from jaxkv._settings import settled
+from jaxkv.answering import Call, answered
+from jaxkv.arguments import require_fits
 from jaxkv.cache import KVCache
+from jaxkv.engine.compress import finished
+from jaxkv.engine.session import Session
+from jaxkv.evals.kept import Held, Watch
 from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.results import Generation
+from jaxkv.sampling import Greedy
 from jaxkv.sharding.mesh import host
+from jaxkv.text.prompts import encode
 from jaxkv.text.tokenizer import Text
 
 
@@ -50,6 +59,7 @@ class QuestionTask(Task):
                 tokens=answer.tokens,
                 rows=answer.rows,
                 nbytes=answer.nbytes,
+                held=answer.held,
             )
             for sample, answer in zip(samples, drawn, strict=True)
         ]
@@ -65,12 +75,14 @@ class Answer:
         rows: rows kept per kv head and layer, averaged, when the answer ends; rows of tokens after the compressed ones
             do not count.
         nbytes: bytes of these rows.
+        held: the compressed tokens and how many kv heads hold each after prefill, if `How.shown` names the sample.
     """
 
     text: str
     tokens: int
     rows: float
     nbytes: int
+    held: Held | None = None
 
 
 def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
@@ -121,20 +133,28 @@ def asked(
     found: dict[int, Answer] = {}
     for kind in dict.fromkeys(kinds):
         at = [number for number, each in enumerate(kinds) if each == kind]
-        group = _Group(params, policy, [samples[n] for n in at], [pairs[n] for n in at], how.seed)
+        shown = next((n for n in at if samples[n].id == how.shown), None)
+        watch = None if shown is None else Watch(pairs[shown][0] if kind[0] else sum(pairs[shown], []))
+        group = _Group(params, policy, [samples[n] for n in at], [pairs[n] for n in at], how.seed, watch)
         drawn = group.by_context() if shared and kind[0] else group.together(len(samples), agnostic=kind[0])
+        if shown is not None and watch is not None:
+            drawn[at.index(shown)] = dataclasses.replace(drawn[at.index(shown)], held=watch.held)
         found |= zip(at, drawn, strict=True)
     return [found[at] for at in range(len(samples))]
 
 
 class _Group(NamedTuple):
-    """Samples of equal `new_tokens`, token ids of their contexts and questions (`pairs`), model, policy and seed."""
+    """Samples of equal `new_tokens`, token ids of their contexts and questions (`pairs`), model, policy and seed.
+
+    `watch` looks at the prefilled cache of one of them.
+    """
 
     params: LanguageModel
     policy: Method
     samples: Sequence[Sample]
     pairs: Sequence[tuple[list[int], list[int]]]
     key: int
+    watch: Watch | None
 
     def together(self, size: int, *, agnostic: bool) -> list[Answer]:
         """Draws an `Answer` per sample in a batch filled up to `size` prompts; `agnostic` compresses contexts alone."""
@@ -145,9 +165,27 @@ class _Group(NamedTuple):
         if agnostic:
             return self._draw(at, self._prefilled([context for context, _ in pairs]))[: len(self.samples)]
         whole = [context + question for context, question in pairs]
-        new, key = self.samples[0].new_tokens, self.key
-        out = generate(self.params, whole, policy=self.policy, max_new_tokens=new, key=key, progress=False)
-        return self._answers(at, out)[: len(self.samples)]
+        return self._answers(at, self._generated(whole))[: len(self.samples)]
+
+    @settled
+    def _generated(self, prompts: Sequence[list[int]]) -> Generation:
+        """What `generate` returns for whole prompts, given as token ids; the watch looks at the cache in between."""
+        session, new = Session(self.params, self.policy, key=self.key), self.samples[0].new_tokens
+        encoded = encode(list(prompts), self.params.text, self.params.config, close=True)
+        require_fits(self.params.config, session.policy, encoded.lengths, new, None)
+        call = Call(
+            session=session,
+            encoded=encoded,
+            cache=None,
+            max_new_tokens=new,
+            sampling=Greedy(),
+            stops=(),
+            stop_at_eos=True,
+            interval=None,
+            progress=False,
+            look=None if self.watch is None else partial(self.watch, prompts=prompts),
+        )
+        return finished(answered(call))
 
     def by_context(self) -> list[Answer]:
         """Draws one `Answer` per sample: compresses each distinct context once, for all questions on it."""
@@ -166,7 +204,10 @@ class _Group(NamedTuple):
 
     def _prefilled(self, contexts: Sequence[list[int]]) -> KVCache:
         """Prefills contexts, given as token ids; returns their compressed cache."""
-        return prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
+        cache = prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
+        if self.watch is not None:
+            self.watch(cache, contexts)
+        return cache
 
     def _draw(self, at: Sequence[int], cache: KVCache) -> list[Answer]:
         """Draws answers to the questions of samples `at`, the n-th on top of the n-th context in `cache`."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.folder import locked, require_folder
+from jaxkv.evals.kept import read_kept, write_kept
 from jaxkv.evals.records import SAMPLES, Record, Run, differences
 from jaxkv.evals.runs import begin, finish
 from jaxkv.evals.summary import Evaluation
@@ -44,6 +45,10 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
         run = begin(target, run)
         records = _in_order(run, shards)
         write_whole(target / SAMPLES, b"".join(record.line() for record in records))
+        kept = next(filter(None, (read_kept(shard.folder) for shard in shards)), None)
+        if kept is not None:
+            rows = {name: kept.policies[name] for name in run.policies if name in kept.policies}
+            write_kept(target, dataclasses.replace(kept, policies=rows))
         evaluation = Evaluation(folder=target, run=run, records=tuple(records))
         finish(evaluation)
     return evaluation

@@ -12,6 +12,7 @@ from typing import Any
 from jaxkv import _checks as checks
 from jaxkv._values import shortened
 from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.evals.kept import read_kept
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.records import Record
 from jaxkv.evals.summary import Evaluation, number
@@ -72,6 +73,7 @@ def _page(evaluation: Evaluation, samples: int) -> str:
         run=evaluation.run,
         samples=samples,
         pictures=[] if PLOTS_MISSING else _pictures(evaluation),
+        kept=read_kept(evaluation.folder),
         asked=_asked(evaluation),
         tags=_tags,
         allowed=markupsafe.Markup(allowed),

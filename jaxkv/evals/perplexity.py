@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.session import Session
+from jaxkv.evals.kept import Watch
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
 from jaxkv.evals.texts import texts_of
 from jaxkv.loading import LanguageModel
@@ -77,7 +78,9 @@ class Perplexity(Task):
         ends = [self.prefix_of(len(each), params.config.max_positions) for each in ids]
         prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
         after = np.asarray([each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)], np.int32)
-        found = losses_of(params, policy, prefixes, after, seed=how.seed)
+        shown = next((at for at, each in enumerate(samples) if each.id == how.shown), None)
+        watch = None if shown is None else Watch(prefixes[shown])
+        found = losses_of(params, policy, prefixes, after, seed=how.seed, watch=watch)
         wide = -(-self.tokens // _POINTS)
         points = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
@@ -91,6 +94,7 @@ class Perplexity(Task):
                 tokens=ends[at] + self.tokens,
                 rows=float(found.rows[at]),
                 nbytes=int(found.nbytes[at]),
+                held=watch.held if watch is not None and at == shown else None,
             )
             for at, loss in enumerate(found.losses)
         ]
@@ -181,11 +185,17 @@ def losses_of(
     after: Int[np.ndarray, "B T"],
     *,
     seed: int = 0,
+    watch: Watch | None = None,
 ) -> Read:
-    """Losses of the token ids `after` prefixes, read one by one over their compressed cache, with rows and bytes."""
+    """Losses of the token ids `after` prefixes, read one by one over their compressed cache, with rows and bytes.
+
+    The `Watch` looks at this cache before the first of them is read.
+    """
     session, losses, count = Session(params, policy, key=seed), [], after.shape[1]
     cache = session.prefill([list(each) for each in prefixes], new=count)
     before = cache.kept.mean(axis=(0, 2))
+    if watch is not None:
+        watch(cache, prefixes)
     for at in range(count):
         assert cache.logits is not None
         # On a mesh the batch may be padded.

@@ -2,16 +2,18 @@
 
 import functools
 import importlib.util
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv._drawing import drawing, saved, sheet, style
+from jaxkv.evals.apart import Line, apart
 from jaxkv.evals.records import Record
-from jaxkv.evals.summary import Evaluation
+from jaxkv.evals.summary import Cell, Evaluation
 
 _NAMES = ("scores", "bytes", "groups", "lengths", "map")
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
@@ -20,6 +22,8 @@ _MOST_PANELS = 30
 _MOST_TICKS, _MOST_BINS = 11, 25
 # Numbers on the axis of budgets that lie closer than this factor would cover one another.
 _APART = 1.1
+# Points of 1/72 inch from one error bar of a budget to the next, of which the bar's ends take four.
+_BAR = 6
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
@@ -81,23 +85,65 @@ def _score_axis(axes: Any, evaluation: Evaluation) -> None:
     """Labels the y axis with the unit of the scores; its range is 0 to 100, with a margin, for shares."""
     axes.set_ylabel(evaluation.run.unit)
     if evaluation.run.unit == "%":
-        axes.set_ylim(-3, 103)
+        drawn = [value for line in axes.lines for value in line.get_ydata()]
+        axes.set_ylim(min(-3, *drawn) - 1, max(103, *drawn) + 1)
+
+
+def _apart(lines: Sequence[Line], height: float, *, percent: bool = False) -> tuple[list[np.ndarray], float]:
+    """Values at which to draw lines in axes of this height in inches, and how far at most these are from their own."""
+    ends = [end for line in lines for end in (line.y.min(), line.y.max())]
+    # Axes have a margin of a twentieth at either end.
+    wide = 108.0 if percent else 1.1 * (max(ends) - min(ends)) or 1.0
+    drawn = apart(lines, 72 * height / wide)
+    return drawn, max(float(abs(at - line.y).max()) for at, line in zip(drawn, lines, strict=True))
+
+
+def _note(off: float) -> str:
+    """Text below a title that says how far lines are drawn from their values at most; empty if none is moved."""
+    return f"\nequal lines are drawn side by side, at most {off:.2g} from their values" if off else ""
+
+
+class _Curve(NamedTuple):
+    """One line of a plot of scores: label, number of its style, policies, their sizes (None: horizontal), dashes."""
+
+    label: str
+    at: int
+    policies: Sequence[str]
+    sizes: Sequence[float] | None
+    dashes: Mapping[str, Any]
+
+
+def _curves_of(evaluation: Evaluation) -> list[_Curve]:
+    """The lines of a plot of scores: those of policies with budgets, and a horizontal one for each without."""
+    found = []
+    for at, (label, policies) in enumerate(_lines(evaluation).items()):
+        sizes = {policy: _size(evaluation, policy) for policy in policies}
+        free = [policy for policy, size in sizes.items() if size is None]
+        for number, policy in enumerate(free):
+            # Several of one line, OmniKV's at its budgets say, are told apart by their names and dashes.
+            alone = len(free) == 1
+            dashes = {} if alone else {"linestyle": (0, (1 + 2 * number, 1))}
+            found.append(_Curve(label if alone else policy, at, [policy], None, {"marker": "", **dashes}))
+        points = sorted((size, policy) for policy, size in sizes.items() if size is not None)
+        if points:
+            found.append(_Curve(label, at, [policy for _, policy in points], [size for size, _ in points], {}))
+    return found
 
 
 def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
     """Figure of score against budget: a panel per group, a line per policy, which is horizontal without a budget."""
     width, height = (4.2, 3.0) if len(groups) > 1 else (7.5, 4.5)
     figure, panels = _panels(len(groups), width=width, height=height)
-    lines = _lines(evaluation)
-    sizes = sorted({size for policy in evaluation.policies if (size := _size(evaluation, policy)) is not None})
+    curves, off = _curves_of(evaluation), 0.0
+    marks = _marks({size for curve in curves for size in curve.sizes or ()})
+    ends = (marks[0] / 1.4, max(size for curve in curves for size in curve.sizes or ()) * 1.4) if marks else (1.0, 2.0)
+    beside = _beside(curves, marks, math.log2(ends[1] / ends[0]) / (72 * (width - 2.5)))
     for axes, group in zip(panels, groups, strict=True):
-        for at, (label, policies) in enumerate(lines.items()):
-            # Points of the same budget are drawn side by side, so that no error bar hides another.
-            _line(axes, evaluation, label, policies, group, at=at, shift=2 ** (0.02 * (at - len(lines) / 2)))
-        if sizes:
+        cells = [[evaluation.cell(policy, group) for policy in curve.policies] for curve in curves]
+        off = max(off, _panel(axes, evaluation, curves, cells, beside, height - 1.2))
+        if marks:
             axes.set_xscale("log", base=2)
-            axes.set_xlim(sizes[0] / 1.4, sizes[-1] * 1.4)
-            marks = _marks(sizes)
+            axes.set_xlim(*ends)
             axes.set_xticks(marks, [f"{size:,.0f}" for size in marks], rotation=45, ha="right", fontsize=8)
             axes.minorticks_off()
             axes.set_xlabel("budget, rows per kv head and layer")
@@ -105,34 +151,51 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
         if group is not None:
             axes.set_title(group, fontsize=9)
         _score_axis(axes, evaluation)
-    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}; bars are 95% intervals", fontsize=10)
+    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}; bars are 95% intervals{_note(off)}", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
     return figure
 
 
-def _line(
-    axes: Any, evaluation: Evaluation, label: str, policies: list[str], group: str | None, *, at: int, shift: float
-) -> None:
-    """Draws one policy's scores at its budgets times `shift`, with style number `at`; horizontal without a budget."""
-    scale = _percent(evaluation)
-    sizes = {policy: _size(evaluation, policy) for policy in policies}
-    free = [name for name, size in sizes.items() if size is None]
-    for policy in free:
-        # Several of one line, OmniKV's at its budgets say, are told apart by their names and dashes.
-        dashes = {} if len(free) == 1 else {"linestyle": (0, (1 + 2 * free.index(policy), 1))}
-        mean, name = scale * evaluation.cell(policy, group).mean, label if len(free) == 1 else policy
-        axes.axhline(mean, label=name, linewidth=1.2, **{**style(at), "marker": "", **dashes})
-    points = sorted((size * shift, name) for name, size in sizes.items() if size is not None)
-    if points:
-        cells = [evaluation.cell(policy, group) for _, policy in points]
-        means = np.asarray([cell.mean for cell in cells])
-        low = means - [cell.mean if cell.low is None else cell.low for cell in cells]
-        high = np.asarray([cell.mean if cell.high is None else cell.high for cell in cells]) - means
-        # Rounding may give lengths slightly below 0.
-        errors = scale * np.maximum([low, high], 0)
-        xs = [size for size, _ in points]
-        axes.errorbar(xs, scale * means, yerr=errors, label=label, markersize=4, capsize=2, linewidth=1.2, **style(at))
+def _beside(curves: Sequence[_Curve], marks: Sequence[float], point: float) -> list[float]:
+    """Factor on the sizes of each curve, so that error bars of one budget stand side by side, with gaps.
+
+    `point` is the length of 1/72 inch on the axis of budgets, in octaves.
+    """
+    sized = [number for number, curve in enumerate(curves) if curve.sizes is not None]
+    nearest = min((math.log2(after / before) for before, after in itertools.pairwise(marks)), default=math.inf)
+    step = min(_BAR * point, 0.8 * nearest / max(1, len(sized)))
+    return [2 ** (step * (sized.index(at) - (len(sized) - 1) / 2)) if at in sized else 1.0 for at in range(len(curves))]
+
+
+def _panel(
+    axes: Any,
+    evaluation: Evaluation,
+    curves: Sequence[_Curve],
+    cells: Sequence[Sequence[Cell]],
+    beside: Sequence[float],
+    height: float,
+) -> float:
+    """Draws curves of scores, whose points are `cells`, on axes of this height; returns how far off at most.
+
+    `beside` are factors on the curves' sizes.
+    """
+    scale, lines = _percent(evaluation), list[Line]()
+    for curve, mine in zip(curves, cells, strict=True):
+        means, flat = scale * np.asarray([cell.mean for cell in mine]), curve.sizes is None
+        lines.append(Line(np.log2(curve.sizes or [1.0]), means, flat))
+    drawn, off = _apart(lines, height, percent=scale == 100)
+    for curve, mine, ys, factor in zip(curves, cells, drawn, beside, strict=True):
+        look = {"label": curve.label, "linewidth": 1.2, **style(curve.at), **curve.dashes}
+        if curve.sizes is None:
+            axes.axhline(ys[0], **look)
+            continue
+        # Bars end at the interval's ends, wherever their middle is drawn.
+        low = ys - scale * np.asarray([cell.mean if cell.low is None else cell.low for cell in mine])
+        high = scale * np.asarray([cell.mean if cell.high is None else cell.high for cell in mine]) - ys
+        errors = np.maximum([low, high], 0)
+        axes.errorbar(factor * np.asarray(curve.sizes), ys, yerr=errors, markersize=4, capsize=2, **look)
+    return off
 
 
 def _megabytes(evaluation: Evaluation) -> dict[str, float]:
@@ -145,15 +208,20 @@ def _bytes(evaluation: Evaluation) -> Any:
     """Figure of score against the mean MB of kept rows: a line per policy through its budgets, or a point."""
     figure, (axes,) = _panels(1, width=7.5, height=4.5)
     sizes, scale = _megabytes(evaluation), _percent(evaluation)
+    named, lines = dict[str, int](), list[Line]()
     for at, (label, policies) in enumerate(_lines(evaluation).items()):
         points = sorted((sizes[name], scale * evaluation.cell(name).mean) for name in policies if name in sizes)
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, markersize=5, linewidth=1.2, **style(at))
+            named[label] = at
+            lines.append(Line(*np.asarray(points).T))
+    drawn, off = _apart(lines, 3.3, percent=scale == 100)
+    for (label, at), line, ys in zip(named.items(), lines, drawn, strict=True):
+        axes.plot(line.x, ys, label=label, markersize=4, linewidth=1.2, **style(at))
     axes.set_xlim(left=0)
     axes.set_xlabel("MB of rows kept for a sample, averaged")
     axes.grid(alpha=0.3)
     _score_axis(axes, evaluation)
-    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
+    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}{_note(off)}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
@@ -162,9 +230,13 @@ def _lengths(evaluation: Evaluation) -> Any:
     """Figure of mean score against the samples' prompt length (their tag), one line per row of the table."""
     figure = sheet(7.5, 4.5)
     axes, lengths = figure.subplots(), evaluation.lengths
-    for at, policy in enumerate(evaluation.policies):
-        means = [_percent(evaluation) * evaluation.cell(policy, length=length).mean for length in lengths]
-        axes.plot(lengths, means, label=policy, markersize=4, linewidth=1.2, **style(at))
+    scale = _percent(evaluation)
+    means = scale * np.asarray(
+        [[evaluation.cell(policy, length=length).mean for length in lengths] for policy in evaluation.policies]
+    )
+    drawn, off = _apart([Line(np.asarray(lengths, float), each) for each in means], 3.3, percent=scale == 100)
+    for at, (policy, ys) in enumerate(zip(evaluation.policies, drawn, strict=True)):
+        axes.plot(lengths, ys, label=policy, markersize=4, linewidth=1.2, **style(at))
     axes.set_xscale("log", base=2)
     marks = lengths[:: _step(lengths)]
     axes.set_xticks(marks, [f"{length:,}" for length in marks], rotation=45, ha="right")
@@ -172,7 +244,7 @@ def _lengths(evaluation: Evaluation) -> Any:
     axes.grid(alpha=0.3)
     axes.set_xlabel("tokens of the prompt")
     _score_axis(axes, evaluation)
-    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
+    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}{_note(off)}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
@@ -254,8 +326,8 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
     """Figure of one entry of `Record.figures` by position, averaged over samples; losses as a running mean."""
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()
-    running = name == "losses"
-    for at, policy in enumerate(evaluation.policies):
+    running, lines = name == "losses", list[Line]()
+    for policy in evaluation.policies:
         records = evaluation.of(policy)
         count = min(len(record.figures[name]) for record in records)
         values = np.mean([record.figures[name][:count] for record in records], axis=0)
@@ -265,11 +337,14 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
         # The last interval of positions may be a shorter one.
         wide = np.diff(xs, prepend=2 * xs[0] - xs[1])
         values = np.cumsum(values * wide) / np.cumsum(wide) if running else values
-        axes.plot(xs, values, label=policy, linewidth=1.2, **{**style(at), "marker": ""})
+        lines.append(Line(xs.astype(float), values))
+    drawn, off = _apart(lines, 3.3)
+    for at, (policy, line, ys) in enumerate(zip(evaluation.policies, lines, drawn, strict=True)):
+        axes.plot(line.x, ys, label=policy, linewidth=1.2, **{**style(at), "marker": ""})
     axes.set_xlabel("position" if placed else "step")
     axes.grid(alpha=0.3)
     axes.set_ylabel(name.replace("_", " ") + (", mean of those so far" if running else ""))
-    axes.set_title(evaluation.title, fontsize=10)
+    axes.set_title(evaluation.title + _note(off), fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
 

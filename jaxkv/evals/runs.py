@@ -21,10 +21,11 @@ from jaxkv.arguments import as_model
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, seed_of, settings_of
 from jaxkv.evals.folder import Lines, locked, require_folder
+from jaxkv.evals.kept import add_kept
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run
 from jaxkv.evals.summary import Evaluation
-from jaxkv.evals.task import How, Outcome, Sample, Task
+from jaxkv.evals.task import How, Outcome, Sample, Task, tokenizer_of
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 
@@ -247,8 +248,7 @@ class _Job:
                 before = name
                 # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
                 more = 0 if self.policies[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
-                records = self._records(run, name, [*batch, *batch[-1:] * more], len(lines.records))
-                lines.add(records[: len(batch)])
+                lines.add(self._records(run, name, [*batch, *batch[-1:] * more], len(lines.records))[: len(batch)])
                 bar.update(len(batch))
 
     def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
@@ -285,13 +285,17 @@ class _Job:
                 records.append(_record(run, name, sample, outcome))
             except (TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise Failed(f"{name}, sample {sample.id}: {error}; {kept}") from error
+        if batch[0].id == self.samples[0].id and outcomes[0].held is not None:
+            # Before the sample's line: where that is, this is, too.
+            add_kept(self.folder, name, batch[0].id, outcomes[0].held, tokenizer_of(self.params))
         return records
 
     def _outcomes(self, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
         """Outcomes of a batch; a policy that draws random numbers runs sample by sample, each with its own seed."""
+        how = dataclasses.replace(self.how, shown=self.samples[0].id)
         if not policy.parts().draws:
-            return self.task.run(self.params, policy, batch, self.how)
-        own = {sample.id: dataclasses.replace(self.how, seed=seed_of(self.how.seed, sample.id)) for sample in batch}
+            return self.task.run(self.params, policy, batch, how)
+        own = {sample.id: dataclasses.replace(how, seed=seed_of(how.seed, sample.id)) for sample in batch}
         return [each for one in batch for each in self.task.run(self.params, policy, [one], own[one.id])]
 
 

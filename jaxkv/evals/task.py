@@ -16,6 +16,7 @@ import numpy as np
 from jaxkv import _checks as checks
 from jaxkv._errors import refusal, require
 from jaxkv._values import FARTHEST, plain
+from jaxkv.evals.kept import Held
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.text.tokenizer import Text
@@ -82,6 +83,8 @@ class Outcome:
         tokens: number of tokens of the prompt, its question included; None if the task does not count them.
         rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
         nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
+        held: the tokens of the prompt and how many kv heads hold each after prefill, for the sample that `How.shown`
+            names; None for the others, and if the task does not say.
     """
 
     score: float
@@ -90,6 +93,7 @@ class Outcome:
     tokens: int | None = None
     rows: float | None = None
     nbytes: int | None = None
+    held: Held | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,13 +106,17 @@ class How:
         raw: True leaves the chat template out.
         seed: seed of policies that draw random numbers. `evaluate` hashes it with each sample's id and runs these
             samples one by one: in a batch, all prompts would share their draws.
+        shown: id of the sample whose kept tokens the outcome names for the report; `evaluate` gives its first one's.
     """
 
     agnostic: bool = False
     raw: bool = False
     seed: int = 0
+    shown: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.shown, str | None):
+            raise TypeError(f"shown={self.shown!r}: give a sample's id, or None")
         checks.field(self, "agnostic", checks.flag)
         checks.field(self, "raw", checks.flag)
         checks.field(self, "seed", checks.whole, least=0, most=_SEEDS - 1)

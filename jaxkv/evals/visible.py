@@ -135,11 +135,7 @@ def _held(
     session = Session(params, policy, key=key)
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
-        # Keys and values, which weigh more, stay on the device.
-        positions = [host(pool.pos)[0] for pool in cache.pools]
-        for layer, sequence, head, pool, rows in cache.spans():
-            if sequence == 0:
-                masks[step, layer, head, positions[pool][rows]] = True
+        masks[step] |= cache.holds(0, slots)
         if step + 1 < len(answer):
             cache = feed(session, cache, [token], donate=True)
     return masks

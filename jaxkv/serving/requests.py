@@ -92,8 +92,8 @@ class Request:
         with self._reading():
             while True:
                 with self._changed:
-                    # The loop variable is read before it changes.
-                    self._changed.wait_for(lambda at=at: len(self._pieces) > at or self.done)
+                    while len(self._pieces) == at and not self.done:
+                        self._changed.wait()
                     fresh, ended = self._pieces[at:], self.done
                 yield from fresh
                 at += len(fresh)

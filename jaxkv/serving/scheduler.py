@@ -104,9 +104,10 @@ class Scheduler:
         if self._reading is not None and self._reading[0] in gone:
             self._reading[1].close()
             self._reading = None
-        for queue in (self.waiting, self._ready):
-            for work in [each for each in queue if each in gone]:
-                queue.remove(work)
+        for work in gone:
+            if work in self.waiting:
+                self.waiting.remove(work)
+        self._ready = collections.deque(work for work in self._ready if work not in gone)
         left = [slot for slot, work in self._running.items() if work in gone]
         self.slots.release(left)
         for slot in left:

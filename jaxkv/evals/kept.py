@@ -1,0 +1,218 @@
+"""Tokens of one sample's prompt, and how many kv heads hold each after prefill: `kept.json`, which the report shows."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv._errors import require
+from jaxkv._values import is_whole, shortened
+from jaxkv.cache import KVCache
+from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.evals.records import dumped
+from jaxkv.text.tokenizer import StreamDecoder, Text
+
+KEPT = "kept.json"
+_FORMAT = 1
+# Of a longer prompt, as many tokens are shown from either end.
+_EITHER_END = 500
+_REMEDY = "the file was changed: remove it, and the report has no picture of kept tokens"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Tokens of one compressed prompt, and the number of kv heads over all layers that hold each after prefill.
+
+    Attributes:
+        ids: the n token ids.
+        heads: number of kv heads over all layers.
+        counts: for each token the number of kv heads that hold its row; None if the policy drops nothing.
+        chooses: True if the policy chooses for each new token which of the rows it reads.
+        later: True if the policy drops rows while it answers, too; counts are those before.
+        merges: True if the policy merges dropped rows into kept ones.
+    """
+
+    ids: Sequence[int]
+    heads: int
+    counts: Sequence[int] | None
+    chooses: bool = False
+    later: bool = False
+    merges: bool = False
+
+    def __post_init__(self):
+        require(len(self.ids) > 0, "ids", self.ids, "a prompt has at least one token")
+        if self.counts is not None:
+            fits = len(self.counts) == len(self.ids) and all(0 <= each <= self.heads for each in self.counts)
+            remedy = f"give a number from 0 to {self.heads} for each of the {len(self.ids)} tokens"
+            require(fits, "counts", shortened(repr(self.counts)), remedy)
+
+
+class Watch:
+    """Looks at a prefilled cache for one of its prompts, once: call it with the cache, then read `held`."""
+
+    def __init__(self, ids: Sequence[int]):
+        self.ids = [*ids]
+        self.held: Held | None = None
+
+    def __call__(self, cache: KVCache, prompts: Sequence[Sequence[int]]) -> None:
+        """Counts the kv heads that hold each token of the prompt; `prompts` are those of the cache, in order."""
+        parts, at = cache.policy.parts(), [[*each] for each in prompts].index(self.ids)
+        drops = parts.scorer is not None
+        self.held = Held(
+            ids=self.ids,
+            heads=cache.config.layers * cache.config.kv_heads,
+            counts=cache.holds(at, len(self.ids)).sum(axis=(0, 1)).tolist() if drops else None,
+            chooses=parts.read is not None,
+            later=parts.ongoing is not None,
+            merges=parts.merge is not None,
+        )
+
+
+class Stretch(NamedTuple):
+    """Text of neighbouring tokens that equally many kv heads hold, and the number of these heads."""
+
+    text: str
+    heads: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What `kept.json` has of one policy.
+
+    Attributes:
+        counts: for each shown token the number of kv heads that hold its row; None if the policy drops nothing.
+        between: sum of the numbers of the tokens that are left out.
+        chooses, later, merges: as in `Held`.
+    """
+
+    counts: tuple[int, ...] | None
+    between: int
+    chooses: bool
+    later: bool
+    merges: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Contents of `kept.json`: which tokens of one sample's prompt each policy keeps.
+
+    Attributes:
+        sample: id of the sample.
+        heads: number of kv heads over all layers.
+        tokens: number of tokens that were compressed.
+        pieces: texts of the tokens that are shown: all, or of a long prompt the first and last ones, equally many.
+        policies: a `Row` for each row of the table that has run, by name.
+    """
+
+    sample: str
+    heads: int
+    tokens: int
+    pieces: tuple[str, ...]
+    policies: Mapping[str, Row]
+
+    @property
+    def left_out(self) -> int:
+        """Number of tokens in the middle that are not shown."""
+        return self.tokens - len(self.pieces)
+
+    def share(self, row: Row) -> float:
+        """Share in [0, 1] of all pairs of a token and a kv head that a policy keeps."""
+        return 1.0 if row.counts is None else (sum(row.counts) + row.between) / (self.heads * self.tokens)
+
+    def tally(self, row: Row) -> tuple[int, int, int]:
+        """Numbers of shown tokens that all kv heads hold, that some hold, and that none holds."""
+        counts = np.asarray([self.heads] * len(self.pieces) if row.counts is None else row.counts)
+        every, none = int((counts == self.heads).sum()), int((counts == 0).sum())
+        return every, len(counts) - every - none, none
+
+    def stretches(self, row: Row) -> list[list[Stretch]]:
+        """The shown text as one list of `Stretch`, or two lists, before and after the tokens that are left out."""
+        assert row.counts is not None
+        pairs = [*zip(self.pieces, row.counts, strict=True)]
+        half = len(pairs) // 2
+        return [_joined(part) for part in ([pairs[:half], pairs[half:]] if self.left_out else [pairs])]
+
+
+def _joined(pairs: Sequence[tuple[str, int]]) -> list[Stretch]:
+    """`Stretch`es of (text, count) pairs; tokens without a text are parts of the next one's character."""
+    found: list[Stretch] = []
+    waiting: list[int] = []
+    for at, (text, count) in enumerate(pairs):
+        waiting.append(count)
+        if not text and at + 1 < len(pairs):
+            continue
+        heads = sum(waiting) / len(waiting)
+        if found and found[-1].heads == heads:
+            found[-1] = Stretch(found[-1].text + text, heads)
+        else:
+            found.append(Stretch(text, heads))
+        waiting = []
+    return found
+
+
+def read_kept(folder: Path) -> Kept | None:
+    """`Kept` from a folder's `kept.json`; None if there is none, as of older versions; refuses a changed file."""
+    path = folder / KEPT
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}; {_REMEDY}") from None
+    try:
+        fits = isinstance(found, dict) and found.pop("format") == _FORMAT
+        rows = {name: _row(**each) for name, each in found.pop("policies").items()}
+        kept = Kept(**{**found, "pieces": tuple(found["pieces"]), "policies": rows})
+        fits = fits and all(isinstance(each, str) for each in (kept.sample, *kept.pieces))
+        fits = fits and all(is_whole(each, 1) for each in (kept.heads, len(kept.pieces), kept.left_out + 1))
+        fits = fits and all(_fits(row, kept) for row in rows.values())
+    except (KeyError, TypeError, AttributeError):
+        fits = False
+    require(fits, str(path), "changed", _REMEDY)
+    return kept
+
+
+def _row(counts: Sequence[int] | None, **others: Any) -> Row:
+    """`Row` of the entries of a file."""
+    return Row(counts=None if counts is None else tuple(counts), **others)
+
+
+def _fits(row: Row, kept: Kept) -> bool:
+    """True if a row read from a file has a number of heads for each token that is shown."""
+    if row.counts is None:
+        return True
+    numbers = len(row.counts) == len(kept.pieces) and all(is_whole(each) for each in (*row.counts, row.between))
+    return numbers and max(row.counts) <= kept.heads
+
+
+def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> None:
+    """Adds one policy's row to the folder's `kept.json`; a row of that name is replaced."""
+    there, count = read_kept(folder), len(held.ids)
+    ends = [slice(count)] if count <= 2 * _EITHER_END else [slice(_EITHER_END), slice(count - _EITHER_END, count)]
+    counts = None if held.counts is None else tuple(each for end in ends for each in held.counts[end])
+    between = 0 if held.counts is None or counts is None else sum(held.counts) - sum(counts)
+    row = Row(counts=counts, between=between, chooses=held.chooses, later=held.later, merges=held.merges)
+    if there is None:
+        pieces = tuple(piece for end in ends for piece in _pieces(held.ids[end], text))
+        there = Kept(sample=sample, heads=held.heads, tokens=count, pieces=pieces, policies={})
+    write_kept(folder, dataclasses.replace(there, policies={**there.policies, name: row}))
+
+
+def write_kept(folder: Path, kept: Kept) -> None:
+    """Writes `kept.json` to a folder, as a whole or not at all."""
+    write_whole(folder / KEPT, (dumped({"format": _FORMAT, **dataclasses.asdict(kept)}) + "\n").encode())
+
+
+def _pieces(ids: Sequence[int], text: Text) -> list[str]:
+    """Text of each token; an empty one for a token whose character ends in a later one."""
+    decoder, pieces = StreamDecoder(text), []
+    for each in ids:
+        piece = decoder.push([each])
+        if not piece and not text.decode([each]):  # a special token, such as the first of all
+            piece = text.decode([each], skip_special=False)
+        pieces.append(piece)
+    pieces[-1] += decoder.flush()
+    return pieces
