@@ -60,6 +60,9 @@ class Engine:
         for request in requests:
             print(request.result().text)
     ```
+
+    Attributes:
+        error: error that ended the engine; None while it can answer.
     """
 
     @by_other_names
@@ -135,7 +138,7 @@ class Engine:
         self._scheduler = Scheduler(self._slots, self._documents, ahead=ahead_of(count))
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         # A daemon: an engine that nobody closes does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
         self._thread.start()
@@ -309,11 +312,6 @@ class Engine:
         return self._slots.shape
 
     @property
-    def error(self) -> BaseException | None:
-        """Error that ended the engine; None while it can answer."""
-        return self._error
-
-    @property
     def stats(self) -> EngineStats:
         """Numbers of requests, slots, tokens and bytes at this moment."""
         at = self._scheduler
@@ -378,8 +376,8 @@ class Engine:
     def _queued(self, work: Work | Reading) -> None:
         """Queues a request or a document for the engine's thread; raises if it is full, closed or has failed."""
         with self._changed:
-            if self._error is not None:
-                raise RuntimeError(f"the engine has failed: {self._error}") from self._error
+            if self.error is not None:
+                raise RuntimeError(f"the engine has failed: {self.error}") from self.error
             if self._closing:
                 raise RuntimeError("the engine is closed: make another one")
             if len(self._scheduler.waiting) >= self._limit:
@@ -408,7 +406,7 @@ class Engine:
             self._scheduler.fail(CancelledError("the engine was closed"))
         except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for an answer for ever
             with self._changed:
-                self._error = error
+                self.error = error
             failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
             self._scheduler.fail(failed)
