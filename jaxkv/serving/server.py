@@ -14,7 +14,6 @@ import uvicorn
 from jaxkv._errors import refusal
 from jaxkv.serving.http import Application
 
-LOG = logging.getLogger("jaxkv.serving")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds that clients have to read the end of their answers, once all are complete.
 _LAST_READ = 5
@@ -50,6 +49,8 @@ class Server(uvicorn.Server):
         """Begins to drain; the second time, ends at once."""
         if self._service.draining:
             self.cut = self.should_exit = self.force_exit = True
+            # It would log a traceback for each answer that is cut off.
+            logging.getLogger("uvicorn.error").disabled = True
             return
         self._service.draining = True
         self._latest = time.monotonic() + self._service.limits.seconds + _LAST_READ
