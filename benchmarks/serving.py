@@ -164,6 +164,7 @@ def table(results):
 def main():
     """Runs all rounds and writes both files."""
     import jaxkv
+    from jaxkv.checkpoints import fetch
     from jaxkv.compilation import enable_compilation_cache
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -173,7 +174,8 @@ def main():
     enable_compilation_cache()
     model, peer = jaxkv.load(MODEL, "float32", progress=False), None
     if options.peer is not None:
-        command = [options.peer, record.ROOT / "benchmarks" / "serving_peer.py", str(SLOTS)]
+        longest = str(sum(LIMITS.values()))
+        command = [options.peer, record.ROOT / "benchmarks" / "serving_peer.py", str(fetch(MODEL)), str(SLOTS), longest]
         peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rounds, sizes = measured(model, peer, options.rounds)
     if peer is not None:

@@ -1,37 +1,77 @@
 """transformers' continuous batching for `benchmarks.serving`: a line of JSON with requests in, one with times out.
 
-    .venv-peer/bin/python benchmarks/serving_peer.py SLOTS
+    .venv-peer/bin/python benchmarks/serving_peer.py FILE.gguf SLOTS LONGEST
 
-Its own process and environment: torch and transformers are no packages of jaxkv's.
+Its own process and environment, that of `peer_worker.py`. Its paged cache has room for SLOTS sequences of LONGEST
+tokens.
 """
 
 import json
 import os
 import sys
+import time
 
-import torch
 import transformers
+from peer_worker import load
 
-CHECKPOINT = "SmolLM2-135M-Instruct.Q8_0.gguf"
+# Tokens of a page, and the most tokens of prompts in one pass.
+PAGE, PASS = 32, 1024
 
 
-def main():
-    """Answers lines until the input ends; a request's times are those of its first and last token."""
+def main(path, slots, longest):
+    """Answers lines until the input ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import peer_worker
-
-    model = peer_worker.load_model(torch.float32)
-    config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    model = load(path, "float32")
+    pages = int(slots) * -(-int(longest) // PAGE)
+    config = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=pages, block_size=PAGE, max_batch_tokens=PASS
+    )
     for line in sys.stdin:
         asked = json.loads(line)
-        out.write(json.dumps(answered(model, config, asked)) + "\n")
+        out.write(json.dumps(answered(model, config, asked["prompts"], asked["new"])) + "\n")
 
 
-def answered(model, config, asked):
-    """Seconds of all requests together, of the process, and of each its first token and those after it."""
-    raise NotImplementedError
+def answered(model, config, prompts, new):
+    """Seconds of all requests together, of the process, of each its first token, and per token after it."""
+    manager = model.init_continuous_batching(generation_config=config)
+    manager.start()
+    # It allocates its cache and warms up in its thread.
+    warm(manager, prompts[0])
+    begun, cpu = time.perf_counter(), time.process_time()
+    for prompt, count in zip(prompts, new, strict=True):
+        manager.add_request(prompt, max_new_tokens=count, record_timestamps=True)
+    firsts, later = [], []
+    while len(firsts) < len(prompts):
+        state = manager.get_result(timeout=5)
+        if state is None:
+            if not manager.is_running():
+                raise SystemExit("transformers' continuous batching ended by itself")
+            continue
+        if state.is_finished():
+            if state.error is not None:
+                raise SystemExit(f"transformers refused a request: {state.error}")
+            times = state.timestamps
+            firsts.append(times[0] - begun)
+            later.append((times[-1] - times[0]) / max(1, len(times) - 1))
+    found = {
+        "seconds": time.perf_counter() - begun,
+        "cpu": time.process_time() - cpu,
+        "firsts": firsts,
+        "later": later,
+    }
+    manager.stop(block=True)
+    return found
+
+
+def warm(manager, prompt):
+    """Answers one request whose times do not count."""
+    manager.add_request(prompt, max_new_tokens=2)
+    while True:
+        state = manager.get_result(timeout=5)
+        if state is not None and state.is_finished():
+            return
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
