@@ -15,7 +15,7 @@ import pytest
 
 from jaxkv import AdaKV, FullKV, SnapKV
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_bring_your_own_model.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04_bring_your_own_model.ipynb"
 WINDOW, NEW = 8, 12
 ORACLES = {"snapkv": o.snapkv, "adakv": o.adakv}
 
