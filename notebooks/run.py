@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Pictures are stored at most this wide, in pixels, and in so many colours: a notebook stays below 200 KB.
-_WIDTH, _COLOURS = 640, 64
+# Pictures are stored in at most so many pixels, width and height, and colours: a notebook stays below 200 KB.
+_SIZE, _COLOURS = (640, 360), 64
 _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -108,7 +108,7 @@ def _small(png: bytes) -> str:
     from PIL import Image
 
     picture, file = Image.open(io.BytesIO(png)).convert("RGB"), io.BytesIO()
-    picture.thumbnail((_WIDTH, _WIDTH))
+    picture.thumbnail(_SIZE)
     picture.quantize(_COLOURS).save(file, "png", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
