@@ -73,11 +73,12 @@ def stored(path: Path, out: Path) -> None:
 
 
 def _run(source: str, place: str, names: dict[str, Any]) -> Any:
-    """Runs a cell and returns the value of its last expression, None without one."""
+    """Runs a cell and returns the value of its last expression; None without one, or if a semicolon ends it."""
     tree = ast.parse(source, place)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, place, "exec"), names)
-    return None if last is None else eval(compile(ast.Expression(last.value), place, "eval"), names)
+    value = None if last is None else eval(compile(ast.Expression(last.value), place, "eval"), names)
+    return None if source.rstrip().endswith(";") else value
 
 
 def _result(value: Any, number: int) -> list[dict[str, Any]]:

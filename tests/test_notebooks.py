@@ -121,8 +121,27 @@ def test_stored_outputs_are_small_and_of_no_machine(path):
             png = outputs.png_of(output)
             assert png is None or len(png) <= PICTURE
             assert output.get("name", "stdout") == "stdout", "warnings and progress bars are not stored"
-            assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|usr|var)/", outputs.text_of(output))
+            places = r"(?<![\w.])/(home|root|tmp|work|Users|usr|var)/|0x[0-9a-f]{6,}"
+            assert not re.search(places, outputs.text_of(output))
         assert set(each["metadata"]) <= {"tags"}
+
+
+def notebook(*sources):
+    return {"cells": [{"cell_type": "code", "metadata": {}, "source": [each]} for each in sources]}
+
+
+def test_a_run_stores_what_jupyter_shows(tmp_path):
+    (tmp_path / "a.ipynb").write_text(outputs.json.dumps(notebook("x = 3\nprint(x)\nx + 1", "x;")))
+    said, silent = outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
+    assert [outputs.kind_of(each)[0] for each in said["outputs"]] == ["stream", "execute_result"]
+    assert [outputs.text_of(each) for each in said["outputs"]] == ["3\n", "4"]
+    assert silent["outputs"] == [] and (said["execution_count"], silent["execution_count"]) == (1, 2)
+
+
+def test_a_cell_that_warns_is_refused(tmp_path):
+    (tmp_path / "a.ipynb").write_text(outputs.json.dumps(notebook("import warnings\nwarnings.warn('old')")))
+    with pytest.raises(AssertionError, match="<code cell 1> wrote to stderr.*old"):
+        outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
 
 
 def test_each_notebook_leads_to_the_next():
