@@ -39,7 +39,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-latest test-lowest test-foreign lint format bench bench-peer qa-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-latest test-lowest test-foreign lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table engine-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -49,6 +49,7 @@ help:
 	@echo "make test         ruff, mypy, pytest"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make format       let ruff rewrite the files, and the lists of policies"
+	@echo "make notebooks    run the notebooks and store their outputs, which tests compare with what runs"
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
 	@echo "make qa-peer      questions on 20 documents beside kvpress' pipeline: kept rows and answers"
@@ -100,6 +101,14 @@ format: $(STAMP)
 	@$(BIN)/python docs/make_lists.py
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# One of them has a model of another library.
+notebooks: $(STAMP) $(FOREIGN_STAMP)
+	@for each in notebooks/*.ipynb; do \
+	  echo "$$each"; \
+	  case $$each in *own_model*) python=$(FOREIGN)/python;; *) python=$(BIN)/python;; esac; \
+	  "$$python" notebooks/run.py "$$each" || exit 1; \
+	done
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/cpu.py

@@ -5,12 +5,14 @@
 
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
 through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
-are of one round each, base / this checkout: above 1 this checkout is faster. Peak is what a run adds to resident
-memory; cpu is the processor time of a whole run, which a busy machine changes least; programs are what its first run
-compiles, or finds on disk. The commits of both are saved with the figures.
+are of one round each, base / this checkout: above 1 this checkout is faster. cpu is the processor time of a whole run,
+which a busy machine changes least; programs are what its first run compiles, or finds on disk. Peak is what a later run
+adds to resident memory, in processes of their own that keep no freed memory. The commits of both are saved with the
+figures.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,6 +25,11 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = HERE.parent / "tests" / "golden" / "parity" / "needle1024.json"
+FIGURES = {"times": ("prefill", "step", "cpu"), "memory": ("peak",)}
+# malloc gives freed buffers back to the system at once. By default its arenas keep tens of MB that `reset_peak` does
+# not get back, another number in each process: a run fills those first, and adds less to resident memory than it needs.
+# Not for times, to which new pages add.
+FREES_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def prompts(batch, length):
@@ -65,14 +72,15 @@ def serve(dtype):
 
 
 class Worker:
-    """A process that runs one checkout."""
+    """A process that runs one checkout, for one kind of figures."""
 
-    def __init__(self, root, dtype):
+    def __init__(self, root, dtype, figures):
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", dtype]
         environment = {**os.environ, "PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
         # Set here and not by either checkout: wherever its own setting lies.
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "jaxkv-against")}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment |= FREES_AT_ONCE if figures == "memory" else {}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.process = subprocess.Popen(command, env=environment, cwd=root, **pipes)
         found = json.loads(self.process.stdout.readline())["at"]
@@ -90,15 +98,15 @@ class Worker:
         self.process.wait()
 
 
-def measure(workers, request, rounds):
+def measure(workers, request, rounds, figures):
     """Medians of both, and the rounds' ratios."""
     programs = {name: worker.ask(request)["programs"] for name, worker in workers.items()}
     runs = {name: [] for name in workers}
     for index in range(rounds):
         for name in sorted(workers, reverse=bool(index % 2)):
             runs[name].append(workers[name].ask(request))
-    cell = dict(request) | {"programs": programs}
-    for what in ("prefill", "step", "cpu", "peak"):
+    cell = dict(request) | {"figures": figures, "programs": programs}
+    for what in FIGURES[figures]:
         if what not in runs["ours"][0]:
             continue
         base, ours = ([run[what] for run in runs[name]] for name in ("base", "ours"))
@@ -126,6 +134,7 @@ def main():
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--figures", nargs="+", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "against.json")
     args = parser.parse_args()
     if args.serve:
@@ -135,22 +144,23 @@ def main():
     from record import commit, machine, save
 
     results = {"machine": machine(), "base": commit(args.base), "cells": []}
-    for dtype in args.dtypes:
-        workers = {"base": Worker(args.base.resolve(), dtype), "ours": Worker(HERE.parent, dtype)}
+    for dtype, figures in itertools.product(args.dtypes, args.figures):
+        roots = {"base": args.base.resolve(), "ours": HERE.parent}
+        workers = {name: Worker(root, dtype, figures) for name, root in roots.items()}
         for policy in args.policies:
             request = {name: getattr(args, name) for name in ("batch", "length", "budget", "new_tokens")}
-            cell = measure(workers, request | {"policy": policy}, args.rounds) | {"dtype": dtype}
+            cell = measure(workers, request | {"policy": policy}, args.rounds, figures) | {"dtype": dtype}
             results["cells"].append(cell)
             save(args.out, results)
-            figures = "  ".join(
-                f"{what} {cell[what]['base'] * 1e3:8.1f} -> {cell[what]['ours'] * 1e3:8.1f} ms, "
+            scale, unit = (1e-6, "MB") if figures == "memory" else (1e3, "ms")
+            shown = "  ".join(
+                f"{what} {cell[what]['base'] * scale:8.1f} -> {cell[what]['ours'] * scale:8.1f} {unit}, "
                 f"{cell[what]['ratio']:.3f} ({cell[what]['least']:.3f}-{cell[what]['most']:.3f})"
-                for what in ("prefill", "step", "cpu")
+                for what in FIGURES[figures]
+                if what in cell
             )
-            if "peak" in cell:
-                figures += f"  peak {cell['peak']['base'] / 1e6:.1f} -> {cell['peak']['ours'] / 1e6:.1f} MB"
             programs = " -> ".join(str(cell["programs"][name]) for name in ("base", "ours"))
-            print(f"{dtype:8} {policy:7} {figures}  programs {programs}", flush=True)
+            print(f"{dtype:8} {policy:7} {shown}  programs {programs}", flush=True)
         for worker in workers.values():
             worker.stop()
     return None

@@ -98,6 +98,7 @@ def test_a_picture_needs_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"jaxkv\[plots\]"):
         a_map(4).picture(tmp_path / "map.png")
+    assert a_map(4)._repr_png_() is None, "Jupyter shows text then"
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ def test_a_picture_is_of_many_pixels(tmp_path):
     watched()["retained"].picture(tmp_path / "figure.png")
     data = (tmp_path / "figure.png").read_bytes()
     assert data.startswith(b"\x89PNG") and int.from_bytes(data[16:20], "big") == 850
+    assert watched()["retained"]._repr_png_() == data, "what Jupyter shows"
 
 
 def test_a_curve_of_one_point_is_drawn(tmp_path):

@@ -1,43 +1,154 @@
-"""Every notebook runs from its first cell to its last, and what pages of docs/ say can be run."""
+"""Every notebook runs and gives the outputs that are stored in it; what pages of docs/ say can be run does."""
 
-import json
+import copy
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import notebook_outputs as outputs
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+FOLDER = outputs.FOLDER
 DOCS = FOLDER.parent / "docs"
-REAL = {"quickstart.ipynb"}
+BOOKS = sorted(FOLDER.glob("*.ipynb"))
+REAL = {"01_quickstart.ipynb"}
 # Run by `make test-foreign`, in an environment with another's model.
-ELSEWHERE = {"03_bring_your_own_model.ipynb"}
-
-
-def script_of(path: Path) -> str:
-    """The code cells, one after the other."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-
-
-def run(script: str, folder: Path) -> None:
-    path = folder / "cells.py"
-    path.write_text(script, encoding="utf-8")
-    done = subprocess.run([sys.executable, path], cwd=FOLDER, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+ELSEWHERE = {"04_bring_your_own_model.ipynb"}
+# Bytes of a picture, and of a notebook.
+PICTURE, BOOK = 60_000, 200_000
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(path.name, marks=[pytest.mark.real] if path.name in REAL else [])
-        for path in sorted(FOLDER.glob("*.ipynb"))
+        for path in BOOKS
         if path.name not in ELSEWHERE
     ],
 )
-def test_a_notebook_runs(name, tmp_path):
-    run(script_of(FOLDER / name), tmp_path)
+def test_a_notebook_gives_what_is_stored(name, tmp_path):
+    fresh = outputs.run(FOLDER / name, tmp_path / name)
+    found = outputs.differences(outputs.code_cells(FOLDER / name), fresh)
+    assert not found, "\n".join([*found, "`make notebooks` stores what a run gives"])
+
+
+def picture(width, height):
+    """The beginning of a PNG, as far as it is read."""
+    data = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + width.to_bytes(4) + height.to_bytes(4)
+    return {"data": {"image/png": outputs.base64.b64encode(data).decode(), "text/plain": ["<Figure>"]}}
+
+
+def cell(*texts, tags=(), size=None):
+    """A code cell that printed lines, and drew a picture if `size` says so."""
+    out = [{"output_type": "stream", "name": "stdout", "text": [each]} for each in texts]
+    drawn = [{"output_type": "display_data", **picture(*size)}] if size else []
+    return {"metadata": {"tags": list(tags)}, "outputs": out + drawn}
+
+
+STORED = "3 of 3 right, 12.50 MB, loss 0.021, 1,463 rows\n"
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        STORED,
+        "3 of 3 right,  12.51 MB, loss 0.022, 1,463 rows\n",
+        "3 of 3 right, 12.7 MB, loss 0.021, 1,463 rows\n",
+    ],
+)
+def test_small_differences_are_none(fresh):
+    assert not outputs.differences([cell(STORED)], [cell(fresh)])
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        cell(STORED.replace("3 of", "2 of")),
+        cell(STORED.replace("1,463", "1,464")),
+        cell(STORED.replace("12.50", "13.00")),
+        cell(STORED.replace("0.021", "0.023")),
+        cell(STORED.replace("0.021", "21")),
+        cell(STORED.replace("right", "wrong")),
+        cell(STORED.replace(", loss 0.021", "")),
+        cell(STORED, STORED),
+        cell(),
+        cell(size=(8, 8)),
+        cell(STORED, size=(8, 8)),
+    ],
+)
+def test_other_outputs_are_found(fresh):
+    assert outputs.differences([cell(STORED)], [fresh])
+
+
+def test_pictures_are_compared_by_their_size():
+    assert not outputs.differences([cell(size=(640, 300))], [cell(size=(640, 300))])
+    assert outputs.differences([cell(size=(640, 300))], [cell(size=(300, 640))])
+
+
+def test_of_what_varies_the_kinds_are_compared():
+    stored = [cell("3 s\n", tags=[outputs.VARIES])]
+    assert not outputs.differences(stored, [cell("4 s, on a busy machine\n")])
+    assert outputs.differences(stored, [cell()])
+
+
+def numbered(cells):
+    """A stored output whose numbers are compared, and its first line with a whole number."""
+    for each in cells:
+        for output in each["outputs"] if not each["metadata"].get("tags") else ():
+            lines = output.get("text") or output["data"]["text/plain"]
+            for at, line in enumerate(lines):
+                if re.search(r"\b\d+\b", line):
+                    return lines, at
+    raise AssertionError("no output holds a number")
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.name)
+def test_a_changed_number_of_a_stored_output_is_found(path):
+    cells = outputs.code_cells(path)
+    changed = copy.deepcopy(cells)
+    lines, at = numbered(changed)
+    lines[at] = re.sub(r"\b\d+\b", lambda match: str(2 * int(match[0]) + 1), lines[at], count=1)
+    assert not outputs.differences(cells, cells)
+    assert len(outputs.differences(changed, cells)) == 1
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.name)
+def test_stored_outputs_are_small_and_of_no_machine(path):
+    assert path.stat().st_size <= BOOK
+    for each in outputs.code_cells(path):
+        for output in each["outputs"]:
+            png = outputs.png_of(output)
+            assert png is None or len(png) <= PICTURE
+            assert output.get("name", "stdout") == "stdout", "warnings and progress bars are not stored"
+            places = r"(?<![\w.])/(home|root|tmp|work|Users|usr|var)/|0x[0-9a-f]{6,}"
+            assert not re.search(places, outputs.text_of(output))
+        assert set(each["metadata"]) <= {"tags"}
+
+
+def notebook(*sources):
+    return {"cells": [{"cell_type": "code", "metadata": {}, "source": [each]} for each in sources]}
+
+
+def test_a_run_stores_what_jupyter_shows(tmp_path):
+    (tmp_path / "a.ipynb").write_text(outputs.json.dumps(notebook("x = 3\nprint(x)\nx + 1", "x;")))
+    said, silent = outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
+    assert [outputs.kind_of(each)[0] for each in said["outputs"]] == ["stream", "execute_result"]
+    assert [outputs.text_of(each) for each in said["outputs"]] == ["3\n", "4"]
+    assert silent["outputs"] == [] and (said["execution_count"], silent["execution_count"]) == (1, 2)
+
+
+def test_a_cell_that_warns_is_refused(tmp_path):
+    (tmp_path / "a.ipynb").write_text(outputs.json.dumps(notebook("import warnings\nwarnings.warn('old')")))
+    with pytest.raises(AssertionError, match="<code cell 1> wrote to stderr.*old"):
+        outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
+
+
+def test_each_notebook_leads_to_the_next():
+    texts = [outputs.json.loads(path.read_text("utf-8"))["cells"][-1]["source"] for path in BOOKS]
+    assert len(BOOKS) == 8
+    for text, following in zip(texts, [*BOOKS[1:], BOOKS[0]], strict=True):
+        assert f"]({following.name})" in "".join(text)
 
 
 def blocks_of(page: Path) -> list[str]:
@@ -47,10 +158,7 @@ def blocks_of(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(DOCS.glob("*.md")) if blocks_of(path)])
 def test_a_page_runs(name, tmp_path):
-    run("\n".join(blocks_of(DOCS / name)), tmp_path)
-
-
-def test_notebooks_hold_no_results():
-    for path in FOLDER.glob("*.ipynb"):
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-            assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
+    path = tmp_path / "page.py"
+    path.write_text("\n".join(blocks_of(DOCS / name)), encoding="utf-8")
+    done = subprocess.run([sys.executable, path], cwd=FOLDER, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]

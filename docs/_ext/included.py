@@ -28,19 +28,28 @@ _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 
 def as_markdown(notebook: str) -> str:
-    """A notebook's cells, one after the other.
+    """A notebook's cells and their outputs, one after the other.
 
     Args:
         notebook: its JSON.
 
     Returns:
-        Markdown, with code in blocks.
+        Markdown, with code and printed text in blocks, and with the pictures.
     """
     texts = []
     for cell in json.loads(notebook)["cells"]:
         source = "".join(cell["source"])
         texts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
+        texts += map(_shown, cell.get("outputs", ()))
     return "\n\n".join(texts) + "\n"
+
+
+def _shown(output: dict[str, Any]) -> str:
+    """A stored output as Markdown: a picture, which the page then holds, or a block of text."""
+    data = output.get("data", {"text/plain": output.get("text")})
+    if "image/png" in data:
+        return f"![What the cell draws](data:image/png;base64,{''.join(data['image/png']).strip()})"
+    return f"````text\n{''.join(data['text/plain']).rstrip()}\n````"
 
 
 def leading_to_pages(text: str, folder: Path, page: Path) -> str:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ class Figure(abc.ABC):
         Returns:
             Dictionaries of equal keys.
         """
+
+    def _repr_png_(self) -> bytes | None:
+        """Bytes of the picture as png, which Jupyter shows; None, for text instead, without matplotlib."""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self.picture(path := Path(folder) / "figure.png")
+                return path.read_bytes()
+        except ImportError:
+            return None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Dict {field name: the field as a numpy array}, ready for `np.savez`."""

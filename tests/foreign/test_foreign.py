@@ -3,19 +3,18 @@
 It runs in an environment of its own, `make test-foreign`.
 """
 
-import contextlib
-import io
 import json
-from pathlib import Path
+import runpy
 
 import jax.numpy as jnp
+import notebook_outputs as outputs
 import numpy as np
 import oracles as o
 import pytest
 
 from jaxkv import AdaKV, FullKV, SnapKV
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_bring_your_own_model.ipynb"
+NOTEBOOK = outputs.FOLDER / "04_bring_your_own_model.ipynb"
 WINDOW, NEW = 8, 12
 ORACLES = {"snapkv": o.snapkv, "adakv": o.adakv}
 
@@ -27,17 +26,20 @@ def policy(name, budget):
 
 @pytest.fixture(scope="module")
 def book():
-    """The notebook's names after all of its cells ran, and what it printed."""
-    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
-    names, said = {"__name__": "__main__"}, io.StringIO()
-    with contextlib.redirect_stdout(said):
-        for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
-            exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {number}", "exec"), names)
-    return names | {"said": said.getvalue()}
+    """The notebook's names after all of its cells ran, and its code cells with their outputs."""
+    names, found = runpy.run_path(str(outputs.FOLDER / "run.py"))["ran"](
+        json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    )
+    cells = [cell | {"outputs": each} for cell, each in zip(outputs.code_cells(NOTEBOOK), found, strict=True)]
+    return names | {"cells": cells}
+
+
+def test_the_notebook_gives_what_is_stored(book):
+    assert not (found := outputs.differences(outputs.code_cells(NOTEBOOK), book["cells"])), "\n".join(found)
 
 
 def test_the_notebook_says_what_it_shows(book):
-    lines = book["said"].splitlines()
+    lines = "".join(outputs.text_of(each) for cell in book["cells"] for each in cell["outputs"]).splitlines()
     assert [line for line in lines if "the same tokens" in line] == [
         f"{name} the same tokens: True" for name in ("FullKV", "SnapKV", "AdaKV")
     ]
