@@ -3,9 +3,9 @@
 import asyncio
 import concurrent.futures
 import dataclasses
-import threading
 
 import engine_runs
+import jax
 import lettered
 import meshes
 import numpy as np
@@ -16,6 +16,7 @@ from lettered import DOC, ids
 from policy_table import BY_NAME
 
 import jaxkv
+from jaxkv.loading import LanguageModel
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.sampling import Greedy, Temperature
 from jaxkv.serving.documents import Documents
@@ -221,6 +222,47 @@ def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
         assert engine.documents.all() == []
 
 
+def test_a_full_disk_refuses_documents_and_loses_none(tmp_path, monkeypatch):
+    options = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 8, "document_bytes": 1}
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
+        first = engine.document(DOC)
+        answer = engine.submit("who?", document=first).result().text
+        with monkeypatch.context() as patched:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            patched.setattr(engine.documents, "_write", full)
+            for _ in range(2):
+                with pytest.raises(OSError, match="No space left"):
+                    engine.document(DOC.upper())
+            assert engine.documents.all() == [first] and engine.stats.document_bytes == first.nbytes
+            assert engine.submit("who?", document=first).result().text == answer
+            patched.setattr(engine.documents, "_write", lambda document, _: engine.documents.remove(document.id))
+            # Removed by another thread while it is written.
+            second = engine.document(DOC.upper())
+        assert engine.documents.all() == [second]
+        assert engine.submit("who?", document=second).result().finish_reason
+
+
+def test_keys_that_slots_cannot_hold_are_refused_at_once(letters):
+    with pytest.raises(ValueError, match=r"key=key<rbg>: give jax.random.key\(0\)"):
+        letters.submit(DOC, key=jax.random.key(0, impl="rbg"))
+    drawing, key = {"sampling": Temperature(1.0), "max_new_tokens": 5}, jax.random.key(3)
+    request = letters.submit(DOC, key=key, **drawing)
+    key.delete()
+    assert request.result().text == letters.submit(DOC, key=3, **drawing).result().text
+
+
+def test_models_may_have_many_end_tokens():
+    text = lettered.characters()
+    text._ends = list(range(2, 14))
+    many = LanguageModel(lettered.tiny().decoder, text=text, name="many")
+    with jaxkv.Engine(many, policy=POLICY, **LIMITS) as engine:
+        found = engine.submit(DOC, max_new_tokens=9).result()
+        assert found.tokens.tolist() == jaxkv.generate(many, DOC, policy=POLICY, max_new_tokens=9).tokens.tolist()
+
+
 def test_one_request_fails_alone(letters):
     """A sequence that is refused on the way is nobody else's business."""
     short, long = ids(6, 9)[0], ids(6, 70)[0]
@@ -261,15 +303,16 @@ def test_deadlines_cancellation_and_full_queues(letters):
     assert letters.submit(DOC, max_new_tokens=2).result().finish_reason == "length"
 
 
-def test_an_error_of_the_engine_ends_all_requests_with_its_message(monkeypatch):
+@pytest.mark.parametrize("broken_first", ["decode", "insert", "begin"])
+def test_an_error_of_the_engine_ends_all_requests_with_its_message(monkeypatch, broken_first):
     engine = jaxkv.Engine(lettered.tiny(), policy=POLICY, **LIMITS)
-    begun = threading.Event()
 
     def broken(*_, **__):
-        begun.set()
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(engine._slots, "decode", broken)
+    # Nothing works any more, releasing slots neither.
+    for name in (broken_first, "release"):
+        monkeypatch.setattr(engine._slots, name, broken)
     requests = [engine.submit(DOC, max_new_tokens=4) for _ in range(5)]
     for request in requests:
         with pytest.raises(RuntimeError, match="the engine failed: RuntimeError: the device is gone"):

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
 
 import jax
 
@@ -14,9 +12,7 @@ from jaxkv.results import Completion
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.forms import Asked
-from jaxkv.serving.requests import Request
-
-T = TypeVar("T")
+from jaxkv.serving.requests import Request, result_of
 
 
 def submitted(engine: Engine, asked: Asked, document: Document | None, *, seconds: int | float) -> list[Request]:
@@ -51,20 +47,6 @@ def while_asked(requests: list[Request]) -> Iterator[None]:
         yield
     finally:
         cancel(requests)
-
-
-async def result_of(future: Future[T]) -> T:
-    """Result of a future that another thread sets; raises its error as it is, also one of being cancelled."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def tell(_: object) -> None:
-        # The loop may have been closed by then.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(ended.set)
-
-    future.add_done_callback(tell)
-    await ended.wait()
-    return future.result()
 
 
 async def answers(requests: list[Request]) -> list[Completion]:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -43,6 +44,12 @@ class Document:
     turn: Turn
 
 
+def _remove_folder(folder: Path, process: int) -> None:
+    """Removes a folder and what is in it, in the process that made it: a forked one leaves it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Documents:
     """Caches of an engine's documents, at most `most_bytes` on the device; the least recently used wait in a folder.
 
@@ -66,7 +73,7 @@ class Documents:
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="jaxkv-documents-"))
             # Removed with this object, or when the process ends.
-            self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         for path in sorted(folder.glob("*.json")):
@@ -104,7 +111,12 @@ class Documents:
             self._write(made, cache)
         with self._lock:
             self._known[made.id] = made
-        self._hold(made.id, cache)
+        try:
+            self._hold(made.id, cache)
+        except OSError:
+            # There is no room for it if no other document can leave for the disk.
+            self.remove(made.id)
+            raise
         return made
 
     def cache_of(self, name: str) -> KVCache:
@@ -144,9 +156,15 @@ class Documents:
         for document in held[:-1]:
             if over <= 0:
                 break
+            cache = self._held.get(document.id)
             # On disk first: where that fails, nothing is lost.
-            if not self._json(document.id).exists():
-                self._write(document, self._held[document.id])
+            if cache is not None and not self._json(document.id).exists():
+                try:
+                    self._write(document, cache)
+                except OSError:
+                    # Whoever removed it meanwhile took its folder away.
+                    if document.id in self._known:
+                        raise
             with self._lock:
                 self._held.pop(document.id, None)
             over -= document.nbytes

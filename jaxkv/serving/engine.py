@@ -26,12 +26,11 @@ from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.checks import as_budget
 from jaxkv.policies.policy import Method
-from jaxkv.policies.wrapper import with_budget
 from jaxkv.results import Completion
 from jaxkv.sampling import Greedy, Sampling, mixed
 from jaxkv.serving.documents import Document, Documents
+from jaxkv.serving.given import own_key, own_policy
 from jaxkv.serving.requests import QueueFull, Request
 from jaxkv.serving.room import ahead_of, device_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
@@ -46,6 +45,8 @@ _USUAL_NEW = 128
 _PATIENCE = 0.02
 # Share of the memory that slots leave free which documents may take.
 _DOCUMENT_SHARE = 0.5
+# Engines that may have to be closed when the process ends.
+_OPEN = weakref.WeakSet["Engine"]()
 
 
 class Engine:
@@ -124,10 +125,10 @@ class Engine:
             "max_new_tokens": new,
             "max_question": question,
         }
-        if slots == "auto":
-            slots = slots_that_fit(self._session, **limits)
-        count = _checks.whole("slots", slots, 'give at least 1 slot, or "auto"')
-        self._slots = Slots(self._session, count=count, **limits)
+        wanted = slots_that_fit(self._session, **limits) if slots == "auto" else slots
+        count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
+        self._eos = tuple(sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}))
+        self._slots = Slots(self._session, count=count, ends=max(1, len(self._eos)), **limits)
         folder = None if documents is None else Path(documents).expanduser().absolute()
         if document_bytes is None:
             document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
@@ -142,7 +143,7 @@ class Engine:
         # A daemon: an engine that nobody closes does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
         self._thread.start()
-        atexit.register(_close, weakref.ref(self))
+        _OPEN.add(self)
 
     @by_other_names
     @settled
@@ -186,7 +187,8 @@ class Engine:
         params, shape = self._session.params, self._slots.shape
         new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
         new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
-        sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
+        sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
+        key = own_key(key, self._session.key)
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
         # Refuses users' own samplers, which would be compiled in.
         mixed([sampling])
@@ -201,15 +203,14 @@ class Engine:
         encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "submit one, or give all of them to map")
         self._require_fits(int(encoded.lengths[0]), document)
-        eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if stop_at_eos else ()
         order = Order(
             encoded=encoded,
             new=new,
             sampling=sampling,
             key=key,
             stops=stops,
-            eos=tuple(sorted(set(eos))),
-            policy=None if budget is None else self._with_budget(budget, document),
+            eos=self._eos if stop_at_eos else (),
+            policy=None if budget is None else own_policy(budget, self._session.policy, document),
             deadline=deadline,
             document=document,
         )
@@ -241,7 +242,7 @@ class Engine:
         self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None
     ) -> Future[Document]:
         """Queues a document; returns a future of its handle at once. Arguments and errors are those of `document`."""
-        params, key, raw = self._session.params, arguments.as_key(key), _checks.flag("raw", raw)
+        params, key, raw = self._session.params, own_key(key, self._session.key), _checks.flag("raw", raw)
         remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
         require(self._slots.shape.question > 0, "document", "not asked", remedy)
         encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
@@ -355,19 +356,6 @@ class Engine:
         at = self.stats
         return f"Engine({self._session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
 
-    def _with_budget(self, given: Any, document: Document | None) -> Method:
-        """The engine's policy with a request's budget; ValueError unless it is one, and not above the engine's."""
-        policy, most = self._session.policy, self._session.policy.parts().budget
-        require(document is None, "budget", given, "a document has been compressed already: leave it out")
-        fixed = most is not None and policy.parts().every is None
-        require(fixed, "budget", given, f"requests of {type(policy).__name__} have the engine's: leave it out")
-        budget = as_budget(given)
-        assert most is not None and budget is not None
-        kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"
-        fits = isinstance(budget, int) == isinstance(most, int) and budget <= most
-        require(fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that")
-        return with_budget(policy, budget)
-
     def _require_fits(self, tokens: int, document: Document | None) -> None:
         """Raises ValueError for a prompt or question of more tokens than the slots take."""
         kind, most = ("prompt", self.limits.prompt) if document is None else ("question", self.limits.question)
@@ -378,8 +366,8 @@ class Engine:
         with self._changed:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
-            if self._closing:
-                raise RuntimeError("the engine is closed: make another one")
+            if self._closing or not self._thread.is_alive():
+                raise RuntimeError("the engine is closed, or its thread is in another process: make another one")
             if len(self._scheduler.waiting) >= self._limit:
                 self._refused += 1
                 raise QueueFull(f"{self._limit} requests wait already: try again later, or make the queue longer")
@@ -412,8 +400,8 @@ class Engine:
             self._scheduler.fail(failed)
 
 
-def _close(engine: "weakref.ref[Engine]") -> None:
-    """Closes an engine that is still there when the process ends, without answering its requests."""
-    alive = engine()
-    if alive is not None:
-        alive.close(drain=False)
+@atexit.register
+def _close_all() -> None:
+    """Closes the engines that are still there when the process ends, without answering their requests."""
+    for engine in list(_OPEN):
+        engine.close(drain=False)

@@ -9,13 +9,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxkv.serving import asking
 from jaxkv.serving.bodies import ClientGone, body_of, while_connected
 from jaxkv.serving.completing import document_of
 from jaxkv.serving.documents import Document
 from jaxkv.serving.fields import strict_json
 from jaxkv.serving.refused import Refused, as_json
 from jaxkv.serving.replies import document_object
+from jaxkv.serving.requests import result_of
 from jaxkv.serving.service import Record, Service
 
 
@@ -30,7 +30,7 @@ async def add_document(service: Service, request: HttpRequest) -> Response:
         submit = service.engine.submit_document
         future = await run_in_threadpool(submit, given[name], raw=given.get("raw", False))
         async with asyncio.timeout(service.limits.seconds):
-            document = await while_connected(request.receive, asking.result_of(future))
+            document = await while_connected(request.receive, result_of(future))
     except Refused:
         raise
     except ClientGone:

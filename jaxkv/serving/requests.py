@@ -5,10 +5,26 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxkv.results import Completion
 from jaxkv.serving.stats import RequestStats
+
+T = TypeVar("T")
+
+
+async def result_of(future: Future[T]) -> T:
+    """Result of a future that another thread sets; raises its error as it is, also one of being cancelled."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: object) -> None:
+        # The loop may have been closed by then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    await ended.wait()
+    return future.result()
 
 
 class QueueFull(RuntimeError):
@@ -103,7 +119,7 @@ class Request:
 
     def __await__(self) -> Generator[Any, None, Completion]:
         """Waits for the answer within an event loop and returns its `Completion`; raises what `result` raises."""
-        return asyncio.wrap_future(self._future).__await__()
+        return result_of(self._future).__await__()
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yields the answer's text piece by piece within an event loop; raises what `result` raises."""

@@ -77,8 +77,7 @@ class Scheduler:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Ends every request with an error, whether it waits, is prefilled or has a slot."""
-        self.slots.release(self._running)
+        """Ends every request with an error, whether it waits or has a slot; asks nothing of the device."""
         for work in self._all():
             work.fail(error)
         self.waiting.clear()
@@ -119,10 +118,11 @@ class Scheduler:
             if not self._ready:
                 return
             if slot not in self._running:
-                work = self._ready.popleft()
+                # It leaves the queue only once it has its slot: an error finds it in one of them.
+                work = self._ready[0]
                 assert work.ready is not None
                 self.slots.insert(work.ready, slot)
-                self._running[slot], work.ready = work, None
+                self._running[slot], work.ready = self._ready.popleft(), None
 
     def _begin(self) -> None:
         """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead."""
@@ -139,8 +139,8 @@ class Scheduler:
         try:
             next(walk)
         except StopIteration as end:
-            self._reading = None
             self._prefilled(work, end.value)
+            self._reading = None
         except _REFUSALS as error:
             self._reading = None
             work.fail(error)
@@ -198,4 +198,7 @@ class Scheduler:
     def _finish(self, work: Work) -> None:
         """Ends a request with its answer."""
         self.answered += 1
-        work.finish()
+        try:
+            work.finish()
+        except Exception as error:  # noqa: BLE001 - its text is nobody else's business
+            work.fail(error)

@@ -159,4 +159,5 @@ class Reading:
 
     def fail(self, error: BaseException) -> None:
         """Ends the document's prefill with an error."""
-        self.future.set_exception(error)
+        if not self.future.done():
+            self.future.set_exception(error)

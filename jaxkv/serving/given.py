@@ -1,0 +1,38 @@
+"""What a request brings of its own to an engine: a random key, a smaller budget."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from jaxkv._errors import require
+from jaxkv.arguments import as_key
+from jaxkv.policies.checks import as_budget
+from jaxkv.policies.policy import Method
+from jaxkv.policies.wrapper import with_budget
+from jaxkv.serving.documents import Document
+
+
+def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
+    """Copy of a random key, or the key of a seed; None for None; ValueError for a key of another kind than `like`."""
+    key = as_key(given)
+    if key is None:
+        return None
+    require(key.dtype == like.dtype, "key", key.dtype, "give jax.random.key(0), or a seed such as 0")
+    # Whoever gave it may delete it, and it may lie on another device.
+    return jax.random.wrap_key_data(np.asarray(jax.random.key_data(key)))
+
+
+def own_policy(given: Any, policy: Method, document: Document | None) -> Method:
+    """An engine's policy with a request's budget; ValueError unless it is one, and not above the engine's."""
+    most = policy.parts().budget
+    require(document is None, "budget", given, "a document has been compressed already: leave it out")
+    fixed = most is not None and policy.parts().every is None
+    require(fixed, "budget", given, f"requests of {type(policy).__name__} have the engine's: leave it out")
+    budget = as_budget(given)
+    assert most is not None and budget is not None
+    kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"
+    fits = isinstance(budget, int) == isinstance(most, int) and budget <= most
+    require(fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that")
+    return with_budget(policy, budget)
