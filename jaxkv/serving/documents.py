@@ -156,11 +156,11 @@ class Documents:
         for document in held[:-1]:
             if over <= 0:
                 break
-            cache = self._held.get(document.id)
+            waiting = self._held.get(document.id)
             # On disk first: where that fails, nothing is lost.
-            if cache is not None and not self._json(document.id).exists():
+            if waiting is not None and not self._json(document.id).exists():
                 try:
-                    self._write(document, cache)
+                    self._write(document, waiting)
                 except OSError:
                     # Whoever removed it meanwhile took its folder away.
                     if document.id in self._known:
