@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
@@ -22,7 +21,7 @@ def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
         return None
     require(key.dtype == like.dtype, "key", key.dtype, "give jax.random.key(0), or a seed such as 0")
     # Whoever gave it may delete it, and it may lie on another device.
-    return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(key))))
+    return jax.random.wrap_key_data(jax.device_put(np.asarray(jax.random.key_data(key))))
 
 
 def own_policy(given: Any, policy: Method, document: Document | None) -> Method:
