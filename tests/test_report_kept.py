@@ -131,7 +131,7 @@ def test_long_texts_lose_their_middle_and_say_so(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "_EITHER_END", 4)
     (tmp_path / "more").mkdir()
     kept.add_kept(tmp_path / "more", "few", "one", held, text)
-    begin, end = kept.read_kept(tmp_path / "more").stretches(kept.read_kept(tmp_path / "more").policies["few"])
+    begin, end = kept.read_kept(tmp_path / "more").passages(kept.read_kept(tmp_path / "more").policies["few"])
     assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)] and "".join(each.text for each in end) == "more"
 
 

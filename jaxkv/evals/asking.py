@@ -169,7 +169,7 @@ class _Group(NamedTuple):
 
     @settled
     def _generated(self, prompts: Sequence[list[int]]) -> Generation:
-        """What `generate` returns for whole prompts, given as token ids; the watch looks at the cache in between."""
+        """Answers prompts, given as token ids, as `generate` does; the watch looks at the cache before decoding."""
         session, new = Session(self.params, self.policy, key=self.key), self.samples[0].new_tokens
         encoded = encode(list(prompts), self.params.text, self.params.config, close=True)
         require_fits(self.params.config, session.policy, encoded.lengths, new, None)

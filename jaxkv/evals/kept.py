@@ -1,7 +1,6 @@
 """Tokens of one sample's prompt, and how many kv heads hold each after prefill: `kept.json`, which the report shows."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from jaxkv._errors import require
 from jaxkv._values import is_whole, shortened
 from jaxkv.cache import KVCache
 from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.records import dumped
+from jaxkv.evals.records import dumped, read_json
 from jaxkv.text.tokenizer import StreamDecoder, Text
 
 KEPT = "kept.json"
@@ -71,7 +70,7 @@ class Watch:
         )
 
 
-class Stretch(NamedTuple):
+class Passage(NamedTuple):
     """Text of neighbouring tokens that equally many kv heads hold, and the number of these heads."""
 
     text: str
@@ -79,8 +78,8 @@ class Stretch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """What `kept.json` has of one policy.
+class Entry:
+    """Number of kv heads that hold each token under one policy, and how the policy goes on: an entry of `kept.json`.
 
     Attributes:
         counts: for each shown token the number of kv heads that hold its row; None if the policy drops nothing.
@@ -104,41 +103,41 @@ class Kept:
         heads: number of kv heads over all layers.
         tokens: number of tokens that were compressed.
         pieces: texts of the tokens that are shown: all, or of a long prompt the first and last ones, equally many.
-        policies: a `Row` for each row of the table that has run, by name.
+        policies: an `Entry` for each row of the table that has run, by name.
     """
 
     sample: str
     heads: int
     tokens: int
     pieces: tuple[str, ...]
-    policies: Mapping[str, Row]
+    policies: Mapping[str, Entry]
 
     @property
     def left_out(self) -> int:
         """Number of tokens in the middle that are not shown."""
         return self.tokens - len(self.pieces)
 
-    def share(self, row: Row) -> float:
+    def share(self, entry: Entry) -> float:
         """Share in [0, 1] of all pairs of a token and a kv head that a policy keeps."""
-        return 1.0 if row.counts is None else (sum(row.counts) + row.between) / (self.heads * self.tokens)
+        return 1.0 if entry.counts is None else (sum(entry.counts) + entry.between) / (self.heads * self.tokens)
 
-    def tally(self, row: Row) -> tuple[int, int, int]:
+    def tally(self, entry: Entry) -> tuple[int, int, int]:
         """Numbers of shown tokens that all kv heads hold, that some hold, and that none holds."""
-        counts = np.asarray([self.heads] * len(self.pieces) if row.counts is None else row.counts)
+        counts = np.asarray([self.heads] * len(self.pieces) if entry.counts is None else entry.counts)
         every, none = int((counts == self.heads).sum()), int((counts == 0).sum())
         return every, len(counts) - every - none, none
 
-    def stretches(self, row: Row) -> list[list[Stretch]]:
-        """The shown text as one list of `Stretch`, or two lists, before and after the tokens that are left out."""
-        assert row.counts is not None
-        pairs = [*zip(self.pieces, row.counts, strict=True)]
+    def passages(self, entry: Entry) -> list[list[Passage]]:
+        """The shown text as one list of `Passage`, or two lists, before and after the tokens that are left out."""
+        assert entry.counts is not None
+        pairs = [*zip(self.pieces, entry.counts, strict=True)]
         half = len(pairs) // 2
         return [_joined(part) for part in ([pairs[:half], pairs[half:]] if self.left_out else [pairs])]
 
 
-def _joined(pairs: Sequence[tuple[str, int]]) -> list[Stretch]:
-    """`Stretch`es of (text, count) pairs; tokens without a text are parts of the next one's character."""
-    found: list[Stretch] = []
+def _joined(pairs: Sequence[tuple[str, int]]) -> list[Passage]:
+    """List of `Passage` from (text, count) pairs; tokens without a text are parts of the next one's character."""
+    found: list[Passage] = []
     waiting: list[int] = []
     for at, (text, count) in enumerate(pairs):
         waiting.append(count)
@@ -146,9 +145,9 @@ def _joined(pairs: Sequence[tuple[str, int]]) -> list[Stretch]:
             continue
         heads = sum(waiting) / len(waiting)
         if found and found[-1].heads == heads:
-            found[-1] = Stretch(found[-1].text + text, heads)
+            found[-1] = Passage(found[-1].text + text, heads)
         else:
-            found.append(Stretch(text, heads))
+            found.append(Passage(text, heads))
         waiting = []
     return found
 
@@ -156,49 +155,46 @@ def _joined(pairs: Sequence[tuple[str, int]]) -> list[Stretch]:
 def read_kept(folder: Path) -> Kept | None:
     """`Kept` from a folder's `kept.json`; None if there is none, as of older versions; refuses a changed file."""
     path = folder / KEPT
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    found = read_json(path, _REMEDY)
+    if found is None:
         return None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}; {_REMEDY}") from None
     try:
         fits = isinstance(found, dict) and found.pop("format") == _FORMAT
-        rows = {name: _row(**each) for name, each in found.pop("policies").items()}
+        rows = {name: _entry(**each) for name, each in found.pop("policies").items()}
         kept = Kept(**{**found, "pieces": tuple(found["pieces"]), "policies": rows})
         fits = fits and all(isinstance(each, str) for each in (kept.sample, *kept.pieces))
         fits = fits and all(is_whole(each, 1) for each in (kept.heads, len(kept.pieces), kept.left_out + 1))
-        fits = fits and all(_fits(row, kept) for row in rows.values())
+        fits = fits and all(_fits(entry, kept) for entry in rows.values())
     except (KeyError, TypeError, AttributeError):
         fits = False
     require(fits, str(path), "changed", _REMEDY)
     return kept
 
 
-def _row(counts: Sequence[int] | None, **others: Any) -> Row:
-    """`Row` of the entries of a file."""
-    return Row(counts=None if counts is None else tuple(counts), **others)
+def _entry(counts: Sequence[int] | None, **others: Any) -> Entry:
+    """Makes an `Entry` from its values in a file."""
+    return Entry(counts=None if counts is None else tuple(counts), **others)
 
 
-def _fits(row: Row, kept: Kept) -> bool:
-    """True if a row read from a file has a number of heads for each token that is shown."""
-    if row.counts is None:
+def _fits(entry: Entry, kept: Kept) -> bool:
+    """True if an entry read from a file has a number of heads for each token that is shown."""
+    if entry.counts is None:
         return True
-    numbers = len(row.counts) == len(kept.pieces) and all(is_whole(each) for each in (*row.counts, row.between))
-    return numbers and max(row.counts) <= kept.heads
+    numbers = len(entry.counts) == len(kept.pieces) and all(is_whole(each) for each in (*entry.counts, entry.between))
+    return numbers and max(entry.counts) <= kept.heads
 
 
 def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> None:
-    """Adds one policy's row to the folder's `kept.json`; a row of that name is replaced."""
+    """Adds one policy's entry to the folder's `kept.json`; an entry of that name is replaced."""
     there, count = read_kept(folder), len(held.ids)
     ends = [slice(count)] if count <= 2 * _EITHER_END else [slice(_EITHER_END), slice(count - _EITHER_END, count)]
     counts = None if held.counts is None else tuple(each for end in ends for each in held.counts[end])
     between = 0 if held.counts is None or counts is None else sum(held.counts) - sum(counts)
-    row = Row(counts=counts, between=between, chooses=held.chooses, later=held.later, merges=held.merges)
+    entry = Entry(counts=counts, between=between, chooses=held.chooses, later=held.later, merges=held.merges)
     if there is None:
         pieces = tuple(piece for end in ends for piece in _pieces(held.ids[end], text))
         there = Kept(sample=sample, heads=held.heads, tokens=count, pieces=pieces, policies={})
-    write_kept(folder, dataclasses.replace(there, policies={**there.policies, name: row}))
+    write_kept(folder, dataclasses.replace(there, policies={**there.policies, name: entry}))
 
 
 def write_kept(folder: Path, kept: Kept) -> None:

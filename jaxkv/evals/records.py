@@ -190,15 +190,24 @@ def dumped(value: Any, *, indent: int | None = None) -> str:
     return text
 
 
-def read_run(folder: Path) -> Run | None:
-    """`Run` from a folder's `run.json`, or None if there is no such file; refuses a file of another format."""
-    path = folder / RUN
+def read_json(path: Path, remedy: str) -> Any:
+    """Value of a JSON file in an evaluation's folder; None without a file; ValueError, with `remedy`, for no JSON."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}; {_REMEDY}") from None
+        raise ValueError(f"{path}: {error}; {remedy}") from None
+    require(found is not None, str(path), "null", remedy)
+    return found
+
+
+def read_run(folder: Path) -> Run | None:
+    """`Run` from a folder's `run.json`, or None if there is no such file; refuses a file of another format."""
+    path = folder / RUN
+    found = read_json(path, _REMEDY)
+    if found is None:
+        return None
     require(isinstance(found, dict) and found.pop("format", None) == _FORMAT, str(path), "format", _REMEDY)
     names = {field.name for field in dataclasses.fields(Run)}
     require(found.keys() == names, str(path), ", ".join(sorted(found.keys() ^ names)), _REMEDY)

@@ -54,7 +54,7 @@ class Access:
             _log(scope, record)
 
     def _refusal(self, scope: Scope, *, works: bool) -> Refused | None:
-        """What a request is refused for before it is read: a wrong key, or because the server drains."""
+        """Refusal of a request before its body is read: 401 for a wrong key, 503 while draining; None for none."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")

@@ -1,4 +1,4 @@
-"""What a request brings of its own to an engine: a random key, a smaller budget."""
+"""Validates what is a request's own in an engine: its random key and its smaller budget."""
 
 from typing import Any
 

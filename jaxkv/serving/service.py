@@ -15,7 +15,7 @@ from jaxkv.serving.refused import Refused, refused_by
 
 @dataclasses.dataclass(kw_only=True)
 class Record:
-    """What the log says of one HTTP request: id, time of arrival, status, tokens, fault of the server's own.
+    """Entry of the log for one HTTP request: id, time of arrival, status, numbers of tokens, the server's own fault.
 
     Attributes:
         id: id that the answer's header `x-request-id` has.
