@@ -282,24 +282,24 @@ def test_one_request_fails_alone(letters):
 def test_deadlines_cancellation_and_full_queues(letters):
     long = {"max_new_tokens": 40, "stop_at_eos": False}
     requests = [letters.submit(DOC, **long) for _ in range(4)]
-    late = None
     with pytest.raises(jaxkv.QueueFull, match="4 requests wait already"):
         for _ in range(200):
             requests.append(letters.submit(DOC, **long))
-    refused = letters.stats.refused
-    assert refused == 1
+    assert letters.stats.refused == 1
     for request in requests[:-1]:
         request.cancel()
     requests[-1].result()
     late = letters.submit(DOC, deadline=1e-6, **long)
     with pytest.raises(TimeoutError, match="the deadline passed"):
         late.result()
+    cancelled = 0
     for request in requests[:-1]:
-        assert request.future.exception() is None or isinstance(request.future.exception(), BaseException)
-    cancelled = [request for request in requests[:-1] if request.cancelled]
-    assert cancelled
-    with pytest.raises(concurrent.futures.CancelledError):
-        cancelled[-1].result()
+        # Those that had been answered before keep their answer.
+        ended = request.future.exception(timeout=60)
+        cancelled += isinstance(ended, concurrent.futures.CancelledError)
+        assert ended is None or (request.cancelled and isinstance(ended, concurrent.futures.CancelledError))
+    # The four that waited cannot have been answered meanwhile.
+    assert cancelled >= 3
     assert letters.submit(DOC, max_new_tokens=2).result().finish_reason == "length"
 
 
