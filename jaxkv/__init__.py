@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxkv.rows import Rows, append, attend
     from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
     from jaxkv.saved import load_cache
-    from jaxkv.serving import Document, Engine, EngineStats, QueueFull, Request, RequestStats
+    from jaxkv.serving import Document, Engine, EngineClosed, EngineStats, QueueFull, Request, RequestStats
     from jaxkv.transform import compress, compress_layers
 
 # Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
@@ -62,7 +62,7 @@ _HOMES = {
     "jaxkv.rows": "Rows append attend",
     "jaxkv.sampling": "Greedy MinP Temperature TopK TopP",
     "jaxkv.saved": "load_cache",
-    "jaxkv.serving": "Document Engine EngineStats QueueFull Request RequestStats",
+    "jaxkv.serving": "Document Engine EngineClosed EngineStats QueueFull Request RequestStats",
     "jaxkv.transform": "compress compress_layers",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}

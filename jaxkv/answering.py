@@ -64,7 +64,7 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
     cache, sizes, batch = _read(call)
     if call.look is not None:
         call.look(cache)
-    eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if call.stop_at_eos else ()
+    eos = params.ends if call.stop_at_eos else ()
     drawing = session.drawing(cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos)
     answers = Answers(params.text, len(encoded.ids), call.stops)
     yield from _drawn(call, drawing, answers)

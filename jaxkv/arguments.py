@@ -132,6 +132,15 @@ def as_progress(given: Any) -> bool | None:
     return None if given is None else _checks.flag("progress", given)
 
 
+def require_drawable(
+    params: LanguageModel, sampling: Sampling, key: PRNGKeyArray | None, stops: tuple[str, ...]
+) -> None:
+    """Raises ValueError for a sampler that draws at random without a key, and stop strings without a tokenizer."""
+    remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
+    require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
+    require(not stops or params.text is not None, "stop", stops, "the checkpoint has no tokenizer: stop by eos only")
+
+
 def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
     """Raises ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"

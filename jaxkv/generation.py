@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from jaxkv import _checks, arguments, hosts
-from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.answering import Call, answered, bar
 from jaxkv.attention import Implementation
@@ -20,7 +19,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import policy_for
 from jaxkv.results import Generation, Stream
-from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sampling import Sampling
 from jaxkv.text.prompts import Prompt, encode
 from jaxkv.words import by_other_names
 
@@ -192,9 +191,7 @@ def generate(
     raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
     stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
     implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
-    remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
-    require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
-    require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
+    arguments.require_drawable(params, sampling, key, stops)
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:
         policy = None if policy is None else policy_for(policy, params.config, params.filter_layers)

@@ -67,6 +67,11 @@ class LanguageModel(nnx.Module):
         return self.decoder.config
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids of the tokens that end an answer, the config's and the tokenizer's, in order."""
+        return tuple(sorted({*self.config.eos, *(self.text.eos_ids if self.text else ())}))
+
+    @property
     def axes(self) -> Axes | None:
         """Mesh axes of the parameters; None on a single device."""
         return self.flat.axes

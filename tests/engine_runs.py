@@ -10,7 +10,6 @@ import dataclasses
 import sys
 import warnings
 
-import jax
 import numpy as np
 import slot_runs as runs
 import test_again as again
@@ -66,23 +65,17 @@ def checked(policy, count=COUNT):
     return told, clock.programs
 
 
+def check_row(name, count):
+    """Asks that many requests under a row of the policy table; prints how many were answered."""
+    told, programs = checked(runs.policy_of(name), count)
+    print(f"{name}: {told} answers as alone, {programs} programs compiled", flush=True)
+    assert programs == 0
+
+
 def main(count=COUNT, *names):
-    """Prints a line for each row that is refused or wrong, and the number of right ones."""
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
     warnings.simplefilter("ignore")
     rows = names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES)]
-    right = 0
-    for name in rows:
-        every = name.removesuffix(", every")
-        policy = again.POLICIES[every] if every != name else BY_NAME[name].policy(20)
-        try:
-            told, programs = checked(policy, int(count))
-            right += programs == 0
-            print(f"{name}: {told} answers as alone, {programs} programs compiled", flush=True)
-        except (AssertionError, ValueError) as error:
-            print(f"{name}: {str(error)[:300]}", flush=True)
-        jax.clear_caches()
-    print(f"{right} of {len(rows)} rows right")
+    runs.over_rows("engine", rows, lambda name: check_row(name, int(count)))
 
 
 if __name__ == "__main__":

@@ -107,21 +107,31 @@ def check_row(where, name):
         split = whole.on(meshes.mesh_of(2, 4))
         check(split, policy, given, slots=made(split, policy), reference=whole)
         return
-    policy = again.POLICIES[name.removesuffix(", every")] if name.endswith(", every") else BY_NAME[name].policy(20)
-    check(tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16" if where == "bfloat16" else "float32"), policy, given)
+    check(tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16" if where == "bfloat16" else "float32"), policy_of(name), given)
+
+
+def policy_of(name):
+    """The policy of a row's name; those behind which ", every" stands compress again while tokens are drawn."""
+    return again.POLICIES[name.removesuffix(", every")] if name.endswith(", every") else BY_NAME[name].policy(20)
+
+
+def over_rows(title, rows, check):
+    """Runs a check for every row; prints those that are refused or wrong, and the number of right ones."""
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    right = 0
+    for name in rows:
+        try:
+            check(name)
+            right += 1
+        except (AssertionError, ValueError) as error:
+            print(f"{title}: {name}: {str(error)[:300]}", flush=True)
+        jax.clear_caches()
+    print(f"{title}: {right} of {len(rows)} rows right")
 
 
 def main(where="device", *names):
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    right, rows = 0, names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES if where != "mesh")]
-    for name in rows:
-        try:
-            check_row(where, name)
-            right += 1
-        except (AssertionError, ValueError) as error:
-            print(f"{where}: {name}: {str(error)[:300]}", flush=True)
-        jax.clear_caches()
-    print(f"{where}: {right} of {len(rows)} rows right")
+    rows = names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES if where != "mesh")]
+    over_rows(where, rows, lambda name: check_row(where, name))
 
 
 if __name__ == "__main__":

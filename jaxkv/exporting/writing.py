@@ -181,7 +181,7 @@ class _Job:
     def eos(self) -> list[int]:
         """List of token ids that end a sequence, of config and tokenizer; [-2], which is no token, without any."""
         params = self.params
-        return sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) or [-2]
+        return list(params.ends) or [-2]
 
 
 def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:

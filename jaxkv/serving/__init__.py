@@ -2,7 +2,7 @@
 
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.requests import QueueFull, Request
+from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.stats import EngineStats, RequestStats
 
-__all__ = ["Document", "Engine", "EngineStats", "QueueFull", "Request", "RequestStats"]
+__all__ = ["Document", "Engine", "EngineClosed", "EngineStats", "QueueFull", "Request", "RequestStats"]

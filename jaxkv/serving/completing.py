@@ -15,7 +15,7 @@ from jaxkv.serving.documents import Document
 from jaxkv.serving.fields import strict_json
 from jaxkv.serving.forms import Asked, asked_by
 from jaxkv.serving.refused import Refused, as_json
-from jaxkv.serving.replies import DONE, Replies, error_event, usage_of
+from jaxkv.serving.replies import DONE, Replies, event, usage_of
 from jaxkv.serving.requests import Request
 from jaxkv.serving.service import Record, Service
 
@@ -108,13 +108,13 @@ class EventStream(Response):
         """Sends the headers and all events; an error after the headers is an event of its own."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for event in self._events():
-                if event:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            async for sent in self._events():
+                if sent:
+                    await send({"type": "http.response.body", "body": sent, "more_body": True})
         except Exception as error:
             refused = self._service.refusal_of(error, self._record)
             self._record.status = refused.status
-            await send({"type": "http.response.body", "body": error_event(refused.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": event(refused.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:

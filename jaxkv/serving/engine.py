@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import contextlib
 import os
 import threading
 import time
@@ -28,10 +29,10 @@ from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.results import Completion
-from jaxkv.sampling import Greedy, Sampling, mixed
+from jaxkv.sampling import Sampling, mixed
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_key, own_policy
-from jaxkv.serving.requests import QueueFull, Request
+from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.room import ahead_of, device_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.stats import EngineStats
@@ -127,8 +128,7 @@ class Engine:
         }
         wanted = slots_that_fit(self._session, **limits) if slots == "auto" else slots
         count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
-        self._eos = tuple(sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}))
-        self._slots = Slots(self._session, count=count, ends=max(1, len(self._eos)), **limits)
+        self._slots = Slots(self._session, count=count, ends=max(1, len(params.ends)), **limits)
         folder = None if documents is None else Path(documents).expanduser().absolute()
         if document_bytes is None:
             document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
@@ -182,7 +182,8 @@ class Engine:
             QueueFull: if as many requests wait as `queue` allows.
             ValueError: for an empty or over-long prompt, too many tokens, or a document of another engine.
             TypeError: for an argument of the wrong kind, with what to give instead.
-            RuntimeError: if the engine is closed or has failed.
+            EngineClosed: if the engine is closed.
+            RuntimeError: if the engine has failed.
         """
         params, shape = self._session.params, self._slots.shape
         new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
@@ -192,9 +193,7 @@ class Engine:
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
         # Refuses users' own samplers, which would be compiled in.
         mixed([sampling])
-        remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
-        require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
-        require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
+        arguments.require_drawable(params, sampling, key, stops)
         if deadline is not None:
             deadline = time.monotonic() + _checks.real("deadline", deadline, "give seconds from now", open_low=True)
         if document is not None and not isinstance(document, Document):
@@ -209,7 +208,7 @@ class Engine:
             sampling=sampling,
             key=key,
             stops=stops,
-            eos=self._eos if stop_at_eos else (),
+            eos=params.ends if stop_at_eos else (),
             policy=None if budget is None else own_policy(budget, self._session.policy, document),
             deadline=deadline,
             document=document,
@@ -261,7 +260,7 @@ class Engine:
         key: PRNGKeyArray | int | None = None,
         **options: Any,
     ) -> Iterator[Completion]:
-        """Answers any number of prompts; yields their `Completion`s, at most `queue` requests under way at a time.
+        """Answers any number of prompts; yields their `Completion`s. Twice as many as slots are under way at a time.
 
         Args:
             prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.
@@ -269,13 +268,15 @@ class Engine:
             key: random key or seed; prompt i draws with `jax.random.fold_in(key, i)`.
             options: other arguments of `submit`, the same for all prompts.
 
-        Yields:
-            The answers.
-
-        Raises:
-            ValueError: for a prompt that is refused; the requests under way are cancelled.
+        Returns:
+            An iterator over the answers. It raises ValueError at a prompt that is refused, and cancels those under way.
         """
-        ordered, given = _checks.flag("ordered", ordered), arguments.as_key(key)
+        return self._mapped(prompts, _checks.flag("ordered", ordered), arguments.as_key(key), options)
+
+    def _mapped(
+        self, prompts: Iterable[Prompt], ordered: bool, given: PRNGKeyArray | None, options: dict[str, Any]
+    ) -> Iterator[Completion]:
+        """Generator of `map`, whose arguments are valid."""
         under_way: collections.deque[Request] = collections.deque()
         left, most = enumerate(prompts), max(1, min(self._limit, 2 * self._slots.count))
         try:
@@ -297,10 +298,11 @@ class Engine:
     def _patiently(self, prompt: Prompt, **options: Any) -> Request:
         """Submits a prompt; waits while the queue is full."""
         while True:
-            try:
-                return self.submit(prompt, **options)
-            except QueueFull:
+            while len(self._scheduler.waiting) >= self._limit and self._thread.is_alive():
                 time.sleep(_PATIENCE)
+            # Others may have been faster.
+            with contextlib.suppress(QueueFull):
+                return self.submit(prompt, **options)
 
     @property
     def documents(self) -> Documents:
@@ -318,6 +320,7 @@ class Engine:
         at = self._scheduler
         return EngineStats(
             waiting=len(at.waiting),
+            prefilling=at.prefilling,
             ready=at.ready,
             running=at.running,
             slots=self._slots.count,
@@ -367,7 +370,7 @@ class Engine:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
             if self._closing or not self._thread.is_alive():
-                raise RuntimeError("the engine is closed, or its thread is in another process: make another one")
+                raise EngineClosed("the engine is closed, or its thread is in another process: make another one")
             if len(self._scheduler.waiting) >= self._limit:
                 self._refused += 1
                 raise QueueFull(f"{self._limit} requests wait already: try again later, or make the queue longer")

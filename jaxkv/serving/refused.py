@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jaxkv.serving.requests import QueueFull
+from jaxkv.serving.requests import EngineClosed, QueueFull
 
 # OpenAI's `type` of an error by its status; others are "server_error" from 500 on, else "invalid_request_error".
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
@@ -63,7 +63,7 @@ def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
         return Refused(429, str(error), code="queue_full", headers={"Retry-After": str(retry_after)})
     if isinstance(error, TimeoutError):
         return Refused(504, str(error) or "the time for this request is over", code="deadline_exceeded")
-    if isinstance(error, concurrent.futures.CancelledError):
+    if isinstance(error, (concurrent.futures.CancelledError, EngineClosed)):
         return draining()
     if isinstance(error, MemoryError):
         return Refused(503, str(error) or "out of memory", code="out_of_memory")
@@ -71,8 +71,6 @@ def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
         named = re.match(r"([\w.\[\]]+)=", str(error))
         param = None if named is None else _FIELDS.get(named[1], named[1])
         return Refused(400, str(error), param=prompt if param == "prompt" else param, code="invalid_value")
-    if isinstance(error, RuntimeError) and str(error).startswith("the engine is closed"):
-        return draining()
     message = str(error) if isinstance(error, RuntimeError) else f"an error of the server's own: {type(error).__name__}"
     return Refused(500, message, code="engine_failed" if isinstance(error, RuntimeError) else "internal_error")
 

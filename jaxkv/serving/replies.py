@@ -46,7 +46,7 @@ class Replies:
 
     def total(self, usage: dict[str, Any]) -> bytes:
         """Event with the stream's numbers of tokens, if they were asked for; nothing else."""
-        return _event({**self._shared, "object": self._kind, "choices": [], "usage": usage}) if self.usage else b""
+        return event({**self._shared, "object": self._kind, "choices": [], "usage": usage}) if self.usage else b""
 
     @property
     def _kind(self) -> str:
@@ -57,7 +57,7 @@ class Replies:
         """Event of one choice's chunk."""
         choice = {"index": at, "delta" if self.chat else "text": said, "logprobs": None, "finish_reason": reason}
         usage = {"usage": None} if self.usage else {}
-        return _event({**self._shared, "object": self._kind, "choices": [choice], **usage})
+        return event({**self._shared, "object": self._kind, "choices": [choice], **usage})
 
     def _choice(self, at: int, completion: Completion) -> dict[str, Any]:
         """One choice of a complete answer."""
@@ -92,11 +92,6 @@ def document_object(document: Document) -> dict[str, Any]:
     }
 
 
-def error_event(body: dict[str, Any]) -> bytes:
-    """Event with an error that ended a stream."""
-    return _event(body)
-
-
-def _event(value: dict[str, Any]) -> bytes:
+def event(value: dict[str, Any]) -> bytes:
     """A server-sent event of one JSON object."""
     return b"data: " + json_bytes(value) + b"\n\n"

@@ -31,6 +31,10 @@ class QueueFull(RuntimeError):
     """Error of `Engine.submit` if as many requests wait as the engine's `queue` allows."""
 
 
+class EngineClosed(RuntimeError):
+    """Error of `Engine.submit` after the engine was closed, or in a process that was forked from the engine's."""
+
+
 class Request:
     """Handle of one submitted prompt: iterates over the answer's text; `result()` waits for its `Completion`.
 

@@ -50,6 +50,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def prefilling(self) -> int:
+        """1 while a prompt or a document is prefilled, else 0."""
+        return int(self._reading is not None)
+
+    @property
     def ready(self) -> int:
         """Number of prefilled requests that wait for a slot."""
         return len(self._ready)

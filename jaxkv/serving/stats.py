@@ -32,6 +32,7 @@ class EngineStats:
 
     Attributes:
         waiting: requests that are not prefilled yet.
+        prefilling: 1 while a prompt or a document is prefilled, else 0.
         ready: prefilled requests that wait for a slot.
         running: slots with a request.
         slots: number of slots.
@@ -45,6 +46,7 @@ class EngineStats:
     """
 
     waiting: int
+    prefilling: int
     ready: int
     running: int
     slots: int
