@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import dataclasses
+from typing import ClassVar
 
 import engine_runs
 import jax
@@ -14,9 +15,12 @@ import slot_runs as runs
 import tiny
 from lettered import DOC, ids
 from policy_table import BY_NAME
+from test_stores import Half
 
 import jaxkv
+from jaxkv.cache.stores import Dense
 from jaxkv.loading import LanguageModel
+from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.sampling import Greedy, Temperature
 from jaxkv.serving.documents import Documents
@@ -220,6 +224,28 @@ def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
         assert [engine.submit("who?", document=each).result().text for each in documents] == answers[:3]
     with jaxkv.Engine(lettered.tiny(), policy=jaxkv.KNorm(budget=17), **options) as engine:
         assert engine.documents.all() == []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own(Wrapper):
+    """A user's policy, whose class is edited between two engines."""
+
+    store: ClassVar[type] = Dense
+
+    def wrap(self, base):
+        return dataclasses.replace(base, store=self.store)
+
+
+def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
+    policy = _Own(base=POLICY)
+    options = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 8}
+    with jaxkv.Engine(lettered.tiny(), policy=policy, documents=tmp_path, **options) as engine:
+        old = engine.document(DOC)
+    monkeypatch.setattr(_Own, "store", Half)
+    with jaxkv.Engine(lettered.tiny(), policy=_Own(base=POLICY), documents=tmp_path, **options) as engine:
+        with pytest.raises(ValueError, match="these slots have Half: prefill the prompt anew"):
+            engine.submit("who?", document=old).result()
+        assert engine.submit("who?", document=engine.document(DOC)).result().finish_reason
 
 
 def test_a_full_disk_refuses_documents_and_loses_none(tmp_path, monkeypatch):

@@ -336,11 +336,16 @@ class Slots:
         require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
 
     def _require_fits(self, cache: KVCache, rows: int) -> None:
-        """Raises an error for a cache of another model, policy or pool size, or with fewer than `rows` free rows."""
+        """Raises an error for a cache of another model, policy, store or pool size, or with fewer than `rows` free."""
         arguments.require_ours(self.session.params, cache, self.session.policy)
         sizes, free = tuple(pool.rows // cache.stretches for pool in cache.pools), int(cache.free().min())
         require(
             sizes == self.shape.rows, "cache", f"pools of {sizes} rows", "give what prefill of these slots returned"
+        )
+        # A policy's own class may have another store by now than when its cache was saved.
+        stores, mine = {type(pool.store).__name__ for pool in cache.pools}, self._parts.store.__name__
+        require(
+            stores == {mine}, "cache", f"rows held by {stores}", f"these slots have {mine}: prefill the prompt anew"
         )
         remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
         require(rows <= free, "cache", f"{rows} more rows", remedy)
