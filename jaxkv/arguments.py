@@ -138,7 +138,8 @@ def require_drawable(
     """Raises ValueError for a sampler that draws at random without a key, and stop strings without a tokenizer."""
     remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
     require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
-    require(not stops or params.text is not None, "stop", stops, "the checkpoint has no tokenizer: stop by eos only")
+    shown = stops[0] if len(stops) == 1 else stops
+    require(not stops or params.text is not None, "stop", shown, "the checkpoint has no tokenizer: stop by eos only")
 
 
 def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
