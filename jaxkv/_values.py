@@ -162,3 +162,11 @@ def share_of(rows: Any, share: float) -> Any:
     for digit in reversed(digits):
         part = (rows * int(digit) + part) // 10
     return rows * int(whole) + part
+
+
+def amount(value: float) -> str:
+    """Number as text with three significant digits, and commas between thousands."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 9)}f}"

@@ -111,6 +111,20 @@ def test_json(capsys):
     assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
 
 
+def test_an_engine(capsys):
+    """`--serve`: one line of a plan, three columns of a table; a policy that slots do not take says why."""
+    asked = [*ASKED, "--budget", "512", "--serve"]
+    assert "\n  served: " in run(capsys, *asked, "--policy", "adakv")
+    rows = run(capsys, *asked, "--compare", "full,adakv,brutaloffload").splitlines()
+    head = next(row for row in rows if "served/s" in row)
+    full, ada = (row.split() for row in rows[rows.index(head) + 1 :][:2])
+    assert int(ada[-3].replace(",", "")) > 4 * int(full[-3].replace(",", ""))
+    assert rows[rows.index(head) + 3].split()[-3:] == ["-"] * 3
+    assert "\nNot served: policy='rows wait in host memory'" in run(
+        capsys, *ASKED, "--serve", "--policy", "brutaloffload"
+    )
+
+
 def test_a_process_here(capsys, monkeypatch):
     """Of its parts, the peak; all policies of a table."""
     monkeypatch.setattr(planning, "drawing", lambda: None)

@@ -9,12 +9,14 @@ import pytest
 from test_planning_speed import BLOCK, CONFIG, WEIGHTS, setting_of
 
 import jaxkv
+from jaxkv._values import amount
 from jaxkv.evals.records import Record, Run
 from jaxkv.planning import host_speed
 from jaxkv.planning.gpus import gpus_named
 from jaxkv.planning.host_rates import HostRates
-from jaxkv.planning.outlook import Payback, Service, amount
-from jaxkv.planning.planner import outlook_of, plan
+from jaxkv.planning.outlook import Payback, Service
+from jaxkv.planning.planner import outlook_of, plan, served_of, speed_of
+from jaxkv.planning.served import Slot
 from jaxkv.planning.setting import HostSetting, tokens_of
 from jaxkv.planning.sizes import sizes_of
 from jaxkv.planning.speed import estimate
@@ -87,6 +89,37 @@ def test_the_largest_batch_pays_for_its_prefill_too():
     apart = outlook_of(dataclasses.replace(setting, gpus=8, data=8), 8, price=3.0)
     assert apart.asked.price == 24.0 and apart.best is apart.asked
     assert outlook_of(setting_of("FullKV", 8, 32768), 16).payback is None
+
+
+def test_an_engine_is_planned():
+    """Slots fill the memory beside one prefill; a request costs its prefill and its share of all slots' steps."""
+    setting = setting_of("SnapKV", 1, 32768, new=256)
+    made = served_of(setting, price=3.0)
+    slot = Slot.of(setting)
+    one, every = sizes_of(setting), sizes_of(dataclasses.replace(setting, batch=made.slots))
+    beside = one.weights + one.prefill + every.decode
+    assert beside + slot.held(made.slots) <= setting.memory < beside + slot.held(made.slots + 1) + one.weights / 1e4
+    # 32 layers and 8 kv heads of 1024 rows and 256 new ones, rounded up; positions are 4 bytes a row.
+    assert 32 * 8 * (1024 + 256) * (2 * 128 * 2 + 4) <= slot.nbytes <= 1.02 * 32 * 8 * (1024 + 256) * (2 * 128 * 2 + 4)
+    prefill = speed_of(setting).prefill
+    step = speed_of(dataclasses.replace(setting, batch=made.slots)).step
+    assert made.seconds == pytest.approx(prefill + 256 * step / made.slots) and made.requests == 1 / made.seconds
+    assert made.pause == pytest.approx(2 * prefill / 32 + step)
+    assert made.price_of_requests == pytest.approx(1000 * 3.0 * made.seconds / 3600)
+    # Two groups on two GPUs have twice the slots, and prefill two prompts at a time.
+    both = served_of(dataclasses.replace(setting, gpus=2, data=2))
+    assert both.slots == 2 * made.slots and both.price_of_requests is None
+    full = served_of(dataclasses.replace(setting, policy=jaxkv.FullKV()))
+    assert full.slots < made.slots / 20 and full.requests < made.requests
+
+
+def test_an_engine_that_cannot_be():
+    setting = setting_of("SnapKV", 1, 32768, new=256)
+    filters = dataclasses.replace(setting, policy=jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18), offload=True))
+    assert "slots keep every row on the device" in served_of(filters)
+    made = plan("llama-3.1-70b", gpus="h100", context="128K", policy=jaxkv.SnapKV(budget=1024), serve=True)
+    assert made.outlook.served.slots == 0 and "not one slot of" in str(made)
+    assert made.as_dict()["served"]["requests_per_second"] is None
 
 
 def test_no_speed_where_nothing_fits():

@@ -35,6 +35,9 @@ examples:
     jaxkv plan --model llama-3.1-8b --gpus a100-80gb --context 32768 --batch 8 --budget 1024 \\
         --compare full,snapkv,adakv,omnikv --plot memory.svg
 
+  how many requests `jaxkv serve` answers, by policy:
+    jaxkv plan --model llama-3.1-8b --gpus h200x1 --context 32K --budget 1024 --compare full,adakv --serve
+
   what requests cost, and what they are worth, by the evaluation in the folder found:
     jaxkv plan --model llama-3.1-8b --gpus 2xh100 --context 32K --batch 8 --budget 1024 \\
         --compare full,snapkv,adakv --price 2.5 --quality found
@@ -62,6 +65,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
     add("--new", type=argument(natural), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
+    add("--serve", action="store_true", help="an engine, too: slots that fit, and such prompts answered a second")
     add("--price", type=argument(real), metavar="X", help="of a GPU for an hour: prices of requests and of tokens")
     add = parser.add_argument_group("output").add_argument
     add("--quality", metavar="FOLDER", help="scores beside bytes: the --out of `jaxkv eval`, for the same policies")
@@ -123,7 +127,7 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
         to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
     scores, more = qualities(options.quality, [each for each, _ in asked], policies)
     return [
-        planned(each, notes + more, price=options.price, quality=score, compile=options.compile)
+        planned(each, notes + more, price=options.price, quality=score, serve=options.serve, compile=options.compile)
         for (each, notes), score in zip(asked, scores, strict=True)
     ]
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
-from jaxkv.planning.outlook import Outlook, amount
+from jaxkv._values import amount
+from jaxkv.planning.outlook import Outlook
 from jaxkv.planning.plans import MachinePlan, Plan, gigabytes, machine_title, notes, policy_name, prompts, title
+from jaxkv.planning.served import Served
 from jaxkv.planning.sizes import CacheParts
 
 _HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "beyond the budget's rows")
 _MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
 _TIME_HEAD = ("policy", "tokens/s", "s a request", "requests/h")
+_SERVED_HEAD = ("slots", "served/s", "longest pause, s")
 _MOST_HEAD = ("of largest batch", "its tokens/h", "pays from answer")
 
 
@@ -53,12 +56,14 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
     outlooks = [plan.outlook for plan in plans]
     priced = any(each.best is not None and each.best.price is not None for each in outlooks)
     scored = next((each.quality for each in outlooks if each.quality is not None), None)
-    head = [*_TIME_HEAD, *_MOST_HEAD, *(["price of 1,000", "of 1M tokens"] if priced else [])]
+    served = any(each.served is not None for each in outlooks)
+    head = [*_TIME_HEAD, *_MOST_HEAD, *(_SERVED_HEAD if served else [])]
+    head += ["price of 1,000", "of 1M tokens"] if priced else []
     if scored is not None:
         head.append(f"score, {scored.unit}, of {scored.task}")
     rows = [tuple(head)]
     for plan, each in zip(plans, outlooks, strict=True):
-        row = [policy_name(plan.setting.policy), *_figures(each)]
+        row = [policy_name(plan.setting.policy), *_figures(each), *(_served(each.served) if served else [])]
         if priced:
             best = each.best
             prices = (None, None) if best is None else (best.price_of_requests, best.price_of_tokens)
@@ -80,6 +85,13 @@ def _figures(outlook: Outlook) -> list[str]:
         "-" if best is None else amount(best.tokens),
         "-" if payback is None else payback.word,
     ]
+
+
+def _served(served: Served | str | None) -> list[str]:
+    """Cells of one policy under an engine: slots, requests a second, longest pause; dashes for unknown figures."""
+    if not isinstance(served, Served):
+        return ["-"] * len(_SERVED_HEAD)
+    return [f"{served.slots:,}", *("-" if each is None else amount(each) for each in (served.requests, served.pause))]
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxkv._values import amount
 from jaxkv.planning.quality import Quality
+from jaxkv.planning.served import Served
 from jaxkv.planning.speed import Speed
 
 
@@ -137,6 +139,8 @@ class Outlook:
         payback: when compression pays; None for a policy that keeps everything.
         quality: of a finished evaluation.
         silent: why there is no speed, as text; empty if there is one.
+        served: slots of an engine and their requests a second, or text on why no engine takes the policy; None if it
+            is not asked for.
     """
 
     speed: Speed | None = None
@@ -145,6 +149,7 @@ class Outlook:
     payback: Payback | None = None
     quality: Quality | None = None
     silent: str = ""
+    served: Served | str | None = None
 
     @property
     def best(self) -> Service | None:
@@ -158,6 +163,8 @@ class Outlook:
             step = f"{self.speed.tokens:,.0f} tokens/s ({self.speed.step * 1e3:.1f} ms a step)"
             lines.append(f"{estimated}: {step}, prefill {self.speed.prefill:,.1f} s.")
         lines += [f"  {each}" for each in (self.asked, self.most) if each is not None]
+        if self.served is not None:
+            lines.append(f"  {self.served}" if isinstance(self.served, Served) else f"Not served: {self.served}")
         if self.speed is not None:
             lines.append(f"  assumed: {self.speed.assumed}")
         if self.payback is not None:
@@ -172,12 +179,7 @@ class Outlook:
         found = {name: None if each is None else each.as_dict() for name, each in parts.items()}
         speed = None if self.speed is None else dataclasses.asdict(self.speed)
         quality = None if self.quality is None else dataclasses.asdict(self.quality)
-        return {"estimated": speed, **found, "quality": quality}
-
-
-def amount(value: float) -> str:
-    """Number as text with three significant digits, and commas between thousands."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 9)}f}"
+        found = {"estimated": speed, **found, "quality": quality}
+        if self.served is None:
+            return found
+        return found | {"served": self.served.as_dict() if isinstance(self.served, Served) else None}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxkv import memory
+from jaxkv._checks import flag
 from jaxkv._errors import require
 from jaxkv._values import as_real
 from jaxkv.loading import LanguageModel
@@ -20,6 +21,7 @@ from jaxkv.planning.plans import MachinePlan, Plan, Remedy, policy_name
 from jaxkv.planning.process import host_weights, process_of
 from jaxkv.planning.quality import Quality, qualities
 from jaxkv.planning.search import largest, lengths_below
+from jaxkv.planning.served import Served, Slot
 from jaxkv.planning.setting import HostSetting, Request, Setting, tokens_of
 from jaxkv.planning.sizes import sizes_of, weights_of
 from jaxkv.planning.speed import Speed, estimate
@@ -48,6 +50,7 @@ class _Options(TypedDict, total=False):
     dtype: Any
     price: int | float | None
     quality: str | os.PathLike[str] | None
+    serve: bool
     compile: bool
 
 
@@ -69,6 +72,7 @@ def plan(
     dtype: Any = None,
     price: int | float | None = None,
     quality: str | os.PathLike[str] | None = None,
+    serve: bool = False,
     compile: bool = False,
 ) -> Plan | MachinePlan:
     """Plans memory and speed for `batch` prompts of `context` tokens on GPUs, present or not, or on this CPU.
@@ -86,6 +90,7 @@ def plan(
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
         price: of one GPU, or of this machine, for an hour, in any currency; None leaves prices out.
         quality: folder of an evaluation (`jaxkv eval`, `jaxkv.evaluate`) that has a score of this policy.
+        serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer a second.
         compile: ask XLA's compiler, too; it must be installed, the GPUs need not be there.
 
     Returns:
@@ -102,7 +107,7 @@ def plan(
     require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs: leave it out")
     require_price(price)
     scores, more = qualities(quality, [setting], [as_policy(policy)])
-    return planned(setting, notes + more, price=price, quality=scores[0], compile=compile)
+    return planned(setting, notes + more, price=price, quality=scores[0], serve=flag("serve", serve), compile=compile)
 
 
 def require_price(price: Any) -> None:
@@ -179,14 +184,17 @@ def planned(
     *,
     price: int | float | None = None,
     quality: Quality | None = None,
+    serve: bool = False,
     compile: bool = False,
 ) -> Plan | MachinePlan:
     """`Plan` or `MachinePlan` of a setting: bytes, largest batch and context, remedies, speed; XLA's if `compile`.
 
-    `price` is of one device for an hour.
+    `price` is of one device for an hour; `serve` plans the slots of an engine.
     """
     most = largest_batch(setting)
     outlook = outlook_of(setting, most, price=price, quality=quality)
+    if serve:
+        outlook = dataclasses.replace(outlook, served=served_of(setting, price))
     if isinstance(setting, HostSetting):
         return MachinePlan(
             setting=setting,
@@ -239,6 +247,31 @@ def outlook_of(
             saved = setting.new * (full.step - speeds[0].step)
             payback = Payback(extra=speeds[0].prefill - full.prefill, saved=saved)
     return Outlook(speed=speeds[0], asked=asked, most=largest, payback=payback, quality=quality, silent=silent)
+
+
+def served_of(setting: Setting | HostSetting, price: int | float | None = None) -> Served | str:
+    """`Served` of prompts like the setting's: slots of an engine that fit, and their speed; text on why there are none.
+
+    `price` is of one device for an hour.
+    """
+    groups = setting.data if isinstance(setting, Setting) else 1
+    one = dataclasses.replace(setting, batch=groups)
+    try:
+        slot = Slot.of(one)
+    except ValueError as error:
+        return str(error)
+
+    def fit(count: int) -> bool:
+        if isinstance(one, HostSetting):
+            return one.memory is None or process_of(one).first_peak + slot.held(count) <= one.memory
+        sizes, every = sizes_of(one), sizes_of(dataclasses.replace(one, batch=count * groups))
+        return sizes.weights + sizes.prefill + every.decode + slot.held(count) <= one.memory
+
+    known = isinstance(one, Setting) or one.memory is not None
+    slots = groups * (largest(fit, _MOST_BATCH) if known and fit(1) else 0)
+    both = [speed_of(dataclasses.replace(one, batch=batch)) if slots else None for batch in (groups, slots)]
+    hourly = None if price is None else price * (setting.gpus if isinstance(setting, Setting) else 1)
+    return slot.served(slots, *both, price=hourly)
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
