@@ -40,7 +40,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_saved_caches.py tests/test_golden.py
 
 .PHONY: help demo test test-latest test-lowest test-foreign lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
-  sharded-soak slots-table engine-table serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
+  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
@@ -60,6 +60,7 @@ help:
 	@echo "make sharded-soak 100 sharded generations on 8 fake devices, and test_hosts ten times, beside 8 busy processes: no abort"
 	@echo "make slots-table  24 requests over 4 slots under every row of the policy table: a device, 16 bits, a mesh of 8"
 	@echo "make engine-table 200 requests to an engine of 8 slots under every row of the policy table"
+	@echo "make engine-soak  half an hour of random requests to an engine: memory, slots, queue"
 	@echo "make serving      32 requests at once: the engine beside generate one by one and transformers' continuous batching"
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
@@ -144,6 +145,9 @@ slots-table: $(STAMP)
 
 engine-table: $(STAMP)
 	@PYTHONPATH=. $(BIN)/python tests/engine_runs.py
+
+engine-soak: $(STAMP)
+	@PYTHONPATH=. $(BIN)/python tests/engine_soak.py
 
 serving: $(STAMP) $(PEER_STAMP)
 	@$(BIN)/python -m benchmarks.serving --peer $(PEER)/python
