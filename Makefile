@@ -40,7 +40,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_saved_caches.py tests/test_golden.py
 
 .PHONY: help demo test test-latest test-lowest test-foreign lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
-  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
+  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
@@ -69,6 +69,7 @@ help:
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
+	@echo "make aot-slots    an engine's loop of 256 slots, 8B on an H200 and 70B on 8 H100s, beside that of one batch"
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
 	@echo "make plan-cells   a plan's arithmetic beside what the compiler says, for GPUs that are not there"
 	@echo "make plan-memory  the most memory of a process here, predicted and measured"
@@ -174,6 +175,9 @@ aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_sharded.py
 	@$(AOT)/python benchmarks/aot_export.py
 	@$(AOT)/python benchmarks/perf_model.py --out benchmarks/results/gpu_model.md
+
+aot-slots: $(AOT_STAMP)
+	@$(AOT)/python benchmarks/aot_slots.py
 
 aot-sharded: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_sharded.py

@@ -34,12 +34,13 @@ FILTERS = {LAYERS: (2, 8, 18), SMALL: (1,), LESS: (1,)}
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is compiled."""
+    """What is compiled; with `slots`, every sequence has a sampler and eight end ids of its own, as in an engine."""
 
     policy: str
     batch: int
     tokens: int
     layers: int = LAYERS
+    slots: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,13 @@ def moved(lines, pools, keys):
     return total
 
 
+def in_slots(work, slots=True):
+    """The work of an engine's loop, whose sequences have samplers and end ids of their own; `work` unless `slots`."""
+    from jaxkv.sampling import Greedy, mixed
+
+    return dataclasses.replace(work, sampling=mixed([Greedy()] * work.batch), ends=8) if slots else work
+
+
 def compile_loop(setting, device):
     """The loop of a setting, compiled; its text is the one with layouts and schedules."""
     import jax
@@ -194,7 +202,7 @@ def compile_loop(setting, device):
     flat = abstract_model(shapes.llama_3_8b(setting.layers))
     sharding = aot.sharding_for(device.name)
     given = {"batch": setting.batch, "tokens": setting.tokens, "new": NEW, "sharding": sharding}
-    work = Work(flat=flat, policy=policy_of(setting), **given)
+    work = in_slots(Work(flat=flat, policy=policy_of(setting), **given), setting.slots)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         traced, pools = traced_loop(work)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()

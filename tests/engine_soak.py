@@ -24,7 +24,7 @@ import tiny
 
 import jaxkv
 
-ROUND, WARM, MOST_GROWTH = 48, 0.2, 0.01
+ROUND, WARM, MOST_GROWTH, CLOSE = 48, 0.2, 0.01, 1e-5
 
 
 def resident():
@@ -40,10 +40,25 @@ class Soak:
     def __init__(self, engine, model, policy):
         self.engine, self.model, self.policy, self.rng = engine, model, policy, np.random.default_rng(0)
         self.documents = [engine.document(self._text()) for _ in range(3)]
-        self.counts = dict.fromkeys(("answered", "cancelled", "late", "alone"), 0)
+        self.counts = dict.fromkeys(("answered", "cancelled", "late", "alone", "equally likely"), 0)
 
     def _text(self):
         return self.rng.permutation(64)[:50].tolist()
+
+    def _compare(self, asked, tokens):
+        """Compares the tokens of a greedy request with those of `Session` alone, up to two equally likely ones."""
+        alone = slot_runs.alone(self.model, self.policy, asked)
+        if tokens == alone:
+            self.counts["alone"] += 1
+            return
+        first = next(at for at, pair in enumerate(zip(tokens, alone, strict=True)) if pair[0] != pair[1])
+        session = jaxkv.Session(self.model, self.policy, key=asked.seed)
+        cache = session.prefill(asked.prompt, new=slot_runs.NEW)
+        cache = session.draw(cache, first, new=slot_runs.NEW, donate=True)[0] if first else cache
+        logits = np.asarray(cache.logits)[0]
+        # In float32, programs of different batch sizes round differently.
+        assert abs(logits[tokens[first]] - logits[alone[first]]) < CLOSE, (asked, tokens, alone)
+        self.counts["equally likely"] += 1
 
     def round(self, seed):
         """Submits a round of requests, waits for all, and compares one with its tokens alone."""
@@ -65,10 +80,7 @@ class Soak:
                 self.counts["late"] += 1
             except CancelledError:
                 self.counts["cancelled"] += 1
-        new = {"max_new_tokens": given[0].new, "sampling": given[0].sampling, "key": given[0].seed}
-        alone = jaxkv.generate(self.model, given[0].prompt, policy=self.policy, **new).tokens.tolist()
-        assert asked[0].result().tokens.tolist() == alone, given[0]
-        self.counts["alone"] += 1
+        self._compare(given[0], asked[0].result().tokens.tolist())
         self.engine.documents.remove(self.documents.pop(0).id)
         self.documents.append(self.engine.document(self._text()))
 

@@ -23,7 +23,7 @@ from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Greedy
+from jaxkv.sampling import Greedy, Sampling
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
 from jaxkv.sharding.record import Call, record, weigh
@@ -67,7 +67,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Abstract model, policy, and numbers of prompts, tokens and new tokens, for which programs are traced."""
+    """Abstract model, policy, sampler, and numbers of prompts, tokens, new tokens and end ids, for which is traced."""
 
     flat: Flat
     policy: Method
@@ -76,6 +76,8 @@ class Work:
     new: int = BLOCK
     sharding: Any = None
     implementation: Implementation = Implementation.PALLAS
+    sampling: Sampling = dataclasses.field(default_factory=Greedy)
+    ends: int = 1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -140,10 +142,10 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
         # Tails are for CPUs; off a mesh the spec asks this machine's processor.
         spec = dataclasses.replace(spec, tail=False)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
-    done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
+    done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((work.ends,), jnp.int32)
     draw = jax.eval_shape(loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos)
     running = loop.begin(cache.arrays, spec=spec, size=BLOCK)
-    given = loop.loop_arguments(flat, running, draw, work.new, Greedy(), 0, spec=spec)
+    given = loop.loop_arguments(flat, running, draw, work.new, work.sampling, 0, spec=spec)
     return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
 
 
