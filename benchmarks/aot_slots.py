@@ -93,6 +93,7 @@ def row_of(model, policy, slots):
         "launches": step.launches,
         "buffers": step.buffers,
         "outside": step.outside,
+        "conditions": step.conditions,
         "temporaries": step.temporaries,
         "copies": step.copies,
         "pools": step.pools,
@@ -103,6 +104,8 @@ def row_of(model, policy, slots):
 def line_of(model, policy, slots, found):
     """A row of the table."""
     launches = str(found.get("launches", "-"))
+    if found.get("conditions"):
+        launches += f" and {found['conditions']} conditions"
     buffers = f"{found['buffers']}, {found['outside']}" if "buffers" in found else "-"
     share = found["temporaries"] / found["pools"]
     cells = [f"{model}, {'slots' if slots else 'batch'}", policy, launches, buffers]

@@ -212,7 +212,8 @@ def written(device, cases, estimates, prefill, steps, quick):
             "",
             "## Launches of a step",
             "",
-            "The loop over tokens of Llama 3 8B after 32768 tokens.",
+            "The loop over tokens of Llama 3 8B after 32768 tokens. [An engine's slots](aot_slots.md) have a table of "
+            "their own.",
             "",
             *counted,
         ]

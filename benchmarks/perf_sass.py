@@ -126,6 +126,11 @@ class Thunk:
         return any(branch == "body" for _, branch in self.loops)
 
     @property
+    def in_branch(self) -> bool:
+        """Whether it lies in a branch of a condition, which a token may pass by."""
+        return any(kind == "kConditional" for _, kind, _ in self.within)
+
+    @property
     def in_command_buffer(self) -> bool:
         """Whether it is launched as a part of one."""
         return any(kind == "kCommandBuffer" for _, kind, _ in self.within)
@@ -174,13 +179,18 @@ def thunks(text: str) -> list[Thunk]:
 
 
 def loop_launches(sequence: list[Thunk]) -> list[Thunk]:
-    """What the device is given for every token."""
-    return [each for each in sequence if each.launches and each.in_loop]
+    """What the device is given for every token, branches of conditions aside."""
+    return [each for each in sequence if each.launches and each.in_loop and not each.in_branch]
+
+
+def conditions(sequence: list[Thunk]) -> list[Thunk]:
+    """Conditions that every token decides: those of samplers."""
+    return [each for each in sequence if each.kind == "kConditional" and each.in_loop]
 
 
 def inner_loops(sequence: list[Thunk]) -> list[Thunk]:
-    """Loops within the one over tokens."""
-    return [each for each in sequence if each.kind == "kWhile" and each.in_loop]
+    """Loops within the one over tokens, branches of conditions aside."""
+    return [each for each in sequence if each.kind == "kWhile" and each.in_loop and not each.in_branch]
 
 
 def times(each: Thunk, trips: dict[int, int]) -> int:

@@ -53,6 +53,7 @@ class Step:
         buffers: command buffers of one token.
         outside: launches outside of command buffers.
         inner: loops within the one over tokens.
+        conditions: of samplers, whose branches no greedy sequence takes.
         pools: keys, values, positions and scores.
         temporaries: beside arguments and results.
         copies: of a pool.
@@ -69,6 +70,7 @@ class Step:
     buffers: int
     outside: int
     inner: int
+    conditions: int
     pools: int
     temporaries: int
     copies: int
@@ -250,6 +252,7 @@ class Loop:
     other_bytes: int
     weights: int
     looks: int
+    conditions: int
 
     def seconds(self, kernels, setting, batch, device):
         """Of a step of so many sequences, and of that its attention."""
@@ -262,6 +265,8 @@ class Loop:
         time = max(self.weights / device.copy, self.weights * batch / device.products) + products * perf_gpu.LAUNCH
         time += attention + others + small * (perf_gpu.LAUNCH + perf_gpu.SMALL)
         time += self.other_bytes * batch / setting.batch / device.copy + self.looks * perf_gpu.HOST_LOOK
+        # The device decides a condition by a kernel of its own.
+        time += self.conditions * (perf_gpu.LAUNCH + perf_gpu.SMALL)
         return time, attention
 
 
@@ -278,7 +283,7 @@ def read_loop(dump, text, pools, weights):
 
     sequence = perf_decode.sequence(dump)
     inside, trips = perf_sass.loop_launches(sequence), trips_of(text, sequence)
-    loops = [each for each in sequence if each.kind == "kWhile"]
+    loops = [each for each in sequence if each.kind == "kWhile" and not each.in_branch]
     leaves = jax.tree.leaves(pools)
     # A loop whose trips are not known is asked for its condition, by the host unless it is in a command buffer.
     looks = sum(each.line not in trips and not each.in_command_buffer for each in loops)
@@ -291,6 +296,7 @@ def read_loop(dump, text, pools, weights):
         other_bytes=moved(body_of(text), {size_of(leaf) for leaf in leaves}, keys),
         weights=weights,
         looks=looks,
+        conditions=len(perf_sass.conditions(sequence)),
     )
     return loop, sequence
 
@@ -323,6 +329,7 @@ def run(setting, device):
         buffers=buffers,
         outside=outside,
         inner=len(perf_sass.inner_loops(sequence)),
+        conditions=loop.conditions,
         pools=size_of(pools),
         temporaries=temporaries,
         copies=hlo.copies(text, arrays),

@@ -12,7 +12,7 @@ import pytest
 FOLDER = outputs.FOLDER
 DOCS = FOLDER.parent / "docs"
 BOOKS = sorted(FOLDER.glob("*.ipynb"))
-REAL = {"01_quickstart.ipynb"}
+REAL = {"01_quickstart.ipynb", "09_many_requests.ipynb"}
 # Run by `make test-foreign`, in an environment with another's model.
 ELSEWHERE = {"04_bring_your_own_model.ipynb"}
 # Bytes of a picture, and of a notebook.

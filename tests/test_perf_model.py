@@ -44,6 +44,14 @@ condition:
             008: kCopy         [source | sink] kCopy
             009: kCopy         [source | sink] kCopy
         010: kCopy         [source | sink] kCopy
+        013: kConditional  [source | sink]
+          false_branch:
+            012: kCustomKernel [sink] sort_6_1 grid: [8192, 1, 1] threads: [1024, 1, 1] shared_memory: 0 bytes
+            014: kWhile        [source | sink]
+condition:
+                015: kCustomKernel [source | sink] compare grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+              body:
+                016: kCopy         [source | sink] kCopy
     011: kCopy         [source | sink] kCopy
 """
 
@@ -85,7 +93,8 @@ def test_thunks(script):
     row = inside[1]
     assert (row.ctas, row.threads, row.shared) == (48, 128, 75776)
     inner = sass.inner_loops(sequence)
-    assert len(inner) == 1
+    # What a sampler does that no greedy sequence asks for is no part of its token.
+    assert len(inner) == 1 and len(sass.conditions(sequence)) == 1
     # A loop whose trips are known asks nothing.
     assert [sass.times(each, {inner[0].line: 7}) for each in inside] == [1, 1, 0, 7, 7, 1]
     assert [sass.times(each, {}) for each in inside] == [1] * 6
@@ -225,7 +234,14 @@ def step(script, layers=32, **changed):
     """A step that breaks no rule."""
     steps = script("perf_steps")
     setting = steps.Setting(changed.pop("policy", "FullKV"), changed.pop("batch", 8), 32768, layers)
-    usual = {"launches": 20 + 12 * layers, "buffers": 1, "outside": 0, "inner": 0, "pools": 1000 * layers}
+    usual = {
+        "launches": 20 + 12 * layers,
+        "buffers": 1,
+        "outside": 0,
+        "inner": 0,
+        "conditions": 0,
+        "pools": 1000 * layers,
+    }
     usual |= {"temporaries": 9 * layers, "copies": 0, "time": 1e-2, "attention": 1e-3, "ideal": 8e-3, "wrong": ()}
     return steps.Step(setting=setting, largest=9, largest_time=0.02, **usual | changed)
 
