@@ -69,7 +69,7 @@ def test_running_requests_are_answered_after_sigterm(folder):
         (["--max-body-bytes", "0"], "give at least 1"),
         (["--also", "nothing"], "nothing"),
         (["--also", "full --window 3"], "--also='full --window 3': --window=3: full has no such option"),
-        (["--also", "full", "--also", "full"], "--also=full: it is given twice"),
+        (["--also", "full", "--also", "full"], "--also='full': it is given twice"),
     ],
 )
 def test_options_that_cannot_be(capsys, options, said):

@@ -49,8 +49,8 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         "a further policy, as model NAME:POLICY; options go behind its name: 'snapkv --window 8'. Without a budget of"
     )
     about += " its own it has --policy's. May be given again"
-    add("--also", action="append", default=[], metavar="POLICY", help=about)
-    add = parser.add_argument_group("slots", "Each of them is for each policy.").add_argument
+    add("--also", action="append", metavar="POLICY", help=about)
+    add = parser.add_argument_group("slots", "Each policy has its own.").add_argument
     add("--slots", default="auto", metavar="N", help="requests answered at the same time; auto: as many as fit")
     add(
         "--max-prompt-tokens", type=count, metavar="N", help="most tokens of a prompt (default: 4096, if the model can)"
@@ -106,7 +106,7 @@ def run_serve(options: argparse.Namespace) -> int:
         raise ImportError(f"serving needs {error.name}: pip install 'jaxkv[serve]'") from None
     policy, slots, implementation = policy_from(options), _slots(options.slots), named(options.implementation)
     name = options.served_model_name or options.model
-    further = further_policies(options.also, policy)
+    further = further_policies(options.also or (), policy)
     policies = {name: policy} | {f"{name}:{each}": its for each, its in further.items()}
     require_model(options.model)
     require(options.timeout > 0, "--timeout", options.timeout, "give seconds above 0")
