@@ -35,7 +35,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def app(engine):
-    return Application(engine, name="tiny", limits=Limits(body_bytes=4000, answers=6))
+    return Application({"tiny": engine}, limits=Limits(body_bytes=4000, answers=6))
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_pages_and_methods_that_are_not_there(client):
 
 
 def test_the_key_is_asked_for(engine):
-    client = TestClient(Application(engine, name="tiny", limits=Limits(api_key="sesame")))
+    client = TestClient(Application({"tiny": engine}, limits=Limits(api_key="sesame")))
     for key, status in ((None, 401), ("open", 401), ("sesame\xfc", 401), ("sesame", 200)):
         headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
         for page in ("/v1/models", "/metrics"):
@@ -292,7 +292,7 @@ def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
         response = client.post(TEXTS, json={"prompt": "a"})
     assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
     assert 1 <= int(response.headers["retry-after"]) <= 60
-    hasty = TestClient(Application(engine, name="tiny", limits=Limits(seconds=1e-6)))
+    hasty = TestClient(Application({"tiny": engine}, limits=Limits(seconds=1e-6)))
     assert hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40}).status_code == 504
     # Once the headers have gone, an error is an event.
     streamed = hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40, "stream": True})
@@ -312,7 +312,7 @@ def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
 
 
 def test_errors_of_our_own_have_a_form_and_no_text_of_prompts(engine, caplog, monkeypatch):
-    client = TestClient(Application(engine, name="tiny"), raise_server_exceptions=False)
+    client = TestClient(Application({"tiny": engine}), raise_server_exceptions=False)
 
     def broken(*_, **__):
         raise KeyError("secret words")
@@ -368,9 +368,9 @@ def test_metrics_and_log(client, caplog):
     grown = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
     assert grown[("jaxkv_http_requests_total", CHATS, "200")] == 1
     assert grown[("jaxkv_http_requests_total", CHATS, "400")] == 1
-    assert grown[("jaxkv_time_to_first_token_seconds_count",)] == grown[("jaxkv_answers_total",)] == 1
-    assert grown[("jaxkv_answer_tokens_sum",)] == grown[("jaxkv_tokens_total",)] == 9
-    assert after[("jaxkv_slots",)] == 2 and after[("jaxkv_slots_taken",)] == 0
+    assert grown[("jaxkv_time_to_first_token_seconds_count", "tiny")] == grown[("jaxkv_answers_total", "tiny")] == 1
+    assert grown[("jaxkv_answer_tokens_sum", "tiny")] == grown[("jaxkv_tokens_total", "tiny")] == 9
+    assert after[("jaxkv_slots", "tiny")] == 2 and after[("jaxkv_slots_taken", "tiny")] == 0
     lines = [record.getMessage() for record in caplog.records if record.name == "jaxkv.serving"]
     assert len(lines) == 2 and f"POST {CHATS} 200 prompt_tokens=47 new_tokens=9 seconds=" in lines[0]
     assert DOC[:9] not in caplog.text

@@ -1,66 +1,25 @@
 """`jaxkv serve` as a process of its own: what it prints, answers, and does at SIGTERM; options that it refuses."""
 
 import concurrent.futures
-import contextlib
-import json
-import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import httpx2
 import lettered
 import pytest
 from cli_runs import refused
-
-ROOT = Path(__file__).parent.parent
-QUICK = (
-    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+from serve_runs import model_folder, started
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model's folder with a tokenizer of characters."""
-    folder = tmp_path / "model"
-    shutil.copytree(lettered.FOLDER, folder, copy_function=shutil.copyfile)
-    (folder / "tokenizer.json").write_text(lettered.characters().tokenizer_json())
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": lettered.TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-@contextlib.contextmanager
-def started(folder, *options):
-    """A server's process, its address, and a list of its lines on stderr, complete once the process has ended."""
-    limits = ["--slots", "1", "--max-prompt-tokens", "60", "--max-new-tokens", "60", "--max-question-tokens", "0"]
-    command = [sys.executable, "-m", "jaxkv", "serve", "--model", str(folder), "--served-model-name", "tiny"]
-    command += ["--policy", "knorm", "--budget", "16", "--port", "0", *limits, *options]
-    environment = {**os.environ, "JAXKV_CACHE": str(folder.parent), "XLA_FLAGS": QUICK, "JAXKV_API_KEY": "sesame"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-    lines, address = [], None
-    with process.stderr:
-        while address is None:
-            lines.append(process.stderr.readline())
-            assert lines[-1], "".join(lines)
-            address = re.search(r"at (http://127\.0\.0\.1:\d+)/v1, 1 slots", lines[-1])
-        reader = threading.Thread(target=lines.extend, args=(process.stderr,))
-        reader.start()
-        try:
-            yield process, address[1], lines
-        finally:
-            process.kill()
-            process.wait()
-            reader.join()
+    return model_folder(tmp_path)
 
 
 def test_running_requests_are_answered_after_sigterm(folder):
     """A queue of streams when the signal comes: all are answered, a new request is refused, and the process ends."""
-    with started(folder) as (process, address, lines):
+    with started(folder, "--also", "full", "--also", "streamingllm --budget 9") as (process, address, lines):
         options = {
             "base_url": address,
             "headers": {"Authorization": "Bearer sesame"},
@@ -70,13 +29,14 @@ def test_running_requests_are_answered_after_sigterm(folder):
         body = {"prompt": lettered.DOC, "temperature": 0, "max_tokens": 60, "ignore_eos": True, "stream": True}
         begun = threading.Event()
         with httpx2.Client(**options) as client, concurrent.futures.ThreadPoolExecutor(24) as pool:
-            assert (
-                client.get("/health").status_code == 200 and client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-            )
+            assert client.get("/health").status_code == 200
+            models = {each["id"]: each["budget"] for each in client.get("/v1/models").json()["data"]}
+            assert models == {"tiny": 16, "tiny:full": None, "tiny:streamingllm-budget-9": 9}
             assert httpx2.get(f"{address}/v1/models", trust_env=False).status_code == 401
 
-            def ask(_):
-                with client.stream("POST", "/v1/completions", json=body) as response:
+            def ask(at):
+                model = "tiny:full" if at % 4 == 3 else "tiny"
+                with client.stream("POST", "/v1/completions", json={**body, "model": model}) as response:
                     begun.set()
                     return response.status_code, response.read().decode()
 
@@ -107,6 +67,9 @@ def test_running_requests_are_answered_after_sigterm(folder):
         (["--host", "256.0.0.1"], "give another --host or --port"),
         (["--policy", "full", "--budget", "4"], "full has no such option"),
         (["--max-body-bytes", "0"], "give at least 1"),
+        (["--also", "nothing"], "nothing"),
+        (["--also", "full --window 3"], "--also='full --window 3': --window=3: full has no such option"),
+        (["--also", "full", "--also", "full"], "--also='full': it is given twice"),
     ],
 )
 def test_options_that_cannot_be(capsys, options, said):

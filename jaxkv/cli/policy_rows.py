@@ -1,4 +1,4 @@
-"""Parses `--policies`: comma-separated policies, each followed by its own options."""
+"""Parses `--policies` and `--also`: comma-separated policies, each followed by its own options."""
 
 import argparse
 import dataclasses
@@ -24,19 +24,21 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spelled:
-    """One policy as written in `--policies`: its text, name and parser, and if it has a budget of its own (`sized`).
+    """One policy as written in an option: its text, name and parser, and if it has a budget of its own (`sized`).
 
     Attributes:
         text: its words, a space between them.
         name: the policy's name.
         sized: True if its options are a budget, so that it takes no other.
         parser: parser of its words.
+        option: the option that it was written in.
     """
 
     text: str
     name: str
     sized: bool
     parser: argparse.ArgumentParser
+    option: str
 
     def policy(self, budget: int | float | None = None) -> Method:
         """The policy at a budget, an int of rows or a float share; None leaves the policy's own budget."""
@@ -44,24 +46,25 @@ class Spelled:
         try:
             return policy_from(self.parser.parse_args(["--policy", *self.text.split(), *more]))
         except ValueError as error:
-            raise ValueError(f"--policies={self.text!r}: {error}") from None
+            raise ValueError(f"{self.option}={self.text!r}: {error}") from None
 
 
-def spelled(given: str) -> Iterator[Spelled]:
+def spelled(given: str, option: str = "--policies") -> Iterator[Spelled]:
     """Yields each policy of text such as "full,adakv --base pyramidkv --alpha 0"; ValueError if there is none."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))
-    require(bool(entries), "--policies", given, f"give some of {', '.join(POLICIES)}")
+    require(bool(entries), option, given, f"give some of {', '.join(POLICIES)}")
     for text in entries:
         name = text.split()[0]
         policy_class(name)
         try:
             options = parser.parse_args(["--policy", *text.split()])
         except ValueError as error:
-            raise ValueError(f"--policies={text!r}: {error}") from None
-        require(options.policy == name, "--policies", text, "one policy at a time: a comma parts them")
-        yield Spelled(text=text, name=name, sized=bool(_SIZES & given_flags(options).keys()), parser=parser)
+            raise ValueError(f"{option}={text!r}: {error}") from None
+        require(options.policy == name, option, text, "one policy at a time: a comma parts them")
+        sized = bool(_SIZES & given_flags(options).keys())
+        yield Spelled(text=text, name=name, sized=sized, parser=parser, option=option)
 
 
 def rows_of(given: str, budgets: Sequence[int | float]) -> dict[str, Method]:

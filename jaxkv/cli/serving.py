@@ -5,26 +5,28 @@ import logging
 import os
 from typing import Any
 
-import jax
-
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, policy_from
+from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.cli.streams import to_stderr
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
-from jaxkv.serving import Engine
 
 SERVE_NOTES = """\
 The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; and /v1/documents, /health, /metrics,
-/openapi.json. SIGTERM or Ctrl-C answers the requests that are there and takes no new ones; the second one ends at once.
+/openapi.json. At / is a page that compresses a document, shows which of its tokens are kept, and asks about it.
+SIGTERM or Ctrl-C answers the requests that are there and takes no new ones; the second one ends at once.
 
 examples:
   64 requests at a time, if they fit, each with 1024 rows per kv head:
     jaxkv serve --model smollm2-135m-instruct --policy adakv --budget 1024 --slots auto --port 8000
+
+  several policies over the same weights, as the models smollm2-135m-instruct and smollm2-135m-instruct:full:
+    jaxkv serve --model smollm2-135m-instruct --policy adakv --budget 1024 --also full --slots 8
 
   then, from any of OpenAI's clients:
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
@@ -43,7 +45,12 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
     add("--implementation", default=Implementation.AUTO.value, help=computing)
     add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
-    add = parser.add_argument_group("slots").add_argument
+    about = (
+        "a further policy, as model NAME:POLICY; options go behind its name: 'snapkv --window 8'. Without a budget of"
+    )
+    about += " its own it has --policy's. May be given again"
+    add("--also", action="append", metavar="POLICY", help=about)
+    add = parser.add_argument_group("slots", "Each policy has its own.").add_argument
     add("--slots", default="auto", metavar="N", help="requests answered at the same time; auto: as many as fit")
     add(
         "--max-prompt-tokens", type=count, metavar="N", help="most tokens of a prompt (default: 4096, if the model can)"
@@ -53,7 +60,10 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     )
     about = "most tokens of a question on a document; 0: no documents (default: %(default)s)"
     add("--max-question-tokens", type=argument(natural), default=256, metavar="N", help=about)
-    about = "folder that keeps documents for the next start (default: they are gone at the end)"
+    about = (
+        "folder that keeps documents for the next start, with a folder inside for each --also (default: they are gone"
+    )
+    about += " at the end)"
     add("--documents", metavar="FOLDER", help=about)
     about = "most bytes of documents on the device; others wait on disk (default: half of what slots leave)"
     add("--document-bytes", type=argument(_bytes), metavar="N", help=about)
@@ -95,6 +105,9 @@ def run_serve(options: argparse.Namespace) -> int:
             raise
         raise ImportError(f"serving needs {error.name}: pip install 'jaxkv[serve]'") from None
     policy, slots, implementation = policy_from(options), _slots(options.slots), named(options.implementation)
+    name = options.served_model_name or options.model
+    further = further_policies(options.also or (), policy)
+    policies = {name: policy} | {f"{name}:{each}": its for each, its in further.items()}
     require_model(options.model)
     require(options.timeout > 0, "--timeout", options.timeout, "give seconds above 0")
     key = os.environ.get(_KEY) or None if options.api_key is None else options.api_key
@@ -106,16 +119,19 @@ def run_serve(options: argparse.Namespace) -> int:
     with listening(options.host, options.port) as found:
         many_files()
         params = _loaded(options)
-        with _engine(params, options, policy=policy, slots=slots, implementation=implementation, mesh=mesh) as engine:
-            name = options.served_model_name or options.model
-            server = Server(Application(engine, name=name, limits=limits))
+        given = _of_engines(options) | {"slots": slots, "implementation": implementation, "mesh": mesh}
+        with engines(params, policies, folder=options.documents, **given) as models:
+            server = Server(Application(models, limits=limits))
             _log_to_stderr()
             host, port = found.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
-            to_stderr(f"jaxkv: {name} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policy}")
+            for each, engine in models.items():
+                to_stderr(f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}")
+            to_stderr(f"jaxkv: a page to ask from at http://{host}:{port}/")
             server.run(sockets=[found])
             if server.cut:
-                engine.close(drain=False)
+                for engine in models.values():
+                    engine.close(drain=False)
     return 130 if server.cut else 0
 
 
@@ -135,29 +151,10 @@ def _loaded(options: argparse.Namespace) -> LanguageModel:
     return params
 
 
-def _engine(
-    params: LanguageModel,
-    options: argparse.Namespace,
-    *,
-    policy: Any,
-    slots: int | str,
-    implementation: Implementation,
-    mesh: jax.sharding.Mesh | None,
-) -> Engine:
-    """Makes the engine that the options describe; its programs are compiled."""
-    return Engine(
-        params,
-        policy=policy,
-        slots=slots,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_new_tokens=options.max_new_tokens,
-        max_question_tokens=options.max_question_tokens,
-        queue=options.queue,
-        documents=options.documents,
-        document_bytes=options.document_bytes,
-        mesh=mesh,
-        implementation=implementation,
-    )
+def _of_engines(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of every engine that the options give as they are."""
+    names = ("max_prompt_tokens", "max_new_tokens", "max_question_tokens", "queue", "document_bytes")
+    return {name: getattr(options, name) for name in names}
 
 
 def _log_to_stderr() -> None:

@@ -12,7 +12,8 @@ from jaxkv._values import is_whole, shortened
 from jaxkv.cache import KVCache
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.records import dumped, read_json
-from jaxkv.text.tokenizer import StreamDecoder, Text
+from jaxkv.text.pieces import pieces_of
+from jaxkv.text.tokenizer import Text
 
 KEPT = "kept.json"
 _FORMAT = 1
@@ -192,7 +193,7 @@ def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> No
     between = 0 if held.counts is None or counts is None else sum(held.counts) - sum(counts)
     entry = Entry(counts=counts, between=between, chooses=held.chooses, later=held.later, merges=held.merges)
     if there is None:
-        pieces = tuple(piece for end in ends for piece in _pieces(held.ids[end], text))
+        pieces = tuple(piece for end in ends for piece in pieces_of(held.ids[end], text).texts)
         there = Kept(sample=sample, heads=held.heads, tokens=count, pieces=pieces, policies={})
     write_kept(folder, dataclasses.replace(there, policies={**there.policies, name: entry}))
 
@@ -200,15 +201,3 @@ def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> No
 def write_kept(folder: Path, kept: Kept) -> None:
     """Writes `kept.json` to a folder, as a whole or not at all."""
     write_whole(folder / KEPT, (dumped({"format": _FORMAT, **dataclasses.asdict(kept)}) + "\n").encode())
-
-
-def _pieces(ids: Sequence[int], text: Text) -> list[str]:
-    """Text of each token; an empty one for a token whose character ends in a later one."""
-    decoder, pieces = StreamDecoder(text), []
-    for each in ids:
-        piece = decoder.push([each])
-        if not piece and not text.decode([each]):  # a special token, such as the first of all
-            piece = text.decode([each], skip_special=False)
-        pieces.append(piece)
-    pieces[-1] += decoder.flush()
-    return pieces

@@ -14,7 +14,7 @@ from jaxkv.serving.refused import Refused, draining
 from jaxkv.serving.service import Record, Service
 
 LOG = logging.getLogger("jaxkv.serving")
-_KNOWN = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/documents", "/health", "/metrics")
+_KNOWN = ("/", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/documents", "/health", "/metrics")
 # Asked every few seconds by machines.
 _QUIET = ("/health", "/metrics")
 
@@ -68,6 +68,8 @@ def _route(path: str) -> str:
     """Route of a path, for the metrics: a few names, whatever clients send."""
     if path in _KNOWN:
         return path
+    if path.startswith("/v1/documents/") and path.endswith("/kept"):
+        return "/v1/documents/{id}/kept"
     parents = [known for known in ("/v1/models", "/v1/documents") if path.startswith(f"{known}/")]
     return f"{parents[0]}/{{id}}" if parents else "other"
 

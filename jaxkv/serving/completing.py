@@ -26,12 +26,12 @@ async def complete(service: Service, request: HttpRequest, *, chat: bool) -> Res
     body = await body_of(request, service.limits)
     try:
         # Parsing and tokenizing a long prompt take long: other connections are served meanwhile.
-        asked, requests, document = await run_in_threadpool(_submitted, service, body, request.url.path, chat=chat)
+        asked, requests, document = await run_in_threadpool(_submitted, service, request, body, chat=chat)
     except Refused:
         raise
     except Exception as error:
         raise service.refusal_of(error, record, prompt="messages" if chat else "prompt") from error
-    replies = Replies(chat=chat, model=service.name, usage=asked.usage)
+    replies = Replies(chat=chat, model=record.model or service.name, usage=asked.usage)
     if asked.stream:
         return EventStream(service, requests, asked, document, replies, record)
     with asking.while_asked(requests):
@@ -45,24 +45,18 @@ async def complete(service: Service, request: HttpRequest, *, chat: bool) -> Res
     return as_json(replies.whole(completions, usage))
 
 
-def _submitted(service: Service, body: bytes, path: str, *, chat: bool) -> tuple[Asked, list[Request], Document | None]:
-    """Reads a body and submits its requests; returns both, and the document that is asked."""
-    form, limits = service.forms[path], service.limits
+def _submitted(
+    service: Service, request: HttpRequest, body: bytes, *, chat: bool
+) -> tuple[Asked, list[Request], Document | None]:
+    """Reads a body and submits its requests; returns both, and the document that is asked. Notes the model."""
+    form, limits = service.forms[request.url.path], service.limits
     given = strict_json(body)
-    asked = asked_by(given, form, chat=chat, most_answers=limits.answers, usual_tokens=service.engine.limits.new)
-    service.require_model(given.get("model"))
-    document = None if asked.document is None else document_of(service, asked.document)
+    asked = asked_by(given, form, chat=chat, most_answers=limits.answers, usual_tokens=service.most_tokens)
+    model, document = service.asked(given.get("model"), asked.document)
+    request.state.record.model = model
     # Two bodies of many answers that fill the queue in turns would both be refused.
     with service.submitting if asked.answers > 1 else contextlib.nullcontext():
-        return asked, asking.submitted(service.engine, asked, document, seconds=limits.seconds), document
-
-
-def document_of(service: Service, name: str) -> Document:
-    """The document of an id; `Refused` 404 if there is none."""
-    try:
-        return service.engine.documents.of(name)
-    except ValueError as error:
-        raise Refused(404, str(error), param="document", code="document_not_found") from None
+        return asked, asking.submitted(service.models[model], asked, document, seconds=limits.seconds), document
 
 
 def _told(
@@ -73,7 +67,7 @@ def _told(
     record.prompt_tokens, record.new_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     for each in requests:
         if each.stats is not None:
-            service.metrics.answered(each.stats)
+            service.metrics.answered(record.model or service.name, each.stats)
     return usage
 
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.saved import load_cache
+from jaxkv.serving.kept import Kept
 
 _NOTICES = logging.getLogger("jaxkv")
 
@@ -33,7 +35,10 @@ class Document:
         id: name of the document in its engine.
         tokens: tokens of the document.
         rows: rows kept per kv head and layer, averaged.
-        nbytes: bytes of its cache on the device.
+        nbytes: bytes of its cache on the device, with free rows for a question and an answer.
+        kept_nbytes: bytes of the rows that were kept.
+        full_nbytes: bytes that all of its tokens would take in an uncompressed cache.
+        kept: its token ids, and which kv heads of which layers keep each token's row.
         turn: turn of the conversation after it.
     """
 
@@ -41,6 +46,9 @@ class Document:
     tokens: int
     rows: float
     nbytes: int
+    kept_nbytes: int
+    full_nbytes: int
+    kept: Kept = dataclasses.field(repr=False, compare=False)
     turn: Turn
 
 
@@ -97,13 +105,16 @@ class Documents:
                 raise refusal("document", name, "there is none of this id: it was removed, or is another engine's")
             return self._known[name]
 
-    def add(self, cache: KVCache) -> Document:
-        """Adds the cache of one document and returns its `Document`; others may leave the device for it."""
+    def add(self, cache: KVCache, ids: Sequence[int]) -> Document:
+        """Adds the cache of one document of token ids, returns its `Document`; others may leave the device for it."""
         made = Document(
             id=f"doc-{secrets.token_hex(8)}",
             tokens=int(np.asarray(cache.seen)[0]),
             rows=float(np.mean(cache.kept)),
             nbytes=cache.nbytes,
+            kept_nbytes=int(cache.kept[:, 0].sum()) * cache.row_bytes,
+            full_nbytes=cache.full_nbytes // cache.batch,
+            kept=Kept.of(cache, ids),
             turn=cache.turn if isinstance(cache.turn, Turn) else cache.turn[0],
         )
         cache = dataclasses.replace(cache, logits=None)
@@ -189,7 +200,9 @@ class Documents:
     def _write(self, document: Document, cache: KVCache) -> None:
         """Writes a document's cache and description to disk."""
         cache.save(self._folder / document.id)
-        described = dataclasses.asdict(document) | {"turn": document.turn.value, "made_for": self._made_for()}
+        plain = {field.name: getattr(document, field.name) for field in dataclasses.fields(document)}
+        written = {"turn": document.turn.value, "kept": document.kept.described(), "made_for": self._made_for()}
+        described = plain | written
         write_whole(self._json(document.id), json.dumps(described).encode())
 
     def _find(self, path: Path) -> None:
@@ -197,7 +210,8 @@ class Documents:
         try:
             described = json.loads(path.read_text())
             for_whom = described.pop("made_for")
-            document = Document(**described | {"turn": Turn(described["turn"])})
+            read = {"turn": Turn(described["turn"]), "kept": Kept.read(described["kept"])}
+            document = Document(**described | read)
         except (ValueError, TypeError, KeyError, OSError) as error:
             _NOTICES.warning("%s: left out, it describes no document: %s", path, error)
             return

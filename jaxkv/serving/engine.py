@@ -33,7 +33,7 @@ from jaxkv.sampling import Sampling, mixed
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_key, own_policy
 from jaxkv.serving.requests import EngineClosed, QueueFull, Request
-from jaxkv.serving.room import ahead_of, device_of, slots_that_fit
+from jaxkv.serving.room import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import Order, Reading, Work
@@ -81,6 +81,7 @@ class Engine:
         queue: int | np.integer = 256,
         documents: str | os.PathLike[str] | None = None,
         document_bytes: int | np.integer | None = None,
+        memory_share: float | np.floating = 1.0,
         mesh: Mesh | None = None,
         implementation: Implementation | str | None = Implementation.AUTO,
     ):
@@ -100,6 +101,7 @@ class Engine:
                 None keeps them for as long as this engine lives.
             document_bytes: the most bytes of documents on the device; the least recently used others wait on disk. By
                 default half of the memory that the slots leave free.
+            memory_share: share of the free memory for "auto" slots and documents; less leaves room for other engines.
             mesh: devices with the axes "data" and "model" to run on; slots lie over "data".
             implementation: the implementation of attention; by default the fastest one for these devices.
 
@@ -114,24 +116,14 @@ class Engine:
         require(not spread, "mesh", "devices of several processes", "an engine runs in one process: give its devices")
         self._limit = _checks.whole("queue", queue, "let at least 1 request wait")
         self._session = Session(params, policy, implementation=arguments.as_implementation(implementation))
-        new = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
-        question = _checks.whole("max_question_tokens", max_question_tokens, "give 0 for none", least=0)
-        if max_prompt_tokens is None:
-            left = params.config.max_positions - new - question
-            remedy = f"the model was made for {params.config.max_positions}: leave tokens for the prompt"
-            require(left > 0, "max_new_tokens", new, remedy)
-            max_prompt_tokens = min(4096, left)
-        limits = {
-            "max_prompt": _checks.whole("max_prompt_tokens", max_prompt_tokens, "take prompts of at least 1 token"),
-            "max_new_tokens": new,
-            "max_question": question,
-        }
-        wanted = slots_that_fit(self._session, **limits) if slots == "auto" else slots
+        limits = limits_of(params.config, prompt=max_prompt_tokens, new=max_new_tokens, question=max_question_tokens)
+        share = _checks.real("memory_share", memory_share, high=1, open_low=True)
+        wanted = slots_that_fit(self._session, **limits, share=share) if slots == "auto" else slots
         count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
         self._slots = Slots(self._session, count=count, ends=max(1, len(params.ends)), **limits)
         folder = None if documents is None else Path(documents).expanduser().absolute()
         if document_bytes is None:
-            document_bytes = int(_DOCUMENT_SHARE * memory.available_bytes(device_of(params)))
+            document_bytes = int(_DOCUMENT_SHARE * share * memory.available_bytes(device_of(params)))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
         self._documents = Documents(
             params, self._session.policy, rows=self._slots.shape.rows, most_bytes=most, folder=folder
@@ -217,13 +209,21 @@ class Engine:
         self._queued(Work(order, request, params.text))
         return request
 
-    def document(self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None) -> Document:
+    def document(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        key: PRNGKeyArray | int | None = None,
+        budget: int | float | np.integer | np.floating | None = None,
+    ) -> Document:
         """Prefills and compresses a document once and returns its handle, which `submit` takes any number of times.
 
         Args:
             prompt: text, chat messages or token ids; text leaves the user's turn open for the question.
             raw: True if the text is plain text, not a user's message.
             key: random key or seed, for policies that draw.
+            budget: rows per kv head, or share of the document, to keep; at most the policy's, which is the default.
 
         Returns:
             The document: its id, tokens, rows and bytes. Documents beyond `document_bytes` wait on disk.
@@ -234,11 +234,11 @@ class Engine:
             TypeError: for an argument of the wrong kind, with what to give instead.
             RuntimeError: if the engine is closed or has failed.
         """
-        return self.submit_document(prompt, raw=raw, key=key).result()
+        return self.submit_document(prompt, raw=raw, key=key, budget=budget).result()
 
     @settled
     def submit_document(
-        self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None
+        self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None, budget: Any = None
     ) -> Future[Document]:
         """Queues a document; returns a future of its handle at once. Arguments and errors are those of `document`."""
         params, key, raw = self._session.params, own_key(key, self._session.key), _checks.flag("raw", raw)
@@ -248,7 +248,7 @@ class Engine:
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "give one document")
         self._require_fits(int(encoded.lengths[0]), None)
         arguments.warn_unseen(self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget)
-        reading = Reading(encoded, key)
+        reading = Reading(encoded, key, None if budget is None else own_policy(budget, self._session.policy, None))
         self._queued(reading)
         return reading.future
 
@@ -303,6 +303,11 @@ class Engine:
             # Others may have been faster.
             with contextlib.suppress(QueueFull):
                 return self.submit(prompt, **options)
+
+    @property
+    def session(self) -> Session:
+        """Model, policy and attention of this engine."""
+        return self._session
 
     @property
     def documents(self) -> Documents:

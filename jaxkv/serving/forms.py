@@ -151,6 +151,7 @@ def document_form() -> Form:
         "messages": fields.messages(),
         "raw": fields.flag(),
         "model": fields.text(),
+        "budget": fields.amount(),
     }
     return Form(fields=own, required=(("text", "messages"),))
 

@@ -24,12 +24,21 @@ def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
     return jax.random.wrap_key_data(jax.device_put(np.asarray(jax.random.key_data(key))))
 
 
+def takes_own_budget(policy: Method) -> bool:
+    """True if requests under an engine's policy may have a smaller budget of their own."""
+    return policy.parts().budget is not None and policy.parts().every is None
+
+
 def own_policy(given: Any, policy: Method, document: Document | None) -> Method:
     """An engine's policy with a request's budget; ValueError unless it is one, and not above the engine's."""
-    most = policy.parts().budget
     require(document is None, "budget", given, "a document has been compressed already: leave it out")
-    fixed = most is not None and policy.parts().every is None
-    require(fixed, "budget", given, f"requests of {type(policy).__name__} have the engine's: leave it out")
+    most = policy.parts().budget
+    require(
+        takes_own_budget(policy),
+        "budget",
+        given,
+        f"requests of {type(policy).__name__} have the engine's: leave it out",
+    )
     budget = as_budget(given)
     assert most is not None and budget is not None
     kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"

@@ -1,6 +1,6 @@
-"""`application`: OpenAI's HTTP interface to an engine, as an ASGI application of Starlette's."""
+"""`Application`: OpenAI's HTTP interface to engines, as an ASGI application of Starlette's."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxkv._values import brief
 from jaxkv.serving.access import Access
 from jaxkv.serving.bodies import ClientGone
 from jaxkv.serving.completing import complete
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.keeping import add_document, delete_document, list_documents, one_document
+from jaxkv.serving.given import takes_own_budget
+from jaxkv.serving.keeping import add_document, delete_document, kept_of_document, list_documents, one_document
 from jaxkv.serving.limits import Limits
 from jaxkv.serving.openapi import description
+from jaxkv.serving.page import page
 from jaxkv.serving.refused import Refused, as_json, draining, json_bytes
 from jaxkv.serving.service import Service
 
@@ -24,21 +27,21 @@ Endpoint = Callable[[Service, HttpRequest], Awaitable[Response]]
 
 
 class Application(Access):
-    """ASGI application of an engine; `service` has its state.
+    """ASGI application of one or several engines; `service` has its state.
 
     Attributes:
         service: what all routes share.
     """
 
-    def __init__(self, engine: Engine, *, name: str, limits: Limits | None = None):
+    def __init__(self, models: Mapping[str, Engine], *, limits: Limits | None = None):
         """Makes the application.
 
         Args:
-            engine: the engine that answers; it is not closed.
-            name: name of the model, as clients give it.
+            models: engines by the model ids that clients give; they are not closed. Bodies that name none are the
+                first's.
             limits: limits of a request; the usual ones if None.
         """
-        self.service = Service(engine, name=name, limits=limits or Limits())
+        self.service = Service(models, limits=limits or Limits())
         handlers: Any = {Refused: _refused, HTTPException: _of_starlette, ClientGone: _gone, Exception: self._failed}
         inner = Starlette(routes=_routes(self.service), exception_handlers=handlers)
         inner.router.redirect_slashes = False
@@ -57,12 +60,14 @@ def _routes(service: Service) -> list[Route]:
         return Response(described, media_type="application/json")
 
     endpoints: list[tuple[str, str, Endpoint]] = [
+        ("GET", "/", page),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{id:path}", _model),
         ("POST", "/v1/completions", partial(complete, chat=False)),
         ("POST", "/v1/chat/completions", partial(complete, chat=True)),
         ("POST", "/v1/documents", add_document),
         ("GET", "/v1/documents", list_documents),
+        ("GET", "/v1/documents/{id}/kept", kept_of_document),
         ("GET", "/v1/documents/{id:path}", one_document),
         ("DELETE", "/v1/documents/{id:path}", delete_document),
         ("GET", "/health", _health),
@@ -84,14 +89,24 @@ def _one_of(service: Service, methods: dict[str, Endpoint]) -> Callable[[HttpReq
     return endpoint
 
 
-def _model_object(service: Service) -> dict[str, Any]:
-    """OpenAI's object of the served model, with the most tokens of a prompt and of an answer."""
-    limits = service.engine.limits
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    """OpenAI's object of a model, with its policy and the most tokens of a prompt and of an answer.
+
+    `own_budget` says whether requests and documents may have a smaller budget of their own, `full_cache` whether every
+    row is kept and read.
+    """
+    engine = service.models[name]
+    limits, policy = engine.limits, engine.session.policy
+    parts = policy.parts()
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "jaxkv",
+        "policy": brief(policy),
+        "budget": parts.budget,
+        "own_budget": takes_own_budget(policy),
+        "full_cache": parts.scorer is None and parts.read is None,
         "max_prompt_tokens": limits.prompt,
         "max_question_tokens": limits.question,
         "max_tokens": limits.new,
@@ -99,22 +114,23 @@ def _model_object(service: Service) -> dict[str, Any]:
 
 
 async def _models(service: Service, request: HttpRequest) -> Response:
-    """GET /v1/models: a list of the one model."""
-    return as_json({"object": "list", "data": [_model_object(service)]})
+    """GET /v1/models: a list of all models, the first one first."""
+    return as_json({"object": "list", "data": [_model_object(service, name) for name in service.models]})
 
 
 async def _model(service: Service, request: HttpRequest) -> Response:
     """GET /v1/models/{id}: the model, or 404."""
-    service.require_model(request.path_params["id"])
-    return as_json(_model_object(service))
+    return as_json(_model_object(service, service.model(request.path_params["id"])))
 
 
 async def _health(service: Service, request: HttpRequest) -> Response:
     """GET /health: 200, or 503 while the server drains or after its engine has failed."""
     if service.draining:
         raise draining()
-    if service.engine.error is not None:
-        raise Refused(503, "the engine has failed: start the server again", code="engine_failed")
+    failed = [name for name, engine in service.models.items() if engine.error is not None]
+    if failed:
+        message = f"the engine of {', '.join(failed)} has failed: start the server again"
+        raise Refused(503, message, code="engine_failed")
     return as_json({"status": "ok"})
 
 

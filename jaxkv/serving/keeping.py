@@ -1,22 +1,25 @@
-"""Routes /v1/documents: compress a document once, list, look at and delete documents."""
+"""Routes /v1/documents: compress a document once, list, look at and delete documents, and see what is kept of one."""
 
 import asyncio
 import contextlib
+import re
 from concurrent.futures import Future
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxkv.serving.bodies import ClientGone, body_of, while_connected
-from jaxkv.serving.completing import document_of
 from jaxkv.serving.documents import Document
+from jaxkv.serving.engine import Engine
 from jaxkv.serving.fields import strict_json
 from jaxkv.serving.refused import Refused, as_json
 from jaxkv.serving.replies import document_object
 from jaxkv.serving.requests import result_of
 from jaxkv.serving.service import Record, Service
+from jaxkv.text.pieces import pieces_of
 
 
 async def add_document(service: Service, request: HttpRequest) -> Response:
@@ -27,54 +30,104 @@ async def add_document(service: Service, request: HttpRequest) -> Response:
     try:
         given = await run_in_threadpool(_read, service, body)
         name = "text" if "text" in given else "messages"
-        submit = service.engine.submit_document
-        future = await run_in_threadpool(submit, given[name], raw=given.get("raw", False))
+        record.model = service.model(given.get("model"))
+        engine = service.models[record.model]
+        options = {"raw": given.get("raw", False), "budget": given.get("budget")}
+        future = await run_in_threadpool(engine.submit_document, given[name], **options)
         async with asyncio.timeout(service.limits.seconds):
             document = await while_connected(request.receive, result_of(future))
     except Refused:
         raise
     except ClientGone:
-        future.add_done_callback(lambda ended: _remove(service, ended))
+        future.add_done_callback(lambda ended: _remove(engine, ended))
         raise
     except Exception as error:
         if isinstance(error, TimeoutError):
-            future.add_done_callback(lambda ended: _remove(service, ended))
+            future.add_done_callback(lambda ended: _remove(engine, ended))
         raise service.refusal_of(error, record, prompt=name) from error
     record.prompt_tokens, record.new_tokens = document.tokens, 0
-    return as_json(document_object(document))
+    return as_json(document_object(document, record.model))
 
 
 def _read(service: Service, body: bytes) -> dict[str, Any]:
     """Reads a body by its form; ValueError for both a text and messages."""
     given = service.forms["/v1/documents"].read(strict_json(body))
-    service.require_model(given.get("model"))
     if "text" in given and "messages" in given:
         raise ValueError("text=...: messages are given as well: give one of them")
     return given
 
 
-def _remove(service: Service, ended: Future[Document]) -> None:
+def _remove(engine: Engine, ended: Future[Document]) -> None:
     """Removes a document that nobody waits for any more."""
     if ended.exception() is None:
         with contextlib.suppress(ValueError):
-            service.engine.documents.remove(ended.result().id)
+            engine.documents.remove(ended.result().id)
 
 
 async def list_documents(service: Service, request: HttpRequest) -> Response:
     """GET: all documents, in order of their ids."""
-    return as_json({"object": "list", "data": [document_object(each) for each in service.engine.documents.all()]})
+    found = [(each, model) for model, engine in service.models.items() for each in engine.documents.all()]
+    objects = [document_object(each, model) for each, model in sorted(found, key=lambda pair: pair[0].id)]
+    return as_json({"object": "list", "data": objects})
 
 
 async def one_document(service: Service, request: HttpRequest) -> Response:
     """GET: one document."""
-    return as_json(document_object(document_of(service, request.path_params["id"])))
+    model, document = service.document(request.path_params["id"])
+    return as_json(document_object(document, model))
+
+
+async def kept_of_document(service: Service, request: HttpRequest) -> Response:
+    """GET: texts of a document's tokens, and the number of (layer, kv head) pairs that keep each token's row."""
+    model, document = service.document(request.path_params["id"])
+    return as_json(await run_in_threadpool(_kept, service, model, document, request.query_params))
+
+
+def _kept(service: Service, model: str, document: Document, query: QueryParams) -> dict[str, Any]:
+    """The object of what is kept of a document, in one layer or one kv head of it if the query says so."""
+    kept, session = document.kept, service.models[model].session
+    layer, head = _index(query, "layer", kept.layers), _index(query, "head", kept.heads)
+    if layer is None and head is not None:
+        raise Refused(
+            400, f"head={head}: heads are those of a layer: give layer, too", param="head", code="invalid_value"
+        )
+    text = session.params.text
+    assert text is not None
+    pieces, parts = pieces_of(kept.ids.tolist(), text), session.policy.parts()
+    return {
+        "id": document.id,
+        "object": "document.kept",
+        "model": model,
+        "layers": kept.layers,
+        "heads": kept.heads,
+        "layer": layer,
+        "head": head,
+        "pairs": (kept.layers if layer is None else 1) * (kept.heads if head is None else 1),
+        "pieces": pieces.texts,
+        "special": pieces.special,
+        "kept": kept.counts(layer, head).tolist(),
+        "merges": parts.merge is not None,
+        "chooses": parts.read is not None,
+    }
+
+
+def _index(query: QueryParams, name: str, count: int) -> int | None:
+    """The number of a query's field, from 0 to `count` - 1; None if it is left out; `Refused` 400 for anything else."""
+    given = query.getlist(name)
+    if not given:
+        return None
+    if len(given) == 1 and re.fullmatch("[0-9]{1,9}", given[0]) and int(given[0]) < count:
+        return int(given[0])
+    said = given[0][:40] if len(given) == 1 else f"{len(given)} numbers"
+    raise Refused(400, f"{name}={said}: give one from 0 to {count - 1}", param=name, code="invalid_value")
 
 
 async def delete_document(service: Service, request: HttpRequest) -> Response:
     """DELETE: removes a document from the device and the disk."""
-    name = document_of(service, request.path_params["id"]).id
+    model, document = service.document(request.path_params["id"])
+    name = document.id
     try:
-        await run_in_threadpool(service.engine.documents.remove, name)
+        await run_in_threadpool(service.models[model].documents.remove, name)
     except ValueError as error:
         # Somebody else was faster.
         raise Refused(404, str(error), param="document", code="document_not_found") from None

@@ -26,7 +26,13 @@ def description(service: Service) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": f"jaxkv: {service.name}", "version": "1"},
         "paths": {
-            "/v1/models": {"get": _page("List the model", _object("data"), (401,))},
+            "/": {
+                "get": {
+                    "summary": "A page to compress a document, see what is kept of it, and ask",
+                    "responses": _answers({"text/html": {"schema": {"type": "string"}}}, ()),
+                }
+            },
+            "/v1/models": {"get": _page("List the models", _object("data"), (401,))},
             "/v1/models/{id}": {"get": _page("Look at a model", _object("id"), (401, 404), named=True)},
             "/v1/completions": {"post": _completion(service, "/v1/completions")},
             "/v1/chat/completions": {"post": _completion(service, "/v1/chat/completions")},
@@ -37,6 +43,9 @@ def description(service: Service) -> dict[str, Any]:
             "/v1/documents/{id}": {
                 "get": _page("Look at a document", _DOCUMENT, (401, 404), named=True),
                 "delete": _page("Delete a document", _object("id", "deleted"), (401, 404, 503), named=True),
+            },
+            "/v1/documents/{id}/kept": {
+                "get": _page("See which tokens are kept", _KEPT, (400, 401, 404), named=True, query=("layer", "head"))
             },
             "/health": {"get": _page("Whether requests are taken", _object("status"), (503,))},
             "/metrics": {
@@ -72,13 +81,36 @@ _ERROR = {
 }
 _DOCUMENT = {
     "type": "object",
-    "required": ["id", "object", "tokens", "rows", "bytes"],
+    "required": ["id", "object", "model", "tokens", "rows", "bytes", "kept_bytes", "full_bytes"],
     "properties": {
         "id": {"type": "string"},
         "object": {"const": "document"},
+        "model": {"type": "string"},
         "tokens": {"type": "integer"},
         "rows": {"type": "number"},
         "bytes": {"type": "integer"},
+        "kept_bytes": {"type": "integer"},
+        "full_bytes": {"type": "integer"},
+    },
+}
+_WHOLE = {"type": "integer", "minimum": 0}
+_KEPT = {
+    "type": "object",
+    "required": ["id", "object", "model", "layers", "heads", "layer", "head", "pairs", "pieces", "special", "kept"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "document.kept"},
+        "model": {"type": "string"},
+        "layers": _WHOLE,
+        "heads": _WHOLE,
+        "layer": {"anyOf": [_WHOLE, {"type": "null"}]},
+        "head": {"anyOf": [_WHOLE, {"type": "null"}]},
+        "pairs": _WHOLE,
+        "pieces": {"type": "array", "items": {"type": "string"}},
+        "special": {"type": "array", "items": _WHOLE},
+        "kept": {"type": "array", "items": _WHOLE},
+        "merges": {"type": "boolean"},
+        "chooses": {"type": "boolean"},
     },
 }
 
@@ -95,11 +127,14 @@ def _answers(content: dict[str, Any], statuses: Iterable[int]) -> dict[str, Any]
     return {"200": {"description": "Done.", "content": content}, **told}
 
 
-def _page(about: str, schema: dict[str, Any], statuses: Iterable[int], *, named: bool = False) -> dict[str, Any]:
-    """Description of one method of one page."""
+def _page(
+    about: str, schema: dict[str, Any], statuses: Iterable[int], *, named: bool = False, query: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Description of one method of one page; `query` names whole numbers that may stand behind its question mark."""
     inside = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    numbers = [{"name": name, "in": "query", "required": False, "schema": _WHOLE} for name in query]
     answers = _answers({"application/json": {"schema": schema}}, statuses)
-    return {"summary": about, "responses": answers, **({"parameters": [inside]} if named else {})}
+    return {"summary": about, "responses": answers, **({"parameters": [inside, *numbers]} if named else {})}
 
 
 def _body(service: Service, path: str) -> dict[str, Any]:

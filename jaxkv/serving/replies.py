@@ -81,14 +81,20 @@ def usage_of(requests: list[Request], n: int, document: Document | None) -> dict
     }
 
 
-def document_object(document: Document) -> dict[str, Any]:
-    """The object of a document: its id, tokens, rows per kv head and layer, bytes."""
+def document_object(document: Document, model: str) -> dict[str, Any]:
+    """The object of a document of a model: its id, tokens, rows per kv head and layer, bytes on the device.
+
+    `kept_bytes` are those of the kept rows alone, `full_bytes` those of an uncompressed cache of its tokens.
+    """
     return {
         "id": document.id,
         "object": "document",
+        "model": model,
         "tokens": document.tokens,
         "rows": document.rows,
         "bytes": document.nbytes,
+        "kept_bytes": document.kept_nbytes,
+        "full_bytes": document.full_nbytes,
     }
 
 

@@ -1,19 +1,24 @@
 """Number of slots that fit into free memory, and of prompts that are prefilled ahead of them."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
-from jaxkv import memory
+from jaxkv import _checks, memory
+from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.engine.prefill_bytes import row_bytes
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.loading import LanguageModel
+from jaxkv.models.config import ModelConfig
 
 # Share of the free memory that slots may take; the rest is for documents and what XLA allocates.
 _SHARE = 0.9
 # Beyond this many, a decode step costs more than its batch gains on the devices that were modelled.
 _MOST = 64
+_USUAL_PROMPT = 4096
 
 
 def ahead_of(slots: int) -> int:
@@ -21,9 +26,36 @@ def ahead_of(slots: int) -> int:
     return max(2, slots // 4)
 
 
+def limits_of(config: ModelConfig, *, prompt: Any, new: Any, question: Any) -> dict[str, int]:
+    """Most tokens of a prompt, an answer and a question by the names that `Slots` has; ValueError if they cannot be.
+
+    A prompt's are by default the model's positions less the others, at most 4096.
+    """
+    new = _checks.whole("max_new_tokens", new, "draw at least 1 token")
+    question = _checks.whole("max_question_tokens", question, "give 0 for none", least=0)
+    if prompt is None:
+        left = config.max_positions - new - question
+        remedy = f"the model was made for {config.max_positions}: leave tokens for the prompt"
+        require(left > 0, "max_new_tokens", new, remedy)
+        prompt = min(_USUAL_PROMPT, left)
+    prompt = _checks.whole("max_prompt_tokens", prompt, "take prompts of at least 1 token")
+    return {"max_prompt": prompt, "max_new_tokens": new, "max_question": question}
+
+
+def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
+    """Share of the free memory for the next of `left` engines that are still to be made.
+
+    `promised` bytes are left to the documents of engines that are there.
+    """
+    free = memory.available_bytes(device)
+    return max(0.01, 1 - promised / free) / left if free > 0 else 1 / left
+
+
 @settled
-def slots_that_fit(session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int) -> int:
-    """Number of slots that fit into nine tenths of the free memory beside one prefill; 64 at most.
+def slots_that_fit(
+    session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
+) -> int:
+    """Number of slots that fit into nine tenths of a share of the free memory beside one prefill; 64 at most.
 
     On a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not even one slot of each group fits.
     """
@@ -39,7 +71,7 @@ def slots_that_fit(session: Session, *, max_prompt: int, max_new_tokens: int, ma
     # A prompt that is prefilled ahead waits in the shape of a slot.
     beside = prompt.peak_bytes * together
     memory.check_bytes(beside + each * (1 + ahead_of(1)), "one slot, its queue and a prefill", device)
-    fit = (int(_SHARE * memory.available_bytes(device)) - beside) // each
+    fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
     most = max((count for count in range(1, _MOST // groups + 1) if count + ahead_of(count) <= fit), default=1)
     return most * groups
 

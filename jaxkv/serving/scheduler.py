@@ -155,7 +155,7 @@ class Scheduler:
         """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
         if isinstance(work, Reading):
             try:
-                work.future.set_result(self.documents.add(cache))
+                work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
             except _REFUSALS as error:
                 work.fail(error)
             return

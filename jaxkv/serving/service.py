@@ -1,11 +1,15 @@
-"""`Service`: what all routes of the HTTP interface share, and the state that its server reads."""
+"""`Service`: what all routes of the HTTP interface share: engines by model id, and the state that its server reads."""
 
+import contextlib
 import dataclasses
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
+from jaxkv._errors import require
+from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.forms import Form, chat_form, document_form, text_form
 from jaxkv.serving.limits import Limits
@@ -23,6 +27,7 @@ class Record:
         status: HTTP status; 499 if the client was gone before the answer was complete. None before the answer begins.
         prompt_tokens: tokens of the prompts, once they are known.
         new_tokens: tokens of the answers, once they are complete.
+        model: id of the model that answers, once it is known.
         fault: where an unexpected error was raised, without its message, which may hold a prompt's text.
     """
 
@@ -31,45 +36,75 @@ class Record:
     status: int | None = None
     prompt_tokens: int | None = None
     new_tokens: int | None = None
+    model: str | None = None
     fault: str | None = None
 
 
 class Service:
-    """An engine behind HTTP: its model's name, the forms of bodies, limits, metrics, and whether it drains.
+    """Engines behind HTTP: their model ids, the forms of bodies, limits, metrics, and whether the server drains.
 
     Attributes:
-        engine: the engine that answers.
-        name: name of the model, as clients give it.
+        models: engines by the model ids that clients give; a body without one is the first's.
+        name: id of the first model.
         limits: limits of a request.
         metrics: what /metrics shows.
+        most_tokens: the most tokens of an answer of any model.
         created: time of the start, seconds since 1970.
         active: completions and documents that are being answered.
         draining: True once no new requests are taken.
         submitting: lock that bodies of several answers hold while their requests are submitted.
     """
 
-    def __init__(self, engine: Engine, *, name: str, limits: Limits):
-        """Makes the service of an engine that is there."""
-        self.engine, self.name, self.limits = engine, name, limits
-        self.metrics, self.created = Metrics(engine), int(time.time())
+    def __init__(self, models: Mapping[str, Engine], *, limits: Limits):
+        """Makes the service of engines that are there."""
+        require(len(models) > 0, "models", models, "give at least one engine")
+        self.models, self.name, self.limits = dict(models), next(iter(models)), limits
+        self.metrics, self.created = Metrics(self.models), int(time.time())
         self.active, self.draining = 0, False
         self.submitting = threading.Lock()
-        most: dict[str, Any] = {"most_tokens": engine.limits.new, "most_answers": limits.answers}
+        self.most_tokens = min(engine.limits.new for engine in self.models.values())
+        most: dict[str, Any] = {"most_tokens": self.most_tokens, "most_answers": limits.answers}
         self.forms: dict[str, Form] = {
             "/v1/completions": text_form(**most),
             "/v1/chat/completions": chat_form(**most),
             "/v1/documents": document_form(),
         }
 
-    def require_model(self, name: str | None) -> None:
-        """Raises `Refused` 404 for another model than the served one; a body may leave it out."""
-        if name is not None and name != self.name:
-            message = f"model={name[:200]!r}: there is one model here: {self.name!r}"
-            raise Refused(404, message, param="model", code="model_not_found")
+    def model(self, name: str | None) -> str:
+        """Id of the model that a body names, the first one's for None; `Refused` 404 if there is none of this id."""
+        if name is not None and name not in self.models:
+            there = f"there are {', '.join(map(repr, self.models))}"
+            if len(self.models) == 1:
+                there = f"there is one model here: {self.name!r}"
+            raise Refused(404, f"model={name[:200]!r}: {there}", param="model", code="model_not_found")
+        return self.name if name is None else name
+
+    def document(self, name: str) -> tuple[str, Document]:
+        """The model id of a document, and the document; `Refused` 404 if there is none of this id."""
+        for model, engine in self.models.items():
+            with contextlib.suppress(ValueError):
+                return model, engine.documents.of(name)
+        message = f"document={name[:200]!r}: there is none of this id: it was removed, or is another server's"
+        raise Refused(404, message, param="document", code="document_not_found")
+
+    def asked(self, model: str | None, document: str | None) -> tuple[str, Document | None]:
+        """The model id and the document that a body asks: its document's model if it names none.
+
+        Raises `Refused` 404 for unknown ids, and 400 for a document that another model compressed.
+        """
+        if document is None:
+            return self.model(model), None
+        owner, found = self.document(document)
+        if model is not None and self.model(model) != owner:
+            message = (
+                f"document={document!r}: {owner!r} compressed it, not {model!r}: ask {owner!r}, or compress it anew"
+            )
+            raise Refused(400, message, param="document", code="document_of_another_model")
+        return owner, found
 
     def refusal_of(self, error: BaseException, record: Record, *, prompt: str = "prompt") -> Refused:
         """The `Refused` of any error; notes in `record` where an unexpected one was raised."""
-        refused = refused_by(error, retry_after=self.metrics.retry_after(), prompt=prompt)
+        refused = refused_by(error, retry_after=self.metrics.retry_after(record.model or self.name), prompt=prompt)
         if refused.status == 500:
             record.fault = f"{type(error).__name__} at " + " < ".join(
                 f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"

@@ -136,6 +136,7 @@ class Reading:
     Attributes:
         encoded: the document.
         key: random key for policies that draw; None for the engine's.
+        policy: the engine's policy with the document's own budget; None for the engine's.
         future: the `Document`, once it is compressed.
         gone: always False: documents are not cancelled.
         prefill_seconds: time of its prefill so far.
@@ -143,9 +144,9 @@ class Reading:
 
     gone = False
 
-    def __init__(self, encoded: Encoded, key: PRNGKeyArray | None):
+    def __init__(self, encoded: Encoded, key: PRNGKeyArray | None, policy: Method | None):
         """Makes the record of a document that is submitted now."""
-        self.encoded, self.key, self.prefill_seconds = encoded, key, 0.0
+        self.encoded, self.key, self.policy, self.prefill_seconds = encoded, key, policy, 0.0
         self.future: Future[Document] = Future()
         # Whoever gives up waiting does not end it.
         self.future.set_running_or_notify_cancel()
@@ -155,7 +156,7 @@ class Reading:
 
     def walk(self, slots: Slots, documents: Documents) -> Walk[KVCache]:
         """Generator: prefills the document layer by layer; returns its cache."""
-        return slots.prefilling(self.encoded, key=self.key)
+        return slots.prefilling(self.encoded, key=self.key, policy=self.policy)
 
     def fail(self, error: BaseException) -> None:
         """Ends the document's prefill with an error."""

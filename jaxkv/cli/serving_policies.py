@@ -1,0 +1,52 @@
+"""Parses `--also` of `jaxkv serve`, and makes an engine for each policy over the same weights."""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxkv._errors import require
+from jaxkv.cli.policy_rows import spelled
+from jaxkv.loading import LanguageModel
+from jaxkv.policies import Method
+from jaxkv.policies.registry import policy_class, takes_budget
+from jaxkv.serving import Engine
+from jaxkv.serving.room import device_of, share_of_next
+
+
+def further_policies(given: Iterable[str], first: Method) -> dict[str, Method]:
+    """Dict from name to policy of all `--also`: a policy without a budget of its own has the first one's.
+
+    A name is what was written, with "-" for what cannot stand in an address. ValueError for a policy given twice.
+    """
+    budget = first.parts().budget
+    found: dict[str, Method] = {}
+    for text in given:
+        for each in spelled(text, "--also"):
+            shared = not each.sized and takes_budget(policy_class(each.name))
+            name = re.sub(r"[^A-Za-z0-9_.]+", "-", each.text).strip("-")
+            require(name not in found, "--also", each.text, "it is given twice: leave one out")
+            found[name] = each.policy(budget if shared else None)
+    return found
+
+
+@contextlib.contextmanager
+def engines(
+    params: LanguageModel, policies: Mapping[str, Method], *, folder: str | None, **options: Any
+) -> Iterator[dict[str, Engine]]:
+    """Context manager that makes an engine for each policy, by model id, and closes all of them at its end.
+
+    "auto" slots and documents of all engines share the memory. The first keeps its documents in `folder`, the others
+    each in a folder inside it, called as what stands behind the ":" of its model id.
+    """
+    device, made = device_of(params), dict[str, Engine]()
+    with contextlib.ExitStack() as stack:
+        for at, (name, policy) in enumerate(policies.items()):
+            documents = [each.documents for each in made.values()]
+            promised = sum(max(0, each.most_bytes - each.nbytes) for each in documents)
+            share = share_of_next(len(policies) - at, promised=promised, device=device)
+            own = None if folder is None else Path(folder) / (name.rpartition(":")[2] if at else "")
+            engine = Engine(params, policy=policy, documents=own, memory_share=share, **options)
+            made[name] = stack.enter_context(engine)
+        yield made
