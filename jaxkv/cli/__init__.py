@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `serve`, `plan`, `eval`, `analyze`, `filters`, `fit-gate`, `export`, lists."""
+"""The command line: makes the parser of all commands, runs one, and turns expected errors into one line."""
 
 import argparse
 import difflib
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from jax.errors import JaxRuntimeError
 
 from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
+from jaxkv.cli.documents import DOCUMENT_NOTES, add_ask_options, add_compress_options, run_ask, run_compress
 from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
 from jaxkv.cli.evaluating import add_eval_options, print_tasks
 from jaxkv.cli.exporting import add_export_options, run_export
@@ -180,6 +181,8 @@ def _parser() -> argparse.ArgumentParser:
         add_options(command)
 
     add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
+    add("compress", "save a document's compressed cache", add_compress_options, run_compress, DOCUMENT_NOTES)
+    add("ask", "answer questions about a saved document", add_ask_options, run_ask, DOCUMENT_NOTES)
     add("serve", "answer OpenAI's HTTP interface, many requests at a time", add_serve_options, run_serve, SERVE_NOTES)
     add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
     add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)

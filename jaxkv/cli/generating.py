@@ -35,6 +35,17 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
     add("--question", metavar="TEXT", help="what to ask about this text; follows after a blank line")
     add("--raw", action="store_true", help="plain text: no chat template")
+    add_drawing_options(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object on stdout instead of the text")
+    output = "also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not replaced"
+    add("--output", metavar="FILE", help=output)
+    add("--no-stream", action="store_true", help="print the text when it is complete")
+    add_policy_options(parser)
+
+
+def add_drawing_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of drawing tokens to a command's parser; `sampling_from` reads the sampler's."""
     share, count = argument(real), argument(positive)
     group = parser.add_argument_group("drawing tokens")
     add = group.add_argument
@@ -46,15 +57,9 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     cut.add_argument("--top-p", type=share, metavar="P", help="among the likeliest that hold probability P")
     cut.add_argument("--min-p", type=share, metavar="P", help="among those at least P times as likely as the likeliest")
     add("--seed", type=argument(seed), default=0, metavar="N", help="of random draws (default: %(default)s)")
-    add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="one JSON object on stdout instead of the text")
-    output = "also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not replaced"
-    add("--output", metavar="FILE", help=output)
-    add("--no-stream", action="store_true", help="print the text when it is complete")
-    add_policy_options(parser)
 
 
-def _sampling(options: argparse.Namespace) -> Sampling:
+def sampling_from(options: argparse.Namespace) -> Sampling:
     """Sampler by --temperature, --top-k, --top-p, --min-p; `Greedy` without any; ValueError for a temperature <= 0."""
     heat = options.temperature
     require(heat is None or heat > 0, "--temperature", heat, "give a positive number; leave it out for the likeliest")
@@ -68,13 +73,18 @@ def _sampling(options: argparse.Namespace) -> Sampling:
     return Greedy() if heat is None else Temperature(temperature=heat)
 
 
+def require_text(flag: str, texts: Iterable[str]) -> None:
+    """Raises ValueError for a command's text that is not UTF-8, naming its option."""
+    for text in texts:
+        # Bytes that are not UTF-8 reach Python from the shell as lone surrogates.
+        require(not re.search("[\ud800-\udfff]", text), flag, text, "not UTF-8 text")
+
+
 def _prompt(options: argparse.Namespace) -> str:
     """Prompt text: --prompt-file, --prompt, --question joined by blank lines; ValueError without the first two."""
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
-        for text in [given] if isinstance(given, str) else given:
-            # Bytes that are not UTF-8 reach Python from the shell as lone surrogates.
-            require(not re.search("[\ud800-\udfff]", text), f"--{flag}", text, "not UTF-8 text")
+        require_text(f"--{flag}", [given] if isinstance(given, str) else given)
     file = None if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file").strip()
     given = [text for text in (file, options.prompt) if text]
     remedy = "it has no text to be asked about: give --prompt-file FILE; a prompt without a document is --prompt TEXT"
@@ -91,7 +101,7 @@ def run_generate(options: argparse.Namespace) -> int:
     Where the answer cannot be written to its file, the OSError says that it is on stdout, or else on stderr. Where
     stdout fails, the file is written nonetheless, and `Unwritten` raised.
     """
-    policy, sampling, implementation = policy_from(options), _sampling(options), named(options.implementation)
+    policy, sampling, implementation = policy_from(options), sampling_from(options), named(options.implementation)
     require(all(options.stop or ()), "--stop", "", "a stop string has at least one character")
     require_model(options.model)
     target = None
@@ -131,7 +141,7 @@ def run_generate(options: argparse.Namespace) -> int:
         # Printed before the file is written: a FIFO blocks until it has a reader.
         lost = _print(answer)
     if target is not None:
-        _write(target, _as_json(record, "utf-8", indent=2) + "\n", answer, on_stdout=lost is None)
+        _write(target, json_text(record, "utf-8", indent=2) + "\n", answer, on_stdout=lost is None)
     if not options.json:
         _print_stats(result)
     if lost is not None:
@@ -142,7 +152,7 @@ def run_generate(options: argparse.Namespace) -> int:
 def _answer(record: dict[str, Any], result: Generation, *, as_json: bool) -> str:
     """Text for stdout: the record as JSON, or the answer's text, or its token ids without a tokenizer."""
     if as_json:
-        return _as_json(record, getattr(sys.stdout, "encoding", None) or "utf-8")
+        return json_text(record, getattr(sys.stdout, "encoding", None) or "utf-8")
     return result.text if isinstance(result.text, str) else " ".join(map(str, record["tokens"]))
 
 
@@ -176,8 +186,8 @@ def _write(target: Target, text: str, answer: str, *, on_stdout: bool) -> None:
         raise OSError(f"{error}; the answer is on {'stdout' if on_stdout else 'stderr'}") from error
 
 
-def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -> str:
-    """JSON text of a record; non-ASCII characters are escaped only if the encoding lacks some of them."""
+def json_text(record: Any, encoding: str, indent: int | None = None) -> str:
+    """JSON text of one or several records; non-ASCII characters are escaped only if the encoding lacks some of them."""
     text = json.dumps(record, indent=indent, ensure_ascii=False)
     try:
         text.encode(encoding)

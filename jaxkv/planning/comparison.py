@@ -58,7 +58,7 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
     scored = next((each.quality for each in outlooks if each.quality is not None), None)
     served = any(each.served is not None for each in outlooks)
     head = [*_TIME_HEAD, *_MOST_HEAD, *(_SERVED_HEAD if served else [])]
-    head += ["price of 1,000", "of 1M tokens"] if priced else []
+    head += ["its price of 1,000", "of 1M tokens"] if priced else []
     if scored is not None:
         head.append(f"score, {scored.unit}, of {scored.task}")
     rows = [tuple(head)]
