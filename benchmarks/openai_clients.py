@@ -57,7 +57,7 @@ class Serving:
 
     def metric(self, name):
         """The value of one metric."""
-        return float(re.search(rf"^{name} (\S+)$", self.page("/metrics"), flags=re.M)[1])
+        return float(re.search(rf"^{name}{{.*}} (\S+)$", self.page("/metrics"), flags=re.M)[1])
 
     def page(self, path):
         """The text of a page that is not OpenAI's."""

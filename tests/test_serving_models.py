@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import jaxkv
-from jaxkv.cli.serving_policies import further_policies
+from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.serving import room
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
@@ -218,6 +218,17 @@ def test_further_policies_share_the_budget_unless_they_have_one():
     for given, said in (([""], "--also="), (["full", "full"], "given twice"), (["snapkv --beams 3"], "--also='snapkv")):
         with pytest.raises(ValueError, match=said):
             further_policies(given, POLICY)
+
+
+def test_each_policy_keeps_documents_in_a_folder_of_its_own(tmp_path):
+    policies = {"tiny": POLICY, "tiny:full": jaxkv.FullKV()}
+    with engines(lettered.tiny(), policies, folder=str(tmp_path), **OPTIONS) as made:
+        ids = {name: each.document(DOC).id for name, each in made.items()}
+    assert [path.stem for path in tmp_path.glob("*.json")] == [ids["tiny"]]
+    assert [path.stem for path in (tmp_path / "full").glob("*.json")] == [ids["tiny:full"]]
+    for each in made.values():
+        with pytest.raises(jaxkv.EngineClosed):
+            each.submit(DOC)
 
 
 def test_engines_share_the_free_memory(client, monkeypatch):

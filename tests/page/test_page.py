@@ -112,7 +112,7 @@ def test_what_is_kept_is_shown(page, server):
     assert kept == "".join(p for p, k in zip(one["pieces"], one["kept"], strict=True) if k)
     page.get_by_label("Layer").select_option("")
     expect(page.get_by_label("KV head")).to_be_disabled()
-    expect(page.locator("#notes")).to_contain_text(f"all {found['pairs']} heads keep")
+    expect(page.locator("#notes")).to_contain_text(f"by all {found['pairs']} heads")
 
 
 def test_answers_stream_beside_the_full_cache(page, server):
