@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `serve`, `plan`, `eval`, `analyze`, `filters`, `fit-gate`, `export`, lists."""
+"""The command line: `jaxkv generate`, `serve`, `batch`, `plan`, `eval`, `analyze`, and others."""
 
 import argparse
 import difflib
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from jax.errors import JaxRuntimeError
 
 from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
+from jaxkv.cli.batching import BATCH_NOTES, add_batch_options, run_batch
 from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
 from jaxkv.cli.evaluating import add_eval_options, print_tasks
 from jaxkv.cli.exporting import add_export_options, run_export
@@ -181,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
     add("serve", "answer OpenAI's HTTP interface, many requests at a time", add_serve_options, run_serve, SERVE_NOTES)
+    add("batch", "answer a file of requests into a file of answers", add_batch_options, run_batch, BATCH_NOTES)
     add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
     add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)
     add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)

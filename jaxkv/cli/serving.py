@@ -9,7 +9,6 @@ import jax
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
-from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, policy_from
@@ -17,6 +16,7 @@ from jaxkv.cli.streams import to_stderr
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
 from jaxkv.serving import Engine
+from jaxkv.sharding.sizes import mesh_of
 
 SERVE_NOTES = """\
 The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; and /v1/documents, /health, /metrics,
@@ -94,7 +94,7 @@ def run_serve(options: argparse.Namespace) -> int:
         if (error.name or "").startswith("jaxkv"):
             raise
         raise ImportError(f"serving needs {error.name}: pip install 'jaxkv[serve]'") from None
-    policy, slots, implementation = policy_from(options), _slots(options.slots), named(options.implementation)
+    policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
     require_model(options.model)
     require(options.timeout > 0, "--timeout", options.timeout, "give seconds above 0")
     key = os.environ.get(_KEY) or None if options.api_key is None else options.api_key
@@ -119,7 +119,7 @@ def run_serve(options: argparse.Namespace) -> int:
     return 130 if server.cut else 0
 
 
-def _slots(text: str) -> int | str:
+def slots_from(text: str) -> int | str:
     """Value of --slots: "auto", or an integer of at least 1."""
     try:
         return text if text == "auto" else positive(text)
