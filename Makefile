@@ -13,6 +13,7 @@ AOT := .venv-aot/bin
 LATEST := .venv-latest/bin
 LOWEST := .venv-lowest/bin
 FOREIGN := .venv-foreign/bin
+RAY := .venv-ray/bin
 DOCS := .venv-docs/bin
 PYTEST_FLAGS := -q -n auto --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
@@ -31,6 +32,7 @@ LOWEST_STAMP := .venv-lowest/.made-$(shell cksum < pyproject.toml | cut -d ' ' -
 FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
   namex==0.1.0 h5py==3.16.0 optree==0.20.0
 FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
+RAY_STAMP := .venv-ray/.made-ray-2.60.0
 DOCS_STAMP := .venv-docs/.made-$(shell cksum < docs/requirements.txt | cut -d ' ' -f 1)
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
@@ -39,7 +41,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-latest test-lowest test-foreign lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-latest test-lowest test-foreign test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table engine-table serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -75,6 +77,7 @@ help:
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-lowest  test readers, tokenizers and decoders with the oldest packages that pyproject.toml allows"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
+	@echo "make test-ray     jaxkv.serving.ray and jaxkv batch --ray on a cluster of this machine, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
 	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
 	@echo "make orders-tiny  orders between policies on it, with intervals; goes on likewise"
@@ -215,11 +218,15 @@ needle: $(STAMP)
 	@$(BIN)/python -m benchmarks.needle
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-ray .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
 	@$(FOREIGN)/python -m pytest -q tests/foreign/test_foreign.py
+
+# Ray warns of its own.
+test-ray: $(RAY_STAMP)
+	@$(RAY)/python -m pytest -q -m "not real" -W default tests/ray_cluster/test_ray.py
 
 # Warnings are errors. Pages are read anew each time: what they say of jaxkv is read from jaxkv.
 docs: $(DOCS_STAMP)
@@ -301,6 +308,17 @@ $(FOREIGN_STAMP): | $(STAMP)
 	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(FOREIGN))/venv.pth"; \
 	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps $(FOREIGN_PACKAGES); \
 	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	touch $@
+
+# pip sees what .venv has, and installs what is missing.
+$(RAY_STAMP): | $(STAMP)
+	@set -e; \
+	echo "== .venv-ray: creating, on top of .venv; Ray and what it needs take 400 MB" >&2; \
+	rm -rf .venv-ray; \
+	$(BIN)/python -m venv .venv-ray; \
+	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(RAY))/venv.pth"; \
+	$(RAY)/python -m pip install $(PIP_FLAGS) 'ray[serve]==2.60.0'; \
+	$(RAY)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 
 $(DOCS_STAMP): | $(STAMP)

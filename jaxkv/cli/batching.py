@@ -33,6 +33,9 @@ a line:
 examples:
   answer a file of requests:
     jaxkv batch requests.jsonl -o answers.jsonl --model smollm2-135m-instruct --policy adakv --budget 1024
+
+  by all machines of a Ray cluster:
+    jaxkv batch requests.jsonl -o answers.jsonl --policy adakv --budget 1024 --ray --ray-address auto
 """
 
 
@@ -42,6 +45,12 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("files").add_argument
     add("file", metavar="FILE", help="requests, one JSON object a line")
     add("-o", "--out", required=True, metavar="FILE", help="answers, one JSON object a line")
+    add = parser.add_argument_group("more machines").add_argument
+    add("--ray", action="store_true", help="answer by workers of a Ray cluster, each with an engine")
+    about = "the cluster; auto for the one that runs here (default: RAY_ADDRESS, or one of this machine alone)"
+    add("--ray-address", metavar="HOST:PORT", help=about)
+    about = "number of engines (default: as many as the cluster's GPUs allow, else one for each machine)"
+    add("--workers", type=count, metavar="N", help=about)
     add = parser.add_argument_group("model").add_argument
     add_model_option(add)
     add_dtype_option(add)
@@ -64,7 +73,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 def run_batch(options: argparse.Namespace) -> int:
     """Runs `jaxkv batch`: answers what is not answered yet; returns exit code 0, also if lines are refused."""
     try:
-        from jaxkv.serving.batch_answers import MOST_ANSWERS, Batch
+        from jaxkv.serving.batch_answers import MOST_ANSWERS
         from jaxkv.serving.batch_files import Ledger, alone
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("jaxkv"):
@@ -75,19 +84,39 @@ def run_batch(options: argparse.Namespace) -> int:
     name = options.served_model_name or options.model
     about = [options.model, options.dtype, repr(recipe.options["policy"]), options.max_new_tokens]
 
-    @contextlib.contextmanager
-    def answering() -> Iterator[Callable[..., Any]]:
-        with recipe.made() as engine:
-            to_stderr(f"jaxkv: {name}, {engine.stats.slots} slots, {recipe.options['policy']}")
-            yield Batch(engine, name=name).answers
+    for flag, given in (("--ray-address", options.ray_address), ("--workers", options.workers)):
+        require(given is None or options.ray, flag, given, "it says something of --ray: give that as well")
 
     with alone(out):
         ledger = Ledger(requests, out, json.dumps(about))
         require(ledger.lines > 0, "FILE", options.file, "it is empty: give a request a line")
-        bad = _answered(ledger, answering)
+        bad = _answered(ledger, lambda: _answering(options, recipe, name))
     refused = f", {bad} of them without status 200" if bad else ""
     to_stderr(f"jaxkv: {ledger.lines} lines in {options.out}{refused}")
     return 0
+
+
+def _answering(options: argparse.Namespace, recipe: Recipe, name: str) -> Any:
+    """Context manager with the function that answers lines: by an engine here, or by those of a Ray cluster."""
+    if not options.ray:
+        return _here(recipe, name)
+    try:
+        from jaxkv.serving.ray_batches import cluster_answers
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("jaxkv"):
+            raise
+        raise ImportError(f"--ray needs {error.name}: pip install 'jaxkv[ray]'") from None
+    return cluster_answers(recipe, name=name, address=options.ray_address, workers=options.workers)
+
+
+@contextlib.contextmanager
+def _here(recipe: Recipe, name: str) -> Iterator[Callable[..., Any]]:
+    """Context manager with the function that answers lines by an engine of this process."""
+    from jaxkv.serving.batch_answers import Batch
+
+    with recipe.made() as engine:
+        to_stderr(f"jaxkv: {name}, {engine.stats.slots} slots, {recipe.options['policy']}")
+        yield Batch(engine, name=name).answers
 
 
 def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
