@@ -92,12 +92,14 @@ class _Place:
     Attributes:
         handle: Ray Serve's handle.
         active: requests under way there.
+        given: requests that it was given so far.
         seen: time at which it last answered, on the clock `time.monotonic`.
         gone: True if its process has ended, and the next one does not answer yet.
     """
 
     handle: Any
     active: int = 0
+    given: int = 0
     seen: float = 0.0
     gone: bool = True
 
@@ -152,23 +154,25 @@ class Router:
         found = [each for each in self._places if each.there and each not in tried]
         if not found:
             raise _away()
-        return min(found, key=lambda each: each.active)
+        return min(found, key=lambda each: (each.active, each.given))
 
     async def _holder(self, document: str) -> _Place:
         """The replica that holds a document; any one if none does; `Refused` while one that may hold it is away."""
-        places = [each for each in self._places if each.there]
-        found = await asyncio.gather(*(_within(each.handle.holds.remote(document)) for each in places))
-        for place, holds in zip(places, found, strict=True):
+        places, missing = [each for each in self._places if each.there], False
+        # The first that has it: one that has just ended answers late.
+        for asked in asyncio.as_completed([_holds(each, document) for each in places]):
+            place, holds = await asked
             if holds:
                 return place
-        if len(places) < len(self._places) or None in found:
+            missing = missing or holds is None
+        if missing or len(places) < len(self._places):
             raise _away()
         return self._free(())
 
     async def _asked(self, place: _Place, request: HttpRequest, body: bytes) -> Response:
         """Response of one replica, whole or as a stream; `_Gone` or a RayError if it ends before it begins."""
         messages = place.handle.options(stream=True).ask.remote(_scope_of(request), body)
-        place.active += 1
+        place.active, place.given = place.active + 1, place.given + 1
         left = contextlib.ExitStack()
         left.callback(lambda: setattr(place, "active", place.active - 1))
         left.callback(messages.cancel)
@@ -199,8 +203,7 @@ class Router:
     async def _watch(self, place: _Place) -> None:
         """Asks a replica again and again whether it is there."""
         while True:
-            answered = await _within(place.handle.holds.remote(""))
-            if answered is not None:
+            if (await _holds(place, ""))[1] is not None:
                 place.seen, place.gone = time.monotonic(), False
             await asyncio.sleep(_EVERY)
 
@@ -213,17 +216,13 @@ class _Gone(Exception):
 _ENDED = (RayError, RayServeException, _Gone)
 
 
-async def _within(response: Any) -> Any:
-    """Result of a call of a replica; None if it fails, or takes too long."""
+async def _holds(place: _Place, document: str) -> tuple[_Place, bool | None]:
+    """A replica, and whether it holds a document; None if it does not answer."""
     try:
-        return await asyncio.wait_for(asyncio.ensure_future(_result(response)), _SILENT)
+        async with asyncio.timeout(_SILENT):
+            return place, await place.handle.holds.remote(document)
     except (*_ENDED, TimeoutError):
-        return None
-
-
-async def _result(response: Any) -> Any:
-    """Result of a call of a replica."""
-    return await response
+        return place, None
 
 
 async def _next(messages: Any, place: _Place) -> dict[str, Any]:

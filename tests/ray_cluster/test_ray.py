@@ -134,7 +134,8 @@ def test_no_request_hangs_when_a_replica_is_killed(client):
         seconds = time.monotonic() - begun
     statuses = [each.status_code for each in found]
     print(f"{statuses.count(200)} answered, {statuses.count(503)} refused in {seconds:.1f} s")
-    assert set(statuses) <= {200, 503} and statuses.count(200) >= len(texts) and seconds < 70
+    # Documents lie in both replicas: those of the other one are answered.
+    assert set(statuses) <= {200, 503} and statuses.count(200) > len(texts) and seconds < 70
     assert all(each.headers.get("retry-after") for each in found if each.status_code == 503)
     expected = {text: alone(text, 40) for text in set(texts)}
     for text, each in zip(texts, found[: len(texts)], strict=True):
@@ -160,3 +161,11 @@ def test_a_batch_is_answered_as_by_one_engine(cluster, folder, tmp_path):
         assert a["error"] == b["error"] and a["id"] == b["id"]
         if a["response"] is not None:
             assert a["response"]["body"]["choices"] == b["response"]["body"]["choices"]
+
+
+def test_arguments_that_cannot_be():
+    for args, message in [({"gpu": 1}, "there is no such argument"), ({"replicas": 0}, "start at least 1")]:
+        with pytest.raises(ValueError, match=message):
+            app(args)
+    with pytest.raises(ValueError, match="no such policy"):
+        app({"policy": "nope"})
