@@ -133,7 +133,7 @@ class Router:
             return Refused(504, "the time for this request is over", code="deadline_exceeded").response()
 
     async def _answered(self, request: HttpRequest, body: bytes) -> Response:
-        """Response of a replica; one that ends before it has begun to answer is asked elsewhere, unless it must not."""
+        """Response of a replica; if one ends before it has begun to answer, another one is asked, where that can be."""
         if request.method == "GET" and request.url.path.rstrip("/") == "/v1/documents":
             return await self._documents(request)
         document = _document_of(request, body)
@@ -145,7 +145,7 @@ class Router:
                 return await self._asked(place, request, body)
             except _ENDED:
                 place.gone = True
-                # A document may be made twice, one that is asked is nowhere else.
+                # No other replica has the document.
                 if document:
                     raise _away() from None
 
