@@ -260,7 +260,7 @@ class Engine:
         key: PRNGKeyArray | int | None = None,
         **options: Any,
     ) -> Iterator[Completion]:
-        """Answers any number of prompts; yields a `Completion` for each. Twice as many as slots are under way at a time.
+        """Answers any number of prompts; yields a `Completion` for each; twice as many as slots are under way.
 
         Args:
             prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.

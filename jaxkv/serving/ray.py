@@ -127,6 +127,8 @@ class Router:
                 return await self._answered(request, body)
         except Refused as refused:
             return refused.response()
+        except _ENDED:
+            return _away().response()
         except ClientGone:
             return Refused(499, "the client closed the connection", code="client_gone").response()
         except TimeoutError:
