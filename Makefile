@@ -13,6 +13,7 @@ AOT := .venv-aot/bin
 LATEST := .venv-latest/bin
 LOWEST := .venv-lowest/bin
 FOREIGN := .venv-foreign/bin
+RAY := .venv-ray/bin
 DOCS := .venv-docs/bin
 PAGE := .venv-page/bin
 PYTEST_FLAGS := -q -n auto --dist loadfile --no-loadscope-reorder
@@ -35,6 +36,7 @@ FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
 # They drive a browser that is there already: playwright downloads none.
 PAGE_PACKAGES := playwright==1.65.2 pyee==13.0.1 greenlet==3.5.6
 PAGE_STAMP := .venv-page/.made-playwright-1.65.2
+RAY_STAMP := .venv-ray/.made-ray-2.60.0
 DOCS_STAMP := .venv-docs/.made-$(shell cksum < docs/requirements.txt | cut -d ' ' -f 1)
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
@@ -43,7 +45,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-latest test-lowest test-foreign test-page lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -82,6 +84,7 @@ help:
 	@echo "make test-lowest  test readers, tokenizers and decoders with the oldest packages that pyproject.toml allows"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make test-page    the page of jaxkv serve in a headless Chromium, driven from an environment of its own"
+	@echo "make test-ray     jaxkv.serving.ray and jaxkv batch --ray on a cluster of this machine, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
 	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
 	@echo "make orders-tiny  orders between policies on it, with intervals; goes on likewise"
@@ -228,7 +231,7 @@ needle: $(STAMP)
 	@$(BIN)/python -m benchmarks.needle
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-page .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-page .venv-ray .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
@@ -237,6 +240,10 @@ test-foreign: $(FOREIGN_STAMP)
 # Chromium must be installed: it is no Python package.
 test-page: $(PAGE_STAMP)
 	@$(PAGE)/python -m pytest -q -m "not real" tests/page/test_page.py
+
+# Ray warns of its own.
+test-ray: $(RAY_STAMP)
+	@$(RAY)/python -m pytest -q -m "not real" -W default tests/ray_cluster/test_ray.py
 
 # Warnings are errors. Pages are read anew each time: what they say of jaxkv is read from jaxkv.
 docs: $(DOCS_STAMP)
@@ -328,6 +335,17 @@ $(PAGE_STAMP): | $(STAMP)
 	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(PAGE))/venv.pth"; \
 	$(PAGE)/python -m pip install $(PIP_FLAGS) --no-deps $(PAGE_PACKAGES); \
 	$(PAGE)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	touch $@
+
+# pip sees what .venv has, and installs what is missing.
+$(RAY_STAMP): | $(STAMP)
+	@set -e; \
+	echo "== .venv-ray: creating, on top of .venv; Ray and what it needs take 400 MB" >&2; \
+	rm -rf .venv-ray; \
+	$(BIN)/python -m venv .venv-ray; \
+	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(RAY))/venv.pth"; \
+	$(RAY)/python -m pip install $(PIP_FLAGS) 'ray[serve]==2.60.0'; \
+	$(RAY)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 
 $(DOCS_STAMP): | $(STAMP)

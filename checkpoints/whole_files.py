@@ -7,15 +7,17 @@ import errno
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 # Names of files that are being written.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Writes bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
 
+    The bytes may come in parts, which are written as they come.
     A new file gets the mode that the umask gives; a replaced one hands on its mode and, where allowed, its owner.
 
     Raises:
@@ -29,7 +31,7 @@ def write_whole(path: Path, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         handle = os.open(part, flags, 0o666 if old is None else 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         if old is not None:

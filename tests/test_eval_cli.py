@@ -13,9 +13,9 @@ from evaluating import POLICIES, Told, words
 
 from jaxkv import AdaKV, FullKV, KNorm, OmniKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
-from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.task_options import add_task_options, task_from
 from jaxkv.evals import TASKS, page, runs
+from jaxkv.sharding.sizes import mesh_of
 
 RUN = ("--policies", "full,knorm,streamingllm", "--budgets", "9", "--batch", "3")
 

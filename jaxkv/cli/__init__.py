@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from jax.errors import JaxRuntimeError
 
 from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
+from jaxkv.cli.batching import BATCH_NOTES, add_batch_options, run_batch
 from jaxkv.cli.documents import DOCUMENT_NOTES, add_ask_options, add_compress_options, run_ask, run_compress
 from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
 from jaxkv.cli.evaluating import add_eval_options, print_tasks
@@ -184,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     add("compress", "save a document's compressed cache", add_compress_options, run_compress, DOCUMENT_NOTES)
     add("ask", "answer questions about a saved document", add_ask_options, run_ask, DOCUMENT_NOTES)
     add("serve", "answer OpenAI's HTTP interface, many requests at a time", add_serve_options, run_serve, SERVE_NOTES)
+    add("batch", "answer a file of requests into a file of answers", add_batch_options, run_batch, BATCH_NOTES)
     add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
     add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)
     add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)

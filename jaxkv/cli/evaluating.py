@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 
 from jaxkv._errors import require
-from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, budgets, natural, positive, seed
 from jaxkv.cli.policy_rows import rows_of
@@ -23,6 +22,7 @@ from jaxkv.evals.summary import Evaluation
 from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.loading import load
 from jaxkv.policies.registry import documented
+from jaxkv.sharding.sizes import mesh_of
 
 NOTES = """\
 A run that was ended, however, goes on with the same command, and ends with the same lines. In the folder: run.json,

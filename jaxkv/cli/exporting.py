@@ -9,7 +9,6 @@ from pathlib import Path
 from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.checkpoints.orbax_files import require_free
-from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, policy_from
@@ -17,6 +16,7 @@ from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.exporting import PLATFORMS, export
 from jaxkv.loading import load
 from jaxkv.sampling import MinP, Sampling, Temperature, TopK, TopP
+from jaxkv.sharding.sizes import mesh_of
 
 # Samplers that can be exported besides Greedy; their numbers are arguments of the exported program.
 _SAMPLERS: dict[str, Sampling] = {

@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
-from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, policy_from
@@ -15,6 +14,7 @@ from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.cli.streams import to_stderr
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
+from jaxkv.sharding.sizes import mesh_of
 
 SERVE_NOTES = """\
 The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; and /v1/documents, /health, /metrics,
@@ -104,7 +104,7 @@ def run_serve(options: argparse.Namespace) -> int:
         if (error.name or "").startswith("jaxkv"):
             raise
         raise ImportError(f"serving needs {error.name}: pip install 'jaxkv[serve]'") from None
-    policy, slots, implementation = policy_from(options), _slots(options.slots), named(options.implementation)
+    policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
     name = options.served_model_name or options.model
     further = further_policies(options.also or (), policy)
     policies = {name: policy} | {f"{name}:{each}": its for each, its in further.items()}
@@ -135,7 +135,7 @@ def run_serve(options: argparse.Namespace) -> int:
     return 130 if server.cut else 0
 
 
-def _slots(text: str) -> int | str:
+def slots_from(text: str) -> int | str:
     """Value of --slots: "auto", or an integer of at least 1."""
     try:
         return text if text == "auto" else positive(text)

@@ -28,8 +28,8 @@ class Field:
     schema: Mapping[str, Any]
 
 
-def strict_json(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body in UTF-8; ValueError for anything else, NaN and infinities included."""
+def strict_json(data: bytes, what: str = "the body") -> dict[str, Any]:
+    """The JSON object in UTF-8; ValueError, naming `what` it is, for anything else, NaN and infinities included."""
 
     def constant(word: str) -> Any:
         raise ValueError(f"{word} is no JSON")
@@ -37,11 +37,11 @@ def strict_json(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=constant)
     except RecursionError:
-        raise ValueError("the body is nested too deeply: give one JSON object") from None
+        raise ValueError(f"{what} is nested too deeply: give one JSON object") from None
     except ValueError as error:
-        raise ValueError(f"the body is not JSON in UTF-8 ({error}): give one JSON object") from None
+        raise ValueError(f"{what} is not JSON in UTF-8 ({error}): give one JSON object") from None
     if not isinstance(value, dict):
-        raise ValueError(f"the body is JSON, but a {type(value).__name__}: give one object")
+        raise ValueError(f"{what} is JSON, but a {type(value).__name__}: give one object")
     return value
 
 

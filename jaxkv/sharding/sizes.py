@@ -13,18 +13,18 @@ from jaxkv.cpu_threads import threads_for
 _LEAST, _MOST = 8, 1024
 
 
-def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
+def mesh_of(given: str, platform: str | None = None, *, name: str = "--mesh") -> jax.sharding.Mesh:
     """JAX mesh (axes data, model) from text such as 1x8; creates CPU devices if it can; ValueError if too few.
 
     On a CPU, as many devices as the mesh needs are created if JAX is not yet initialised. `platform`, such as "cpu",
-    selects the devices; by default JAX's default platform.
+    selects the devices; by default JAX's default platform. Errors call the argument `name`.
     """
     sizes = given.split("x")
     fine = len(sizes) == 2 and all(each.isdecimal() and len(each) < 10 and int(each) for each in sizes)
-    require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
+    require(fine, name, given, "give devices by data and model, such as 1x8")
     shape = (int(sizes[0]), int(sizes[1]))
     count = math.prod(shape)
-    require(count <= _MOST, "--mesh", given, f"give {_MOST} devices at most")
+    require(count <= _MOST, name, given, f"give {_MOST} devices at most")
     with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
         jax.config.update("jax_num_cpu_devices", max(_LEAST, count))
         # XLA reads it when the CPU client starts. The user's own number is kept, with a warning if it is too small.
@@ -32,5 +32,5 @@ def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
     devices = jax.devices(platform)
     kind = "" if platform is None else f"{platform.upper()} "
     remedy = f"there are {len(devices)} {kind}devices here: give a mesh of at most that many"
-    require(count <= len(devices), "--mesh", given, remedy)
+    require(count <= len(devices), name, given, remedy)
     return jax.make_mesh(shape, ("data", "model"), devices=devices[:count])

@@ -1,0 +1,182 @@
+"""`Ledger`: which lines of a batch are answered already; appends answers to a partial file, and finishes it."""
+
+import contextlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.serving.batch_lines import Line, lines_of
+from jaxkv.serving.refused import json_bytes
+
+_TABLES = """
+PRAGMA journal_mode = OFF;
+CREATE TABLE lines (number INTEGER PRIMARY KEY, id TEXT);
+CREATE INDEX ids ON lines (id);
+CREATE TABLE named (custom_id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;
+CREATE TABLE answers (id TEXT PRIMARY KEY, file INTEGER, at INTEGER, size INTEGER) WITHOUT ROWID;
+"""
+_OUT, _PARTIAL = 0, 1
+
+
+class Ledger:
+    """Answers of a batch: those of earlier runs are kept, new ones are appended to a partial file.
+
+    What is known of each line is in a temporary database of SQLite's, on disk: files of any length take little memory.
+
+    Attributes:
+        lines: number of lines with a request or an error.
+        kept: number of lines that earlier runs have answered.
+        partial: path of the partial file.
+    """
+
+    def __init__(self, requests: Path, out: Path, about: str):
+        """Reads all lines and earlier answers; ValueError if the files hold answers to other requests.
+
+        `about` says what decides the answers besides the requests. An answer without status 200 is asked for again.
+        """
+        self._requests, self._out, self._about = requests, out, about
+        self.partial = out.with_name(out.name + ".partial")
+        # An empty name: a temporary file, which SQLite removes.
+        self._known = sqlite3.connect("")
+        self._known.executescript(_TABLES)
+        for line in lines_of(requests, about):
+            if line.fault is None:
+                self._known.execute("INSERT OR IGNORE INTO named VALUES (?, ?)", (line.custom_id, line.number))
+            self._known.execute("INSERT INTO lines VALUES (?, ?)", (line.number, self._checked(line).id))
+        self._end = 0
+        for file, path in ((_OUT, out), (_PARTIAL, self.partial)):
+            if path.exists():
+                self._end = self._find(file, path)
+        if not self.partial.exists():
+            self._end = 0
+        self.lines = self._count("SELECT COUNT(*) FROM lines")
+        self.kept = self._count("SELECT COUNT(*) FROM lines JOIN answers USING (id)")
+        self._file: Any = None
+
+    def left(self) -> Iterator[Line]:
+        """Yields the lines that are not answered yet; one whose custom_id another line has is no request."""
+        for line in map(self._checked, lines_of(self._requests, self._about)):
+            if not self._count("SELECT COUNT(*) FROM answers WHERE id = ?", line.id):
+                yield line
+
+    def add(self, line: Line, answer: dict[str, Any]) -> None:
+        """Appends a line's answer to the partial file."""
+        if self._file is None:
+            self._file = open(self.partial, "ab")
+            self._file.truncate(self._end)
+        data = json_bytes(answer) + b"\n"
+        self._file.write(data)
+        self._file.flush()
+        place = (line.id, _PARTIAL, self._end, len(data))
+        self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", place)
+        self._end += len(data)
+
+    def finish(self) -> int:
+        """Writes the output file, in the order of the requests, and removes the partial one.
+
+        Returns:
+            Number of lines without status 200.
+        """
+        self.close()
+        answered = self._count("SELECT COUNT(*) FROM lines JOIN answers USING (id)")
+        remedy = f"{answered} of its {self.lines} lines are answered: it was changed meanwhile, run the command again"
+        require(answered == self.lines, "FILE", str(self._requests), remedy)
+        bad = 0
+
+        def parts() -> Iterator[bytes]:
+            nonlocal bad
+            with contextlib.ExitStack() as stack:
+                paths = (self._out, self.partial)
+                files = [stack.enter_context(open(path, "rb")) if path.exists() else None for path in paths]
+                order = "SELECT file, at, size FROM lines JOIN answers USING (id) ORDER BY number"
+                for number, at, size in self._known.execute(order):
+                    file = files[number]
+                    assert file is not None
+                    file.seek(at)
+                    data = file.read(size)
+                    bad += _status(json.loads(data)) != 200
+                    yield data
+
+        write_whole(self._out, parts())
+        self.partial.unlink(missing_ok=True)
+        return bad
+
+    def close(self) -> None:
+        """Closes the partial file."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _checked(self, line: Line) -> Line:
+        """A line as it is; no request, and with an id of its own, if an earlier line has its custom_id."""
+        if line.fault is not None:
+            return line
+        first = self._count("SELECT number FROM named WHERE custom_id = ?", line.custom_id)
+        if first == line.number:
+            return line
+        fault = f"line {line.number}: custom_id={line.custom_id!r}: line {first} has it: give each its own"
+        return Line(number=line.number, id=f"{line.id}-{line.number}", custom_id=line.custom_id, fault=fault)
+
+    def _find(self, file: int, path: Path) -> int:
+        """Notes the answers in a file; returns the bytes of its complete lines, up to one that cannot be read."""
+        end = total = ours = 0
+        with open(path, "rb") as lines:
+            for data in lines:
+                answer = _answer(data)
+                if answer is None:
+                    break
+                total, same = total + 1, self._count("SELECT COUNT(*) FROM lines WHERE id = ?", answer["id"])
+                ours += bool(same)
+                if same and _status(answer) == 200:
+                    place = (answer["id"], file, end, len(data))
+                    self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", place)
+                end += len(data)
+        strange = path.stat().st_size > end if file == _OUT else False
+        if strange or (total and not ours):
+            remedy = "it holds something else than answers to these requests under this model, policy and limits"
+            raise refusal("-o", str(path), f"{remedy}: remove it, or give another file")
+        return end
+
+    def _count(self, query: str, *values: Any) -> int:
+        """The one number that a query finds; 0 for none."""
+        found = self._known.execute(query, values).fetchone()
+        return 0 if found is None else int(found[0])
+
+
+def _answer(data: bytes) -> dict[str, Any] | None:
+    """Output object of a complete line; None for anything else."""
+    try:
+        found = json.loads(data) if data.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("id"), str) and "response" in found else None
+
+
+def _status(answer: dict[str, Any]) -> int | None:
+    """Status of an output object's response; None without one."""
+    response = answer["response"]
+    return response.get("status_code") if isinstance(response, dict) else None
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Context manager that keeps other processes from writing the same output file meanwhile."""
+    import filelock  # 50 ms
+
+    path = out.with_name(out.name + ".lock")
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise refusal("-o", str(out), "another process is at it: wait for its end, or give another file") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        path.unlink(missing_ok=True)

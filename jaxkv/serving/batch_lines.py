@@ -1,0 +1,104 @@
+"""Lines of a batch's file: requests in OpenAI's batch format, read one at a time."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxkv._errors import require
+from jaxkv.serving import fields
+from jaxkv.serving.forms import Form
+from jaxkv.serving.limits import Limits
+
+TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
+_FORM = Form(
+    fields={
+        "custom_id": fields.text(least=1, most=512),
+        "method": fields.fixed("POST", remedy="give POST"),
+        "url": fields.fixed(TEXTS, CHATS, remedy=f"give {CHATS} or {TEXTS}"),
+        "body": fields.mapping(),
+    },
+    required=(("custom_id",), ("url",), ("body",)),
+)
+_DIGITS = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a batch's file: a request, or what is wrong with it.
+
+    Attributes:
+        number: number of the line, from 1 on.
+        id: id of its answer: a digest of the request, and of what else decides the answer.
+        custom_id: the user's name of the request; None if it cannot be read.
+        url: route that it is for.
+        body: body of the request.
+        fault: why it is no request; None if it is one.
+    """
+
+    number: int
+    id: str
+    custom_id: str | None
+    url: str = ""
+    body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fault: str | None = None
+
+    @property
+    def seed(self) -> int:
+        """Seed of 32 bits for a request that gives none: the same file is answered in the same way again."""
+        return int(self.id[-8:], 16)
+
+
+def lines_of(path: Path, about: str) -> Iterator[Line]:
+    """Yields the lines of a file, blank ones left out; `about` says what decides the answers besides the requests."""
+    most = Limits().body_bytes
+    with open(path, "rb") as file:
+        number = 0
+        while data := file.readline(most + 1):
+            number += 1
+            long = len(data) > most
+            while long and data and not data.endswith(b"\n"):
+                data = file.readline(most)
+            if long:
+                fault = f"line {number}: it is longer than {most} bytes: send a shorter request"
+                yield Line(number=number, id=_id(about, number), custom_id=None, fault=fault)
+            elif data.strip():
+                yield _line(data, number, about)
+
+
+def _line(data: bytes, number: int, about: str) -> Line:
+    """Reads one line; what is wrong with it is its `fault`."""
+    custom_id = None
+    try:
+        given = fields.strict_json(data, f"line {number}")
+        custom_id = given.get("custom_id") if isinstance(given.get("custom_id"), str) else None
+        read = _FORM.read(given)
+        named = read["custom_id"]
+        require(named.isprintable(), "custom_id", named, "give characters that can be printed")
+    except ValueError as error:
+        message = str(error)
+        fault = message if message.startswith("line ") else f"line {number}: {message}"
+        digest = _id(about, [number, hashlib.sha256(data).hexdigest()])
+        return Line(number=number, id=digest, custom_id=custom_id, fault=fault)
+    digest = _id(about, [named, given["url"], read["body"]])
+    return Line(number=number, id=digest, custom_id=named, url=given["url"], body=read["body"])
+
+
+def _id(about: str, what: Any) -> str:
+    """Id of an answer from what decides it."""
+    whole = json.dumps([about, what], sort_keys=True)
+    return f"batch_req_{hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]}"
+
+
+def failed(line: Line, code: str, message: str) -> dict[str, Any]:
+    """OpenAI's output object of a line that is no request."""
+    error = {"code": code, "message": message}
+    return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": error}
+
+
+def responded(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's output object of a request that has a response."""
+    response = {"status_code": status, "request_id": f"req-{line.id[-16:]}", "body": body}
+    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}

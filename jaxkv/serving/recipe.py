@@ -1,0 +1,46 @@
+"""`Recipe`: what an engine is made of, in values that can be sent to another process or machine."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv._errors import require
+from jaxkv.compilation import enable_compilation_cache
+from jaxkv.loading import load
+from jaxkv.serving.engine import Engine
+from jaxkv.sharding.sizes import mesh_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Model, dtype, mesh and arguments of an `Engine`.
+
+    Attributes:
+        model: name or folder of the model, as `jaxkv.load` takes it.
+        dtype: dtype of the weights; None for the device's.
+        mesh: devices by data and model, such as "1x8"; None for one device.
+        options: other arguments of `Engine`.
+    """
+
+    model: str
+    dtype: str | None = None
+    mesh: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the engine runs on."""
+        if self.mesh is None:
+            return 1
+        sizes = self.mesh.split("x")
+        fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
+        require(fine, "mesh", self.mesh, "give devices by data and model, such as 1x8")
+        return int(sizes[0]) * int(sizes[1])
+
+    def made(self) -> Engine:
+        """Loads the model and makes the engine; ValueError for a model without a tokenizer."""
+        mesh = None if self.mesh is None else mesh_of(self.mesh, name="mesh")
+        enable_compilation_cache()
+        params = load(self.model, dtype=self.dtype)
+        require(params.text is not None, "model", self.model, "the checkpoint has no tokenizer: answers are texts")
+        return Engine(params, mesh=mesh, **self.options)

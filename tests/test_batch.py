@@ -1,0 +1,141 @@
+"""`jaxkv batch`: answers as `generate`'s, lines that are no requests, runs that go on, files that are refused."""
+
+import json
+
+import lettered
+import pytest
+from cli_runs import refused
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.serving import batch_answers, recipe
+
+CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+OPTIONS = ("--model", "tiny", "--slots", "2", "--max-prompt-tokens", "64", "--max-new-tokens", "40")
+POLICY = ("--policy", "knorm", "--budget", "16")
+
+
+def chat(name, text=lettered.DOC, **body):
+    messages = [{"role": "user", "content": text}]
+    return {"custom_id": name, "method": "POST", "url": CHATS, "body": {"messages": messages, **GREEDY, **body}}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Lets the command find the tiny model; gives the custom_ids of the lines that are begun."""
+    begun, begin = [], batch_answers.Batch.begin
+
+    def noted(self, line):
+        begun.append(line.custom_id)
+        return begin(self, line)
+
+    monkeypatch.setattr(batch_answers.Batch, "begin", noted)
+    monkeypatch.setattr(recipe, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(recipe, "load", lambda name, dtype: lettered.tiny())
+    return begun
+
+
+@pytest.fixture
+def files(tmp_path):
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def written(path, lines):
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines))
+
+
+def run(files, *policy):
+    assert cli.main(["batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *(policy or POLICY)]) == 0
+    return [json.loads(line) for line in files[1].read_text().splitlines()]
+
+
+def content(answer):
+    return answer["response"]["body"]["choices"][0]["message"]["content"]
+
+
+def alone(text, **options):
+    message = [{"role": "user", "content": text}]
+    options = {"max_new_tokens": 9, "stop_at_eos": False, **options}
+    return jaxkv.generate(lettered.tiny(), message, policy=jaxkv.KNorm(budget=16), **options).text
+
+
+def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked, capsys):
+    texts = {f"r{at}": lettered.DOC[: 9 + 3 * at] for at in range(7)}
+    several = {"custom_id": "two", "url": TEXTS, "body": {"prompt": ["abc", "de"], "n": 2, **GREEDY}}
+    odd = [
+        ("{nonsense", "line 8 is not JSON"),
+        ("", None),
+        ("[1]", "line 10 is JSON, but a list"),
+        ({**chat("r1")}, "line 11: custom_id='r1': line 2 has it"),
+        ({**chat("x"), "url": "/v1/embeddings"}, "line 12: url="),
+        ({**chat("y"), "more": 1}, "line 13: more="),
+        ({"custom_id": "z", "url": CHATS}, "line 14: body="),
+        (f'{{"custom_id": "long", "body": "{"x" * (8 << 20)}"}}', "line 15: it is longer"),
+    ]
+    bad = [
+        (chat("long", "x" * 80), "messages"),
+        (chat("stream", stream=True), "stream"),
+        (chat("other", model="gpt"), "model"),
+        (chat("none", document="doc-1"), "document"),
+    ]
+    written(files[0], [*(chat(*each) for each in texts.items()), *(line for line, _ in odd + bad), several])
+    found = run(files)
+    assert [content(each) for each in found[:7]] == [alone(text) for text in texts.values()]
+    assert [each["custom_id"] for each in found[:7]] == list(texts)
+    for (_, message), each in zip([pair for pair in odd if pair[1]], found[7:14], strict=True):
+        assert each["response"] is None and message in each["error"]["message"]
+    for (line, param), each in zip(bad, found[14:18], strict=True):
+        assert each["custom_id"] == line["custom_id"] and each["error"] is None
+        assert each["response"]["status_code"] == 400 and each["response"]["body"]["error"]["param"] == param
+    last = found[-1]["response"]["body"]
+    assert [each["index"] for each in last["choices"]] == [0, 1, 2, 3] and last["usage"]["completion_tokens"] == 36
+    assert "11 of them without status 200" in capsys.readouterr().err
+    assert sorted(each.name for each in files[0].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
+    """Draws without a seed are the same again, what is answered is not asked again, half a line is."""
+    lines = [chat(f"r{at}", temperature=1, top_p=0.9) for at in range(6)]
+    written(files[0], lines)
+    whole = [content(each) for each in run(files)]
+    assert len(set(whole)) > 1
+    data = files[1].read_bytes().splitlines(keepends=True)
+    files[1].unlink()
+    partial = files[1].with_name("out.jsonl.partial")
+    partial.write_bytes(b"".join(data[1:4]) + data[4][:50])
+    asked.clear()
+
+    def failing(self, begun):
+        raise OSError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_answers.Batch, "answer", failing)
+        assert cli.main(["batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY]) == 2
+    assert partial.exists() and not files[1].exists()
+    asked.clear()
+    assert [content(each) for each in run(files)] == whole
+    assert asked == ["r0", "r4", "r5"] and not partial.exists()
+    assert "3 of 6 lines are answered already" in capsys.readouterr().err
+    # A changed request and a new one are asked, the others are not.
+    asked.clear()
+    written(files[0], [chat("r0", "abc"), *lines[1:], chat("r6", "abc")])
+    found = [content(each) for each in run(files)]
+    assert asked == ["r0", "r6"] and found[0] == found[-1] == alone("abc") and found[1:-1] == whole[1:]
+
+
+def test_files_that_cannot_be(files, asked, capsys):
+    command = ("batch", str(files[0]), "-o", str(files[1]), *OPTIONS)
+    assert "give a file that can be read" in refused(capsys, *command, *POLICY)
+    written(files[0], [""])
+    assert "it is empty" in refused(capsys, *command, *POLICY)
+    written(files[0], [chat("r0")])
+    assert "the file of FILE" in refused(capsys, "batch", str(files[0]), "-o", str(files[0]), *OPTIONS, *POLICY)
+    run(files)
+    capsys.readouterr()
+    before = files[1].read_bytes()
+    for policy in (("--policy", "knorm", "--budget", "9"), (*POLICY, "--max-new-tokens", "20")):
+        assert "under this model, policy and limits" in refused(capsys, *command, *policy)
+    files[1].write_bytes(before + b"mine\n")
+    assert "something else" in refused(capsys, *command, *POLICY)
+    assert files[1].read_bytes() == before + b"mine\n"
