@@ -264,7 +264,7 @@ def _document_of(request: HttpRequest, body: bytes) -> str | None:
     """Id of the document that a request asks, shows or deletes; None for none."""
     path = request.url.path
     if path.startswith("/v1/documents/"):
-        return path.removeprefix("/v1/documents/") or None
+        return path.removeprefix("/v1/documents/").partition("/")[0] or None
     if b'"document"' not in body or not path.startswith("/v1/"):
         return None
     try:
