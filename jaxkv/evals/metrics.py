@@ -88,13 +88,13 @@ def exact(prediction: str, answer: str) -> float:
 def choice(prediction: str, choices: Sequence[str], right: int) -> float:
     """1 if the prediction names choice number `right` (0 is A), by its letter or its text, else 0.
 
-    A letter at its beginning ("B", "B.", "(b)") counts first, then a letter after "answer is" or "answer:", then the
+    A letter at its beginning ("B", "B.", "(b)", "B is right") counts first, then a letter after "answer is" or "answer:", then the
     choice whose text occurs first, the longest of those that begin there.
     """
     last = chr(ord("A") + len(choices) - 1)
     letter = rf"\W*([A-{last}])(?![^\W_])"
     # "A cat" begins with an article; an explanation may follow on the next line.
-    found = re.match(letter + r"(?![^\S\r\n]+[^\W\d_])", prediction, re.IGNORECASE)
+    found = re.match(letter + r"(?![^\S\r\n]+(?!is\b)[^\W\d_])", prediction, re.IGNORECASE)
     found = found or re.search(rf"\banswer(?: is)?\b{letter}", prediction, re.IGNORECASE)
     if found is not None:
         return float(ord(found[1].upper()) - ord("A") == right)
