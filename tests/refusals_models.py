@@ -19,9 +19,9 @@ from test_layer_specs import CONFIG
 
 import jaxkv
 from jaxkv.checkpoints import GgufTokenizer, fetch, manifest
-from jaxkv.cli import meshes
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import LayerSpec
+from jaxkv.sharding import sizes
 from jaxkv.sharding.parameters import model_mesh
 
 MODELS = GOLDEN / "models"
@@ -299,7 +299,7 @@ MESHES = [
     ),
     *door(
         "a mesh of the command line",
-        lambda given: meshes.mesh_of(*given),
+        lambda given: sizes.mesh_of(*given),
         (("4x4",), "there are 8 devices here"),
         (("4x4", "cpu"), "there are 8 CPU devices here"),
         # XLA's CPU dies of so many.

@@ -146,7 +146,7 @@ def test_a_cell_that_warns_is_refused(tmp_path):
 
 def test_each_notebook_leads_to_the_next():
     texts = [outputs.json.loads(path.read_text("utf-8"))["cells"][-1]["source"] for path in BOOKS]
-    assert len(BOOKS) == 8
+    assert len(BOOKS) == 9
     for text, following in zip(texts, [*BOOKS[1:], BOOKS[0]], strict=True):
         assert f"]({following.name})" in "".join(text)
 
