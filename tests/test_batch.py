@@ -9,6 +9,7 @@ from cli_runs import refused
 import jaxkv
 from jaxkv import cli
 from jaxkv.serving import batch_answers, recipe
+from jaxkv.serving.batch_lines import lines_of
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
@@ -139,3 +140,25 @@ def test_files_that_cannot_be(files, asked, capsys):
     files[1].write_bytes(before + b"mine\n")
     assert "something else" in refused(capsys, *command, *POLICY)
     assert files[1].read_bytes() == before + b"mine\n"
+
+
+def test_other_files_beside_the_answers_stay(asked, files, capsys):
+    """A partial file of something else, or one that is FILE itself, is neither cut nor removed."""
+    written(files[0], [chat("a")])
+    partial = files[1].with_name("out.jsonl.partial")
+    for text in ("notes\n", json.dumps(chat("a")) + "\n", "no"):
+        partial.write_text(text)
+        assert "holds something else" in refused(capsys, "batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY)
+        assert partial.read_text() == text and not asked
+    for end in ("partial", "lock"):
+        requests = files[1].with_name(f"out.jsonl.{end}")
+        written(requests, [chat("a")])
+        assert "is FILE" in refused(capsys, "batch", str(requests), "-o", str(files[1]), *OPTIONS, *POLICY)
+        assert json.loads(requests.read_text()) == chat("a") and not asked
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    plain, marked = tmp_path / "plain", tmp_path / "marked"
+    written(plain, [chat("a"), chat("b")])
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert list(lines_of(marked, "")) == list(lines_of(plain, ""))

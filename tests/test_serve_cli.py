@@ -1,6 +1,7 @@
 """`jaxkv serve` as a process of its own: what it prints, answers, and does at SIGTERM; options that it refuses."""
 
 import concurrent.futures
+import logging
 import re
 import signal
 import threading
@@ -10,6 +11,8 @@ import lettered
 import pytest
 from cli_runs import refused
 from serve_runs import model_folder, started
+
+from jaxkv.cli import serving
 
 
 @pytest.fixture
@@ -81,3 +84,18 @@ def test_models_without_a_tokenizer_are_refused(capsys, monkeypatch):
 
     monkeypatch.setattr(serving, "enable_compilation_cache", lambda: None)
     assert "no tokenizer" in refused(capsys, "serve", "--model", str(lettered.FOLDER), "--port", "0")
+
+
+def test_a_line_of_log_is_there_once(capsys):
+    """Also where another library gives the root logger a handler, as Orbax does when a document is saved."""
+    log, other = logging.getLogger("jaxkv.serving"), logging.StreamHandler()
+    logging.getLogger().addHandler(other)
+    try:
+        serving._log_to_stderr()
+        log.info("answered")
+    finally:
+        logging.getLogger().removeHandler(other)
+        log.removeHandler(log.handlers[-1])
+        log.setLevel(logging.NOTSET)
+        log.propagate = True
+    assert capsys.readouterr().err.count("answered") == 1

@@ -117,6 +117,7 @@ def test_numbers_that_are_none_are_refused(client):
         ("head=0", "head"),
     ):
         assert refused(client.get(f"{path}?{query}"), 400, param)
+    refused(client.get(f"{path}?layer=0&hed=0"), 400, "hed")
     refused(client.get(f"{DOCUMENTS}/doc-0/kept"), 404, "document")
     refused(client.post(DOCUMENTS, json={"text": DOC, "budget": 17}), 400, "budget")
     refused(client.post(DOCUMENTS, json={"text": DOC, "budget": 4, "model": "tiny:full"}), 400, "budget")

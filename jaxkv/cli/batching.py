@@ -144,6 +144,10 @@ def _files(options: argparse.Namespace) -> tuple[Path, Path]:
     Target(flag="-o", name=options.out).check({"FILE": options.file})
     out = Path(os.path.realpath(os.path.expanduser(options.out)))
     require(not out.exists() or out.is_file(), "-o", options.out, "it is a pipe or a device: give a file")
+    for end in (".partial", ".lock"):
+        beside = out.with_name(out.name + end)
+        free = not (beside.exists() and beside.samefile(requests))
+        require(free, "-o", options.out, f"{beside.name} beside it, which this run would write, is FILE: give another")
     return requests, out
 
 

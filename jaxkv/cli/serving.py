@@ -164,3 +164,5 @@ def _log_to_stderr() -> None:
     log = logging.getLogger("jaxkv.serving")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    # Other libraries give the root logger a handler of its own: each line would be there twice.
+    log.propagate = False

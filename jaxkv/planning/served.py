@@ -104,8 +104,10 @@ class Slot:
         return cls(setting=setting, nbytes=sum(shape.rows) * each)
 
     def held(self, slots: int) -> int:
-        """Bytes of `slots` slots on a device, and of the prompts that are prefilled ahead of them."""
-        return (slots + ahead_of(slots)) * self.nbytes
+        """Bytes of `slots` slots on a device, and of the prompts that are prefilled ahead of all groups' slots."""
+        groups = self.setting.data if isinstance(self.setting, Setting) else 1
+        # A prompt that waits takes the bytes of a slot in each group.
+        return (slots + ahead_of(slots * groups)) * self.nbytes
 
     def served(self, slots: int, one: Speed | None, every: Speed | None, *, price: int | float | None) -> Served:
         """Makes the `Served` of `slots` slots, by the speeds of one prompt and of a batch that fills all slots."""

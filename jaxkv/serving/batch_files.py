@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.serving.batch_lines import Line, lines_of
+from jaxkv.serving.batch_lines import PREFIX, Line, lines_of
 from jaxkv.serving.refused import json_bytes
 
 _TABLES = """
@@ -21,6 +21,8 @@ CREATE TABLE named (custom_id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;
 CREATE TABLE answers (id TEXT PRIMARY KEY, file INTEGER, at INTEGER, size INTEGER) WITHOUT ROWID;
 """
 _OUT, _PARTIAL = 0, 1
+# What the partial file begins with, as far as it goes.
+_BEGIN = f'{{"id":"{PREFIX}'.encode()
 
 
 class Ledger:
@@ -137,7 +139,7 @@ class Ledger:
                     place = (answer["id"], file, end, len(data))
                     self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", place)
                 end += len(data)
-        strange = path.stat().st_size > end if file == _OUT else False
+        strange = path.stat().st_size > end if file == _OUT else not _BEGIN.startswith(_head(path))
         if strange or (total and not ours):
             remedy = "it holds something else than answers to these requests under this model, policy and limits"
             raise refusal("-o", str(path), f"{remedy}: remove it, or give another file")
@@ -156,6 +158,12 @@ def _answer(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("id"), str) and "response" in found else None
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file, as many as each partial file has in common."""
+    with open(path, "rb") as file:
+        return file.read(len(_BEGIN))
 
 
 def _status(answer: dict[str, Any]) -> int | None:

@@ -1,5 +1,6 @@
 """Lines of a batch's file: requests in OpenAI's batch format, read one at a time."""
 
+import codecs
 import dataclasses
 import hashlib
 import json
@@ -22,7 +23,7 @@ _FORM = Form(
     },
     required=(("custom_id",), ("url",), ("body",)),
 )
-_DIGITS = 32
+PREFIX, _DIGITS = "batch_req_", 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ def lines_of(path: Path, about: str) -> Iterator[Line]:
         number = 0
         while data := file.readline(most + 1):
             number += 1
+            # A byte order mark, which Windows' programs write.
+            data = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
             long = len(data) > most
             while long and data and not data.endswith(b"\n"):
                 data = file.readline(most)
@@ -89,7 +92,7 @@ def _line(data: bytes, number: int, about: str) -> Line:
 def _id(about: str, what: Any) -> str:
     """Id of an answer from what decides it."""
     whole = json.dumps([about, what], sort_keys=True)
-    return f"batch_req_{hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]}"
+    return f"{PREFIX}{hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]}"
 
 
 def failed(line: Line, code: str, message: str) -> dict[str, Any]:

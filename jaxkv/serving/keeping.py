@@ -85,6 +85,10 @@ async def kept_of_document(service: Service, request: HttpRequest) -> Response:
 
 def _kept(service: Service, model: str, document: Document, query: QueryParams) -> dict[str, Any]:
     """The object of what is kept of a document, in one layer or one kv head of it if the query says so."""
+    for name in query:
+        if name not in ("layer", "head"):
+            said = f"{name[:40]}: there is no such field here; there are layer, head"
+            raise Refused(400, said, param=name[:40], code="invalid_value")
     kept, session = document.kept, service.models[model].session
     layer, head = _index(query, "layer", kept.layers), _index(query, "head", kept.heads)
     if layer is None and head is not None:

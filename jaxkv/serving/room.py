@@ -68,11 +68,11 @@ def slots_that_fit(
     together = 1 if axes is None else axes.in_one_memory
     each = sum(shape.rows) * row_bytes(config, parts, params.dtype.itemsize) * together
     prompt = session.planned(np.asarray([max_prompt]), 0)
-    # A prompt that is prefilled ahead waits in the shape of a slot.
+    # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
     beside = prompt.peak_bytes * together
-    memory.check_bytes(beside + each * (1 + ahead_of(1)), "one slot, its queue and a prefill", device)
+    memory.check_bytes(beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device)
     fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
-    most = max((count for count in range(1, _MOST // groups + 1) if count + ahead_of(count) <= fit), default=1)
+    most = max((count for count in range(1, _MOST // groups + 1) if count + ahead_of(count * groups) <= fit), default=1)
     return most * groups
 
 
