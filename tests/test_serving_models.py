@@ -18,6 +18,7 @@ from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.serving import room
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
+from jaxkv.serving.refused import refused_by
 from jaxkv.text.pieces import pieces_of
 
 POLICY = jaxkv.KNorm(budget=16)
@@ -141,7 +142,21 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path):
     path = tmp_path / f"{name}.json"
     path.write_text(re.sub('"bits": "....', '"bits": "AAAA', path.read_text()))
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **OPTIONS) as engine:
-        assert [each.id for each in engine.documents.all()] == [each for each in sorted(given[1]) if each != name]
+        (other,) = engine.documents.all()
+        assert other.id in given[1] and other.id != name
+        # One whose cache cannot be read is refused without the server's path; one that has just gone is not there.
+        (tmp_path / other.id / "jaxkv.json").write_text("{")
+        client = TestClient(Application({"tiny": engine}))
+        response = client.post(CHATS, json={**QUESTION, "document": other.id})
+        refused(response, 410, "document")
+        assert response.json()["error"]["code"] == "document_unreadable" and str(tmp_path) not in response.text
+        with pytest.raises(ValueError, match="its saved cache cannot be read"):
+            engine.submit("who?", document=other).result()
+        engine.documents.remove(other.id)
+        for ask in (lambda: engine.submit("who?", document=other), lambda: engine.documents.of(other.id)):
+            with pytest.raises(ValueError, match="there is none of this id") as gone:
+                ask().result()
+            assert refused_by(gone.value).status == 404
 
 
 def test_metrics_have_a_label_for_the_model(client):

@@ -88,8 +88,8 @@ def exact(prediction: str, answer: str) -> float:
 def choice(prediction: str, choices: Sequence[str], right: int) -> float:
     """1 if the prediction names choice number `right` (0 is A), by its letter or its text, else 0.
 
-    A letter at its beginning ("B", "B.", "(b)", "B is right") counts first, then a letter after "answer is" or "answer:", then the
-    choice whose text occurs first, the longest of those that begin there.
+    A letter at its beginning ("B", "B.", "(b)", "B is right") counts first, then a letter after "answer is" or
+    "answer:", then the choice whose text occurs first, the longest of those that begin there.
     """
     last = chr(ord("A") + len(choices) - 1)
     letter = rf"\W*([A-{last}])(?![^\W_])"

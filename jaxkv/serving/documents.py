@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._errors import refusal
 from jaxkv.cache import KVCache, Turn
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.loading import LanguageModel
@@ -25,6 +24,14 @@ from jaxkv.saved import load_cache
 from jaxkv.serving.kept import Kept
 
 _NOTICES = logging.getLogger("jaxkv")
+
+
+class UnknownDocument(ValueError):
+    """Error for a document's id that the engine does not know, or no longer."""
+
+
+class UnreadableDocument(ValueError):
+    """Error for a document that waits on disk and cannot be read: its folder is damaged or gone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +109,8 @@ class Documents:
         """The document with an id; ValueError if there is none."""
         with self._lock:
             if name not in self._known:
-                raise refusal("document", name, "there is none of this id: it was removed, or is another engine's")
+                told = "there is none of this id: it was removed, or is another engine's"
+                raise UnknownDocument(f"document={name!r}: {told}")
             return self._known[name]
 
     def add(self, cache: KVCache, ids: Sequence[int]) -> Document:
@@ -136,7 +144,10 @@ class Documents:
         with self._lock:
             cache = self._held.get(name)
         if cache is None:
-            cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
+            try:
+                cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
+            except ValueError as error:
+                raise UnreadableDocument(f"document={name!r}: its saved cache cannot be read: {error}") from error
         self._hold(name, cache)
         return cache
 

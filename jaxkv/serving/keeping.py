@@ -12,10 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxkv.serving.bodies import ClientGone, body_of, while_connected
-from jaxkv.serving.documents import Document
+from jaxkv.serving.documents import Document, UnknownDocument
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.fields import strict_json
-from jaxkv.serving.refused import Refused, as_json
+from jaxkv.serving.refused import Refused, as_json, refused_by
 from jaxkv.serving.replies import document_object
 from jaxkv.serving.requests import result_of
 from jaxkv.serving.service import Record, Service
@@ -132,7 +132,7 @@ async def delete_document(service: Service, request: HttpRequest) -> Response:
     name = document.id
     try:
         await run_in_threadpool(service.models[model].documents.remove, name)
-    except ValueError as error:
+    except UnknownDocument as error:
         # Somebody else was faster.
-        raise Refused(404, str(error), param="document", code="document_not_found") from None
+        raise refused_by(error) from None
     return as_json({"id": name, "object": "document", "deleted": True})

@@ -11,13 +11,14 @@ _ERRORS = {
     404: "There is no such model, document or page.",
     405: "The page has other methods.",
     408: "The body took too long to arrive.",
+    410: "The document's saved cache is damaged or gone.",
     413: "The body is too long.",
     415: "The body is not called JSON.",
     429: "The queue is full; try again after `Retry-After` seconds.",
     503: "The server is ending, or its engine has failed.",
     504: "The answer was not complete in time.",
 }
-_ANY_POST = (400, 401, 404, 408, 413, 415, 429, 503, 504)
+_ANY_POST = (400, 401, 404, 408, 410, 413, 415, 429, 503, 504)
 
 
 def description(service: Service) -> dict[str, Any]:

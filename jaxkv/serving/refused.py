@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from jaxkv.serving.documents import UnknownDocument, UnreadableDocument
 from jaxkv.serving.requests import EngineClosed, QueueFull
 
 # OpenAI's `type` of an error by its status; others are "server_error" from 500 on, else "invalid_request_error".
@@ -55,7 +56,8 @@ def as_json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None 
 def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "prompt") -> Refused:
     """The `Refused` that a Python error becomes; `prompt` is the body's name of the prompt.
 
-    ValueError and TypeError are 400, a full queue 429, a deadline 504, a closing engine 503, any other error 500.
+    ValueError and TypeError are 400, an unknown document 404, a damaged one 410, a full queue 429, a deadline 504, a
+    closing engine 503, any other error 500.
     """
     if isinstance(error, Refused):
         return error
@@ -67,6 +69,12 @@ def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
         return draining()
     if isinstance(error, MemoryError):
         return Refused(503, str(error) or "out of memory", code="out_of_memory")
+    if isinstance(error, UnknownDocument):
+        return Refused(404, str(error), param="document", code="document_not_found")
+    if isinstance(error, UnreadableDocument):
+        # Its text names files of the server's.
+        remedy = "document: its saved cache is damaged or gone: delete it, and compress it anew"
+        return Refused(410, remedy, param="document", code="document_unreadable")
     if isinstance(error, (ValueError, TypeError, OverflowError)):
         named = re.match(r"([\w.\[\]]+)=", str(error))
         param = None if named is None else _FIELDS.get(named[1], named[1])
