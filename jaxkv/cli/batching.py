@@ -12,9 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, named
+from jaxkv.attention import named
+from jaxkv.cli.extras import needing
 from jaxkv.cli.files import Target
-from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.serving import slots_from
@@ -55,8 +56,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add_model_option(add)
     add_dtype_option(add)
     add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
-    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
-    add("--implementation", default=Implementation.AUTO.value, help=computing)
+    add_implementation_option(add)
     add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
     add = parser.add_argument_group("slots").add_argument
     add("--slots", default="auto", metavar="N", help="requests answered at the same time; auto: as many as fit")
@@ -72,13 +72,9 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 def run_batch(options: argparse.Namespace) -> int:
     """Runs `jaxkv batch`: answers what is not answered yet; returns exit code 0, also if lines are refused."""
-    try:
+    with needing("serve", "batches need"):
         from jaxkv.serving.batch_answers import MOST_ANSWERS
         from jaxkv.serving.batch_files import Ledger, alone
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("jaxkv"):
-            raise
-        raise ImportError(f"batches need {error.name}: pip install 'jaxkv[serve]'") from None
     recipe = _recipe(options, most_answers=MOST_ANSWERS)
     requests, out = _files(options)
     name = options.served_model_name or options.model
@@ -100,12 +96,8 @@ def _answering(options: argparse.Namespace, recipe: Recipe, name: str) -> Any:
     """Context manager with the function that answers lines: by an engine here, or by those of a Ray cluster."""
     if not options.ray:
         return _here(recipe, name)
-    try:
+    with needing("ray", "--ray needs"):
         from jaxkv.serving.ray_batches import cluster_answers
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("jaxkv"):
-            raise
-        raise ImportError(f"--ray needs {error.name}: pip install 'jaxkv[ray]'") from None
     return cluster_answers(recipe, name=name, address=options.ray_address, workers=options.workers)
 
 
@@ -152,7 +144,7 @@ def _files(options: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _recipe(options: argparse.Namespace, *, most_answers: int) -> Recipe:
-    """What an engine is made of by the options; ValueError for those that cannot be."""
+    """Makes the `Recipe` (model, mesh, engine's arguments) of the options; ValueError for those that cannot be."""
     require_model(options.model)
     slots = slots_from(options.slots)
     # Twice the slots are under way, and the last line that begins may ask for many answers.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
-from jaxkv.attention import Implementation, named
+from jaxkv.attention import named
 from jaxkv.cli.files import read_long_text
 from jaxkv.cli.generating import add_drawing_options, json_text, require_text, sampling_from
-from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -62,8 +62,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add_model_option(add)
     add_dtype_option(add)
-    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
-    add("--implementation", default=Implementation.AUTO.value, help=computing)
+    add_implementation_option(add)
 
 
 def run_compress(options: argparse.Namespace) -> int:

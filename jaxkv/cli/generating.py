@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
-from jaxkv.attention import Implementation, named
+from jaxkv.attention import named
 from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, positive, real, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout
@@ -29,8 +29,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and prompt").add_argument
     add_model_option(add)
     add_dtype_option(add)
-    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
-    add("--implementation", default=Implementation.AUTO.value, help=computing)
+    add_implementation_option(add)
     add("--prompt", metavar="TEXT", help="the prompt itself")
     add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
     add("--question", metavar="TEXT", help="what to ask about this text; follows after a blank line")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkv._errors import require
+from jaxkv.attention import Implementation
 from jaxkv.loading import LanguageModel
 
 _KNOWN = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id "
@@ -18,6 +19,12 @@ def add_model_option(add: Callable[..., Any], about: str = _KNOWN) -> None:
 def add_dtype_option(add: Callable[..., Any]) -> None:
     """Adds the `--dtype` option by `add`, an argparse group's `add_argument`."""
     add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+
+
+def add_implementation_option(add: Callable[..., Any]) -> None:
+    """Adds the `--implementation` option by `add`, an argparse group's `add_argument`."""
+    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
+    add("--implementation", default=Implementation.AUTO.value, help=computing)
 
 
 def require_model(name: str) -> None:

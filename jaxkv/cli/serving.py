@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, named
-from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.attention import named
+from jaxkv.cli.extras import needing
+from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.serving_policies import engines, further_policies
@@ -42,8 +43,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add_model_option(add)
     add_dtype_option(add)
     add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
-    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
-    add("--implementation", default=Implementation.AUTO.value, help=computing)
+    add_implementation_option(add)
     add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
     about = (
         "a further policy, as model NAME:POLICY; options go behind its name: 'snapkv --window 8'. Without a budget of"
@@ -96,14 +96,10 @@ def _port(text: str) -> int:
 
 def run_serve(options: argparse.Namespace) -> int:
     """Runs `jaxkv serve`: answers until a signal ends it; returns exit code 0, or 130 after the second signal."""
-    try:
+    with needing("serve", "serving needs"):
         from jaxkv.serving.http import Application
         from jaxkv.serving.limits import Limits
         from jaxkv.serving.server import Server, listening, many_files
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("jaxkv"):
-            raise
-        raise ImportError(f"serving needs {error.name}: pip install 'jaxkv[serve]'") from None
     policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
     name = options.served_model_name or options.model
     further = further_policies(options.also or (), policy)

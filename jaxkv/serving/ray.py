@@ -277,7 +277,7 @@ def _document_of(request: HttpRequest, body: bytes) -> str | None:
 
 
 def _scope_of(request: HttpRequest) -> dict[str, Any]:
-    """What an ASGI application must know of a request, without what cannot be sent to another process."""
+    """Copies a request's ASGI scope (method, path, query, headers) without entries that cannot be sent to a process."""
     names = ("type", "method", "path", "raw_path", "query_string", "root_path", "scheme", "http_version")
     return {name: request.scope[name] for name in names if name in request.scope} | {
         "headers": [(bytes(name), bytes(value)) for name, value in request.scope["headers"]],
