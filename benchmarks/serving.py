@@ -1,10 +1,11 @@
-"""Many requests at once on this machine's CPU: `jaxkv.Engine` beside calls of `generate` one by one, and a peer.
+"""Many requests at once on this machine's CPU: `jaxkv serve`, `jaxkv.Engine`, `generate` one by one, and a peer.
 
     .venv/bin/python -m benchmarks.serving [--rounds 3] [--peer .venv-peer/bin/python]
 
 A round answers the same 32 requests (300 to 1,500 tokens, 32 to 200 new, SmolLM2 in float32, greedy, all there from
 the beginning) by every contestant in turn; programs are compiled before. The peer is transformers' continuous batching
-(`generate_batch`) with as many sequences at a time as the engine has slots. The last part has one request draw while
+(`generate_batch`) with as many sequences at a time as the engine has slots. `jaxkv serve` is asked by as many clients
+as there are requests, which read streams over HTTP. The last part has one request draw while
 a prompt of 4,096 tokens arrives, with tokens drawn between its layers and without.
 """
 
@@ -19,10 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import record
+from benchmarks.serving_http import by_http, serving
 
 RESULTS = record.RESULTS / "serving.json"
 MODEL, REQUESTS, SLOTS, LONG = "smollm2-135m-instruct", 32, 8, 4096
 POLICIES = {"FullKV": {}, "SnapKV": {"budget": 256}, "AdaKV": {"budget": 256}}
+SERVED = {"FullKV": "full", "SnapKV": "snapkv --budget 256", "AdaKV": "adakv --budget 256"}
+PEER, CACHE = "transformers, continuous batching", 2e9
 LIMITS = {"max_prompt_tokens": 1536, "max_new_tokens": 200}
 HEAD = """# Many requests at once
 
@@ -30,7 +34,7 @@ HEAD = """# Many requests at once
 on this machine's CPU, all there from the beginning; medians over the rounds, least and largest in brackets. "Ratio" is
 requests a minute over those of the first row of its round. Seconds to the first token and per token after it: median
 and 95th percentile over the requests. "CPU" are seconds of the process per 100 new tokens, which other work on the
-machine changes least.
+machine changes least. The last column counts the slots, each for the longest request, that 2 GB of cache hold.
 """
 
 
@@ -111,8 +115,8 @@ def pauses(model, interleaved):
     return {"longest_pause": float(np.diff(times).max()), "prefill": asked.stats.prefill_seconds}
 
 
-def measured(model, peer, rounds):
-    """Of each contestant its rounds; bytes of slots."""
+def measured(model, peer, served, rounds):
+    """Of each contestant its rounds; bytes of its slots. `served` are the port and process of `jaxkv serve`."""
     import jaxkv
 
     prompts, new = workload()
@@ -126,26 +130,40 @@ def measured(model, peer, rounds):
         by_engine(engine, prompts[:SLOTS], new[:SLOTS])
     for policy in policies.values():
         one_by_one(model, policy, prompts, [2] * REQUESTS)
+    names = {f"jaxkv serve, {name}": each for name, each in models_of(policies).items()}
+    for each in names.values():
+        by_http(*served, each, prompts[:SLOTS], new[:SLOTS])
     found = {}
     for _ in range(rounds):
         if peer is not None:
-            found.setdefault("transformers, continuous batching", []).append(by_peer(peer, prompts, new))
+            found.setdefault(PEER, []).append(by_peer(peer, prompts, new))
         for name, policy in policies.items():
             found.setdefault(f"generate, one by one, {name}", []).append(one_by_one(model, policy, prompts, new))
         for name, engine in engines.items():
             found.setdefault(name, []).append(by_engine(engine, prompts, new))
+        for name, each in names.items():
+            found.setdefault(name, []).append(figures(*by_http(*served, each, prompts, new), new))
     sizes = {name: engine.stats.nbytes for name, engine in engines.items()}
+    sizes |= {name: sizes[name.replace("jaxkv serve", "jaxkv.Engine")] for name in names}
+    config = model.config
+    sizes[PEER] = SLOTS * sum(LIMITS.values()) * 2 * config.layers * config.kv_heads * config.head_dim * 4
     for engine in engines.values():
         engine.close()
     return found, sizes
+
+
+def models_of(policies):
+    """Names of the server's models by the policies' names."""
+    first, *others = policies
+    return {first: "model"} | {name: f"model:{SERVED[name].replace(' --', '-').replace(' ', '-')}" for name in others}
 
 
 def table(results):
     """Lines of the page."""
     rounds = results["rounds"]
     base = next(iter(rounds.values()))
-    head = "| | requests a minute | ratio | tokens a second | CPU | first token, s | per token, s | slots, MB |"
-    yield from (head, "|---|---:|---:|---:|---:|---:|---:|---:|")
+    yield "| | requests a minute | ratio | tokens/s | CPU | first token, s | per token, s | slots, MB | in 2 GB |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for name, mine in rounds.items():
         ratios = [a["requests_a_minute"] / b["requests_a_minute"] for a, b in zip(mine, base, strict=True)]
         middle = lambda key, of=mine: statistics.median(each[key] for each in of)  # noqa: E731
@@ -153,11 +171,12 @@ def table(results):
             f"{statistics.median(each[key][at] for each in of):.2f}" for at in (0, 1)
         )
         size = results["bytes"].get(name)
+        held = " | |" if size is None else f"{size / 1e6:.0f} | {int(CACHE * SLOTS / size)} |"
         yield (
             f"| {name} | {middle('requests_a_minute'):.1f} | {statistics.median(ratios):.2f} "
             f"({min(ratios):.2f} to {max(ratios):.2f}) | {middle('tokens_a_second'):.1f} "
             f"| {middle('cpu_a_hundred_tokens'):.1f} | {pair('first_token')} | {pair('per_token')} "
-            f"| {'' if size is None else f'{size / 1e6:.0f}'} |"
+            f"| {held}"
         )
 
 
@@ -177,7 +196,9 @@ def main():
         longest = str(sum(LIMITS.values()))
         command = [options.peer, record.ROOT / "benchmarks" / "serving_peer.py", str(fetch(MODEL)), str(SLOTS), longest]
         peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    rounds, sizes = measured(model, peer, options.rounds)
+    policies = {"model": SERVED["FullKV"]} | {models_of(SERVED)[name]: SERVED[name] for name in list(SERVED)[1:]}
+    with serving(MODEL, policies, slots=SLOTS, limits=LIMITS) as served:
+        rounds, sizes = measured(model, peer, served, options.rounds)
     if peer is not None:
         peer.stdin.close()
         peer.wait()

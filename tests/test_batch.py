@@ -88,7 +88,7 @@ def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked
         assert each["response"] is None and message in each["error"]["message"]
     for (line, param), each in zip(bad, found[14:18], strict=True):
         assert each["custom_id"] == line["custom_id"] and each["error"] is None
-        assert each["response"]["status_code"] == (404 if param == "document" else 400)
+        assert each["response"]["status_code"] == (404 if param in ("document", "model") else 400)
         assert each["response"]["body"]["error"]["param"] == param
     last = found[-1]["response"]["body"]
     assert [each["index"] for each in last["choices"]] == [0, 1, 2, 3] and last["usage"]["completion_tokens"] == 36

@@ -294,6 +294,7 @@ def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
     assert 1 <= int(response.headers["retry-after"]) <= 60
     hasty = TestClient(Application({"tiny": engine}, limits=Limits(seconds=1e-6)))
     assert hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40}).status_code == 504
+    assert hasty.post(DOCUMENTS, json={"text": "a"}).status_code == 504 and not engine.documents.all()
     # Once the headers have gone, an error is an event.
     streamed = hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40, "stream": True})
     assert streamed.status_code == 200 and '"code":"deadline_exceeded"' in streamed.text

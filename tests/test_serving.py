@@ -318,6 +318,10 @@ def test_deadlines_cancellation_and_full_queues(letters):
     late = letters.submit(DOC, deadline=1e-6, **long)
     with pytest.raises(TimeoutError, match="the deadline passed"):
         late.result()
+    before = len(letters.documents.all())
+    with pytest.raises(TimeoutError, match="the deadline passed"):
+        letters.document(DOC, deadline=1e-6)
+    assert len(letters.documents.all()) == before
     cancelled = 0
     for request in requests[:-1]:
         # Those that had been answered before keep their answer.

@@ -78,7 +78,10 @@ def run_batch(options: argparse.Namespace) -> int:
     recipe = _recipe(options, most_answers=MOST_ANSWERS)
     requests, out = _files(options)
     name = options.served_model_name or options.model
-    about = [options.model, options.dtype, repr(recipe.options["policy"]), options.max_new_tokens]
+    # A folder is the same model however its path is written.
+    path = os.path.expanduser(options.model)
+    model = os.path.realpath(path) if os.path.exists(path) else options.model
+    about = [model, options.dtype, repr(recipe.options["policy"]), options.max_new_tokens]
 
     for flag, given in (("--ray-address", options.ray_address), ("--workers", options.workers)):
         require(given is None or options.ray, flag, given, "it says something of --ray: give that as well")

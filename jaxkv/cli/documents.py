@@ -92,10 +92,11 @@ def run_ask(options: argparse.Namespace) -> int:
     require_text("--stop", options.stop or ())
     require(all(map(str.strip, options.questions)), "QUESTION", "", "it has no text: ask something")
     enable_compilation_cache()
-    model = load(options.model, dtype=options.dtype)
-    cache = load_cache(options.folder, model)
+    # Before the minutes that a large model takes to load.
+    cache = load_cache(options.folder)
     remedy = "it is of several documents: ask them in Python, jaxkv.generate(params, questions, cache=cache)"
     require(cache.batch == 1, "FOLDER", options.folder, remedy)
+    model = load(options.model, dtype=options.dtype)
     answers = generate(
         model,
         options.questions,

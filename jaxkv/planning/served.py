@@ -10,7 +10,7 @@ from jaxkv.engine.prefill_bytes import row_bytes
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.planning.setting import HostSetting, Setting
 from jaxkv.planning.speed import Speed
-from jaxkv.serving.room import ahead_of
+from jaxkv.serving.room import ahead_of, most_slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class Served:
         prefill: seconds to prefill one prompt.
         step: seconds to draw one token in every slot.
         layers: layers of the model.
+        auto: the most slots that an engine makes by itself, with slots="auto".
         price: of all devices for an hour; None if it is not given.
     """
 
@@ -33,6 +34,7 @@ class Served:
     prefill: float | None
     step: float | None
     layers: int
+    auto: int
     price: int | float | None = None
 
     @property
@@ -61,6 +63,7 @@ class Served:
         """Dict for JSON: slots, bytes of one, requests and new tokens a second, longest pause, the price if given."""
         found: dict[str, Any] = {
             "slots": self.slots,
+            "most_auto_slots": self.auto,
             "slot_bytes": self.slot_bytes,
             "requests_per_second": self.requests,
             "tokens_per_second": None if self.requests is None else self.requests * self.new,
@@ -73,6 +76,8 @@ class Served:
         if not self.slots:
             return f"served: not one slot of {_megabytes(self.slot_bytes)} fits"
         text = f"served: {self.slots:,} slots of {_megabytes(self.slot_bytes)} fit"
+        if self.slots > self.auto:
+            text += f' (slots="auto" makes {self.auto})'
         if self.requests is not None and self.pause is not None:
             text += f", {amount(self.requests)} requests a second with {amount(self.requests * self.new)} new tokens"
             text += f"; longest pause {amount(self.pause)} s"
@@ -118,5 +123,6 @@ class Slot:
             prefill=None if one is None else one.prefill,
             step=None if every is None else every.step,
             layers=self.setting.config.layers,
+            auto=most_slots("gpu" if isinstance(self.setting, Setting) else "cpu"),
             price=price,
         )

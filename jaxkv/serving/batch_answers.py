@@ -6,13 +6,13 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.serving import asking, fields
+from jaxkv.serving import asking
 from jaxkv.serving.batch_lines import CHATS, TEXTS, Line, failed, responded
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.forms import Asked, Form, asked_by, chat_form, text_form
 from jaxkv.serving.limits import Limits
-from jaxkv.serving.refused import refused_by
+from jaxkv.serving.refused import refused_by, unknown_model
 from jaxkv.serving.replies import Replies, usage_of
 from jaxkv.serving.requests import Request
 
@@ -59,12 +59,8 @@ class Batch:
         """Makes the batch of a model that bodies call `name`; they may leave it out."""
         self.engine, self._name = engine, name
         self.most = 2 * engine.stats.slots
-        model = fields.fixed(name, remedy=f"there is one model here: {name!r}")
         most: dict[str, Any] = {"most_tokens": engine.limits.new, "most_answers": MOST_ANSWERS}
-        self._forms = {
-            url: dataclasses.replace(form, fields={**form.fields, "model": model})
-            for url, form in ((TEXTS, text_form(**most)), (CHATS, chat_form(**most)))
-        }
+        self._forms = {TEXTS: text_form(**most), CHATS: chat_form(**most)}
 
     def begin(self, line: Line) -> Begun:
         """Submits a line's requests; a refusal is part of what is returned. The engine's own failure is raised."""
@@ -72,6 +68,9 @@ class Batch:
             return Begun(line=line, error=ValueError(line.fault))
         try:
             asked = _read(line, self._forms[line.url], usual=self.engine.limits.new)
+            named = line.body.get("model")
+            if named not in (None, self._name):
+                raise unknown_model(named, [self._name])
             document = None if asked.document is None else self.engine.documents.of(asked.document)
             requests = asking.submitted(self.engine, asked, document, seconds=_SECONDS)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other lines are answered

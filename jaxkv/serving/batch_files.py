@@ -178,6 +178,9 @@ def alone(out: Path) -> Iterator[None]:
     import filelock  # 50 ms
 
     path = out.with_name(out.name + ".lock")
+    # The lock is an empty file: one that holds something is somebody's own, and would be emptied.
+    ours = not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0)
+    require(ours, "-o", str(out), f"{path.name} beside it is no lock of a batch: move it, or give another file")
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)

@@ -31,7 +31,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.results import Completion
 from jaxkv.sampling import Sampling, mixed
 from jaxkv.serving.documents import Document, Documents
-from jaxkv.serving.given import own_key, own_policy
+from jaxkv.serving.given import own_deadline, own_key, own_policy
 from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.room import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
@@ -91,7 +91,7 @@ class Engine:
             params: from `jaxkv.load`.
             policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row.
             slots: number of requests that draw tokens at the same time; "auto" for as many as fit into nine tenths of
-                the free memory, at most 64. On a mesh a multiple of its groups.
+                the free memory, at most 64 on a CPU and 1024 elsewhere. On a mesh a multiple of its groups.
             max_prompt_tokens: the most tokens of a prompt; with the new tokens they say how many rows a slot holds,
                 where the policy's budget does not. By default the model's positions less the others, at most 4096.
             max_new_tokens: the most tokens of an answer.
@@ -186,8 +186,6 @@ class Engine:
         # Refuses users' own samplers, which would be compiled in.
         mixed([sampling])
         arguments.require_drawable(params, sampling, key, stops)
-        if deadline is not None:
-            deadline = time.monotonic() + _checks.real("deadline", deadline, "give seconds from now", open_low=True)
         if document is not None and not isinstance(document, Document):
             raise TypeError(f"document={type(document).__name__}: give what this engine's document returned")
         turn = Turn.START if document is None else self._documents.of(document.id).turn
@@ -201,8 +199,8 @@ class Engine:
             key=key,
             stops=stops,
             eos=params.ends if stop_at_eos else (),
-            policy=None if budget is None else own_policy(budget, self._session.policy, document),
-            deadline=deadline,
+            policy=own_policy(budget, self._session.policy, document),
+            deadline=own_deadline(deadline),
             document=document,
         )
         request = Request(self._wake)
@@ -216,6 +214,7 @@ class Engine:
         raw: bool = False,
         key: PRNGKeyArray | int | None = None,
         budget: int | float | np.integer | np.floating | None = None,
+        deadline: float | np.floating | np.integer | None = None,
     ) -> Document:
         """Prefills and compresses a document once and returns its handle, which `submit` takes any number of times.
 
@@ -224,21 +223,23 @@ class Engine:
             raw: True if the text is plain text, not a user's message.
             key: random key or seed, for policies that draw.
             budget: rows per kv head, or share of the document, to keep; at most the policy's, which is the default.
+            deadline: seconds from now after which it ends with a TimeoutError; None for none.
 
         Returns:
-            The document: its id, tokens, rows and bytes. Documents beyond `document_bytes` wait on disk.
+            The document: its id, tokens, rows, bytes. Documents beyond `document_bytes` wait on disk.
 
         Raises:
             QueueFull: if as many requests wait as `queue` allows.
+            TimeoutError: if the document is not compressed by its deadline.
             ValueError: for an empty or over-long document, or if the engine was made without `max_question_tokens`.
             TypeError: for an argument of the wrong kind, with what to give instead.
             RuntimeError: if the engine is closed or has failed.
         """
-        return self.submit_document(prompt, raw=raw, key=key, budget=budget).result()
+        return self.submit_document(prompt, raw=raw, key=key, budget=budget, deadline=deadline).result()
 
     @settled
     def submit_document(
-        self, prompt: Prompt, *, raw: bool = False, key: PRNGKeyArray | int | None = None, budget: Any = None
+        self, prompt: Prompt, *, raw: bool = False, key: Any = None, budget: Any = None, deadline: Any = None
     ) -> Future[Document]:
         """Queues a document; returns a future of its handle at once. Arguments and errors are those of `document`."""
         params, key, raw = self._session.params, own_key(key, self._session.key), _checks.flag("raw", raw)
@@ -248,7 +249,7 @@ class Engine:
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "give one document")
         self._require_fits(int(encoded.lengths[0]), None)
         arguments.warn_unseen(self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget)
-        reading = Reading(encoded, key, None if budget is None else own_policy(budget, self._session.policy, None))
+        reading = Reading(encoded, key, own_policy(budget, self._session.policy, None), own_deadline(deadline))
         self._queued(reading)
         return reading.future
 

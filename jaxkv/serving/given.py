@@ -1,17 +1,21 @@
-"""Validates what is a request's own in an engine: its random key and its smaller budget."""
+"""Validates what is a request's own in an engine: its random key, its smaller budget and its deadline."""
 
+import time
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.arguments import as_key
 from jaxkv.policies.checks import as_budget
 from jaxkv.policies.policy import Method
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.serving.documents import Document
+
+_SECONDS = "give seconds from now"
 
 
 def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
@@ -29,8 +33,15 @@ def takes_own_budget(policy: Method) -> bool:
     return policy.parts().budget is not None and policy.parts().every is None
 
 
-def own_policy(given: Any, policy: Method, document: Document | None) -> Method:
-    """An engine's policy with a request's budget; ValueError unless it is one, and not above the engine's."""
+def own_deadline(given: Any) -> float | None:
+    """Time on the clock `time.monotonic` that is as many seconds from now as `given`; None for None."""
+    return None if given is None else time.monotonic() + _checks.real("deadline", given, _SECONDS, open_low=True)
+
+
+def own_policy(given: Any, policy: Method, document: Document | None) -> Method | None:
+    """An engine's policy with a request's budget; None for None. ValueError for a budget above it, or junk."""
+    if given is None:
+        return None
     require(document is None, "budget", given, "a document has been compressed already: leave it out")
     most = policy.parts().budget
     require(

@@ -1,6 +1,5 @@
 """Routes /v1/documents: compress a document once, list, look at and delete documents, and see what is kept of one."""
 
-import asyncio
 import contextlib
 import re
 from concurrent.futures import Future
@@ -32,18 +31,15 @@ async def add_document(service: Service, request: HttpRequest) -> Response:
         name = "text" if "text" in given else "messages"
         record.model = service.model(given.get("model"))
         engine = service.models[record.model]
-        options = {"raw": given.get("raw", False), "budget": given.get("budget")}
+        options = {"raw": given.get("raw", False), "budget": given.get("budget"), "deadline": service.limits.seconds}
         future = await run_in_threadpool(engine.submit_document, given[name], **options)
-        async with asyncio.timeout(service.limits.seconds):
-            document = await while_connected(request.receive, result_of(future))
+        document = await while_connected(request.receive, result_of(future))
     except Refused:
         raise
     except ClientGone:
         future.add_done_callback(lambda ended: _remove(engine, ended))
         raise
     except Exception as error:
-        if isinstance(error, TimeoutError):
-            future.add_done_callback(lambda ended: _remove(engine, ended))
         raise service.refusal_of(error, record, prompt=name) from error
     record.prompt_tokens, record.new_tokens = document.tokens, 0
     return as_json(document_object(document, record.model))

@@ -3,7 +3,7 @@
 import concurrent.futures
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -81,6 +81,13 @@ def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
         return Refused(400, str(error), param=prompt if param == "prompt" else param, code="invalid_value")
     message = str(error) if isinstance(error, RuntimeError) else f"an error of the server's own: {type(error).__name__}"
     return Refused(500, message, code="engine_failed" if isinstance(error, RuntimeError) else "internal_error")
+
+
+def unknown_model(name: str, there: Iterable[str]) -> Refused:
+    """The answer to a body that names a model of which there is none among the ids `there`."""
+    known = ", ".join(map(repr, there))
+    said = f"there are {known}" if "," in known else f"there is one model here: {known}"
+    return Refused(404, f"model={name[:200]!r}: {said}", param="model", code="model_not_found")
 
 
 def draining() -> Refused:

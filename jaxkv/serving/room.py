@@ -16,9 +16,14 @@ from jaxkv.models.config import ModelConfig
 
 # Share of the free memory that slots may take; the rest is for documents and what XLA allocates.
 _SHARE = 0.9
-# Beyond this many, a decode step costs more than its batch gains on the devices that were modelled.
-_MOST = 64
+# The most that "auto" makes. A CPU's decode step costs more than a larger batch gains; on GPUs rows are what limits.
+_MOST_ON_CPUS, _MOST = 64, 1024
 _USUAL_PROMPT = 4096
+
+
+def most_slots(platform: str) -> int:
+    """The most slots that "auto" makes on a platform of JAX, such as "cpu": 64 on a CPU, else 1024."""
+    return _MOST_ON_CPUS if platform == "cpu" else _MOST
 
 
 def ahead_of(slots: int) -> int:
@@ -55,9 +60,10 @@ def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
 def slots_that_fit(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
-    """Number of slots that fit into nine tenths of a share of the free memory beside one prefill; 64 at most.
+    """Number of slots that fit into nine tenths of a share of the free memory beside one prefill.
 
-    On a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not even one slot of each group fits.
+    `most_slots` at most, and on a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not even one
+    slot of each group fits.
     """
     params, parts = session.params, session.policy.parts()
     config, axes = params.config, params.axes
@@ -72,7 +78,8 @@ def slots_that_fit(
     beside = prompt.peak_bytes * together
     memory.check_bytes(beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device)
     fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
-    most = max((count for count in range(1, _MOST // groups + 1) if count + ahead_of(count * groups) <= fit), default=1)
+    counts = range(1, most_slots(device.platform) // groups + 1)
+    most = max((count for count in counts if count + ahead_of(count * groups) <= fit), default=1)
     return most * groups
 
 

@@ -104,7 +104,7 @@ class Scheduler:
         if not gone:
             return
         for work in gone:
-            work.fail(TimeoutError("the deadline passed before the answer was complete"))
+            work.fail(TimeoutError("the deadline passed before it was complete"))
         if self._reading is not None and self._reading[0] in gone:
             self._reading[1].close()
             self._reading = None

@@ -14,7 +14,7 @@ from jaxkv.serving.engine import Engine
 from jaxkv.serving.forms import Form, chat_form, document_form, text_form
 from jaxkv.serving.limits import Limits
 from jaxkv.serving.metrics import Metrics
-from jaxkv.serving.refused import Refused, refused_by
+from jaxkv.serving.refused import Refused, refused_by, unknown_model
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -73,10 +73,7 @@ class Service:
     def model(self, name: str | None) -> str:
         """Id of the model that a body names, the first one's for None; `Refused` 404 if there is none of this id."""
         if name is not None and name not in self.models:
-            there = f"there are {', '.join(map(repr, self.models))}"
-            if len(self.models) == 1:
-                there = f"there is one model here: {self.name!r}"
-            raise Refused(404, f"model={name[:200]!r}: {there}", param="model", code="model_not_found")
+            raise unknown_model(name, self.models)
         return self.name if name is None else name
 
     def document(self, name: str) -> tuple[str, Document]:

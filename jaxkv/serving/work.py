@@ -138,18 +138,22 @@ class Reading:
         key: random key for policies that draw; None for the engine's.
         policy: the engine's policy with the document's own budget; None for the engine's.
         future: the `Document`, once it is compressed.
-        gone: always False: documents are not cancelled.
+        deadline: time on the clock `time.monotonic` by which it must be compressed; None for none.
         prefill_seconds: time of its prefill so far.
     """
 
-    gone = False
-
-    def __init__(self, encoded: Encoded, key: PRNGKeyArray | None, policy: Method | None):
+    def __init__(self, encoded: Encoded, key: PRNGKeyArray | None, policy: Method | None, deadline: float | None):
         """Makes the record of a document that is submitted now."""
-        self.encoded, self.key, self.policy, self.prefill_seconds = encoded, key, policy, 0.0
+        self.encoded, self.key, self.policy, self.deadline = encoded, key, policy, deadline
+        self.prefill_seconds = 0.0
         self.future: Future[Document] = Future()
         # Whoever gives up waiting does not end it.
         self.future.set_running_or_notify_cancel()
+
+    @property
+    def gone(self) -> bool:
+        """True if the deadline has passed."""
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def begin(self) -> None:
         """Does nothing: only requests count the time that they waited."""
