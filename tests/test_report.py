@@ -9,10 +9,10 @@ import json
 
 import numpy as np
 import pytest
-from evaluating import POLICIES, Told, told
+from evaluating import POLICIES, Told, Words, told
 
 import jaxkv
-from jaxkv.evals import Evaluation, apart, interval, page, pictures, runs
+from jaxkv.evals import Evaluation, How, apart, interval, page, pictures, runs
 from jaxkv.evals.apart import Line
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
@@ -359,3 +359,25 @@ def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="folder="):
             jaxkv.report(folder)
     assert not (out / "report.html").exists()
+
+
+def test_questions_and_raised_budgets_are_told(tmp_path, monkeypatch):
+    """Lines of earlier versions had no questions, and are still read."""
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    policies = {"snapkv@0.1": jaxkv.SnapKV(budget=0.1, window=8), "snapkv@0.9": jaxkv.SnapKV(budget=0.9, window=8)}
+    for agnostic in (True, False):
+        out = tmp_path / str(agnostic)
+        lines = told(out, Words(count=2), policies=policies, how=How(agnostic=agnostic, raw=True))
+        found = Evaluation.read(out)
+        assert found.raised.endswith(": snapkv@0.1 2.") and found.raised in found.table()
+        assert {each.question for each in found.records} == {" w1 w2"}
+        text = page.report(out).read_text()
+        assert found.raised in text and all("w1 w2" in row for row in Page(text).tables[-1][1:])
+        old = [
+            {name: each for name, each in json.loads(line).items() if name != "question"}
+            for line in lines.split(b"\n")[:-1]
+        ]
+        (out / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in old))
+        assert {each.question for each in Evaluation.read(out).records} == {""}
+    told(tmp_path / "none")
+    assert not Evaluation.read(tmp_path / "none").raised

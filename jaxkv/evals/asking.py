@@ -15,6 +15,7 @@ from jaxkv.cache import KVCache
 from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.evals.kept import Held, Watch
+from jaxkv.evals.records import RAISED
 from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
@@ -59,6 +60,7 @@ class QuestionTask(Task):
                 tokens=answer.tokens,
                 rows=answer.rows,
                 nbytes=answer.nbytes,
+                figures={RAISED: 1} if answer.raised else {},
                 held=answer.held,
             )
             for sample, answer in zip(samples, drawn, strict=True)
@@ -75,6 +77,7 @@ class Answer:
         rows: rows kept per kv head and layer, averaged, when the answer ends; rows of tokens after the compressed ones
             do not count.
         nbytes: bytes of these rows.
+        raised: True if the budget, a share, came out below the rows that must stay and was raised to them.
         held: the compressed tokens and how many kv heads hold each after prefill, if `How.shown` names the sample.
     """
 
@@ -82,6 +85,7 @@ class Answer:
     tokens: int
     rows: float
     nbytes: int
+    raised: bool = False
     held: Held | None = None
 
 
@@ -165,7 +169,7 @@ class _Group(NamedTuple):
         if agnostic:
             return self._draw(at, self._prefilled([context for context, _ in pairs]))[: len(self.samples)]
         whole = [context + question for context, question in pairs]
-        return self._answers(at, self._generated(whole))[: len(self.samples)]
+        return self._answers(at, self._generated(whole), whole)[: len(self.samples)]
 
     @settled
     def _generated(self, prompts: Sequence[list[int]]) -> Generation:
@@ -213,14 +217,17 @@ class _Group(NamedTuple):
         """Draws answers to the questions of samples `at`, the n-th on top of the n-th context in `cache`."""
         questions, new = [self.pairs[n][1] for n in at], self.samples[0].new_tokens
         out = generate(self.params, questions, cache=cache, max_new_tokens=new, key=self.key, progress=False)
-        return self._answers(at, out)
+        return self._answers(at, out, [self.pairs[n][0] for n in at])
 
-    def _answers(self, at: Sequence[int], out: Generation) -> list[Answer]:
-        """One `Answer` for each sample `at`: text of its drawn tokens, cut at stop strings, with rows and bytes."""
+    def _answers(self, at: Sequence[int], out: Generation, compressed: Sequence[Sequence[int]]) -> list[Answer]:
+        """One `Answer` for each sample `at`: text of its drawn tokens, cut at stop strings, with rows and bytes.
+
+        `compressed` are the token ids that each was compressed of.
+        """
         tokenizer = tokenizer_of(self.params)
         # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(at)], out.cache.kept)
-        ends = set(tokenizer.eos_ids)
+        ends, parts = set(tokenizer.eos_ids), self.policy.parts()
         found = []
         for row, (number, tokens) in enumerate(zip(at, out.tokens, strict=True)):
             text = tokenizer.decode([each for each in tokens.tolist() if each not in ends])
@@ -229,6 +236,7 @@ class _Group(NamedTuple):
                 tokens=sum(map(len, self.pairs[number])),
                 rows=float(kept[:, row].mean()),
                 nbytes=int(kept[:, row].sum()) * out.cache.row_bytes,
+                raised=bool(parts.raised(np.asarray([len(compressed[row])]))),
             )
             found.append(answer)
         return found

@@ -89,9 +89,11 @@ class Run:
         return len(self.policies) * (len(mine) * self.batch - short)
 
 
+# Name in `Record.figures` of samples whose budget was raised to what must stay.
+RAISED = "raised"
 _NUMBER = (int, float)
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("task", "policy", "id", "group", "prediction"), (str,)),
+    **dict.fromkeys(("task", "policy", "id", "group", "question", "prediction"), (str,)),
     **dict.fromkeys(("tags", "figures"), (dict,)),
     **dict.fromkeys(("budget", "tokens", "rows", "nbytes"), (*_NUMBER, type(None))),
     "answers": (list,),
@@ -117,6 +119,7 @@ class Record:
         rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
         nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
         figures: further numbers, and lists of numbers.
+        question: text of the prompt after its context; empty if it has none, or an earlier jaxkv wrote the line.
     """
 
     task: str
@@ -132,6 +135,7 @@ class Record:
     rows: float | None = None
     nbytes: int | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    question: str = ""
 
     def __post_init__(self):
         for name, kinds in _KINDS.items():
@@ -265,7 +269,7 @@ def read_record(line: bytes, where: str) -> Record:
     """`Record` from one line of `samples.jsonl`; refuses other lines, with `where` in the error."""
     try:
         found = json.loads(line)
-        fits = isinstance(found, dict) and found.keys() == _FIELDS
+        fits = isinstance(found, dict) and found.keys() | {"question"} == _FIELDS
         require(fits, "line", shortened(repr(line)), "it is none of an evaluation")
         return Record(**found)
     except (ValueError, TypeError, RecursionError) as error:

@@ -318,4 +318,5 @@ def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
         rows=outcome.rows,
         nbytes=outcome.nbytes,
         figures=outcome.figures,
+        question=sample.question,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv._errors import refusal, require
-from jaxkv.evals.records import Record, Run, read_record, read_run, whole_lines
+from jaxkv.evals.records import RAISED, Record, Run, read_record, read_run, whole_lines
 
 # More lengths than these are the samples' own, not lengths that samples were made for.
 _MOST_LENGTHS = 25
@@ -323,6 +323,7 @@ class Evaluation:
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
             row = [policy, self.shown(cell.mean), self.shown_interval(cell), str(cell.n), *costs]
             lines.append(f"| {' | '.join(map(_escaped, row))} |")
+        lines += ["", self.raised] if self.raised else []
         for kind, rows in self.sections().items():
             for block in self.blocks():
                 lines += ["", f"| {kind} | n | {' | '.join(map(_escaped, block))} |"]
@@ -342,6 +343,14 @@ class Evaluation:
         if self.lengths:
             tables["length"] = {**{f"{length:,}": {"length": length} for length in self.lengths}, "mean": {}}
         return tables
+
+    @property
+    def raised(self) -> str:
+        """One line of text with the numbers of samples whose budget was raised to what must stay; empty for none."""
+        counts = {policy: sum(RAISED in each.figures for each in self.of(policy)) for policy in self.policies}
+        told = ", ".join(f"{policy} {count}" for policy, count in counts.items() if count)
+        about = "Samples so short that their budget, a share, was raised to what must stay (sinks, window)"
+        return told and f"{about}: {told}."
 
     @property
     def title(self) -> str:

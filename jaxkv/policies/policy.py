@@ -48,7 +48,8 @@ class Method(Value):
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. None: everything. numpy's numbers count as Python's of their kind.
+            share of each sequence's own prompt. None: everything. 1024 rows by default, unless the policy says another
+            default. numpy's numbers count as Python's of their kind.
         min_budget: "clamp" raises a ratio that comes out below sinks + window + protected rows, as it does for short
             prompts, to these rows, and counts such sequences in `Stats.raised_budgets`; "raise" refuses it.
         protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
