@@ -26,6 +26,7 @@ from jaxkv.models.sources import Source, sources_of
 from jaxkv.sharding.mesh import Axes, put
 from jaxkv.sharding.parameters import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
+from jaxkv.words import by_other_names
 
 # Buffers that some exporters write; rotations are computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
@@ -126,6 +127,7 @@ class LanguageModel(nnx.Module):
         return self.decoder.nbytes
 
 
+@by_other_names
 @settled
 def load(
     name_or_path: str | os.PathLike[str], dtype: Any = None, *, mesh: Mesh | None = None, progress: bool = True

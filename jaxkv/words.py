@@ -1,4 +1,4 @@
-"""Arguments of `generate` and `prefill` by other libraries' names: taken if their meaning is certain, else refused."""
+"""Arguments of `load`, `generate`, `prefill` and engines by other libraries' names: taken if their meaning is certain, else refused."""
 
 import difflib
 import functools
@@ -64,6 +64,12 @@ _REFUSED = {
     "tokenizer": "params brings its own: leave it out",
     "device": "params lies on it; give mesh= for several",
     "dtype": "give it to jaxkv.load",
+    "torch_dtype": 'it is called dtype here: jaxkv.load(name, dtype="bfloat16")',
+    "device_map": "give mesh= to jaxkv.load for several devices; one is JAX's default device",
+    "attn_implementation": "give implementation= to generate or prefill",
+    "trust_remote_code": "no code of a checkpoint's is run: leave it out",
+    "quantization_config": "weights are float32, bfloat16 or float16: give dtype=",
+    "revision": "give the folder of a downloaded snapshot",
 }
 
 

@@ -136,6 +136,28 @@ def test_answers_stream_beside_the_full_cache(page, server):
         assert [each["tokens"] for each in client.get("/v1/documents").json()["data"]] == [13]
 
 
+def test_a_full_cache_that_comes_late_is_not_the_next_documents(page, server):
+    unlock(page)
+    compress(page)
+    held = []
+
+    def hold(route):
+        held.append(route) if '"tiny:full"' in (route.request.post_data or "") and not held else route.continue_()
+
+    page.route("**/v1/documents", hold)
+    page.get_by_label("Also answer with the full cache").check()
+    page.get_by_label("Ask about the document").fill("who?")
+    page.get_by_label("Most tokens").fill("9")
+    with page.expect_request(lambda asked: '"tiny:full"' in (asked.post_data or "")):
+        page.keyboard.press("Enter")
+    compress(page, "another one")
+    held[0].continue_()
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+    ask(page)
+    with api(server) as client:
+        assert [each["tokens"] for each in client.get("/v1/documents").json()["data"]] == [13, 13]
+
+
 def test_markup_in_a_document_is_text(page):
     unlock(page)
     text = "<img src=x onerror=alert(1)>"
