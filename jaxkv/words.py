@@ -1,4 +1,4 @@
-"""Arguments of `load`, `generate`, `prefill` and engines by other libraries' names: taken if their meaning is certain, else refused."""
+"""Arguments of `load`, `generate` and others by other libraries' names: taken if certain in meaning, else refused."""
 
 import difflib
 import functools

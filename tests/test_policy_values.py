@@ -14,6 +14,7 @@ from policy_table import TABLE
 import jaxkv
 from jaxkv import D2O, H2O, TOVA, AdaKV, CaM, CriticalKV, KNorm, LocalWindow, Method, OmniKV, PyramidInfer, SnapKV
 from jaxkv._values import brief
+from jaxkv.cache import Int4
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     AdaptiveHeads,
@@ -158,6 +159,7 @@ def other_values(policy, name):
         "safeguard": [ProtectedHeads(), AdaptiveHeads(alpha=0.5), None],
         "allocation": [LinearLayers(), VarianceLayers()],
         "min_budget": ["clamp"],
+        "store": ["int8", Int4],
         "pooling": [MaxPool(3)],
         "filter_layers": [(1,), None],
     }

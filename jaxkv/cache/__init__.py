@@ -5,6 +5,7 @@ from jaxkv.cache.bank import Bank
 from jaxkv.cache.kv_cache import KVCache, Turn, laid_out
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
+from jaxkv.cache.quantised import Int4, Int8, Mixed
 from jaxkv.cache.repacking import repack
 from jaxkv.cache.stores import Dense, Store
 
@@ -12,8 +13,11 @@ __all__ = [
     "Bank",
     "Cache",
     "Dense",
+    "Int4",
+    "Int8",
     "KVCache",
     "Layout",
+    "Mixed",
     "Pool",
     "State",
     "Store",

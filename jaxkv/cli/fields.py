@@ -95,7 +95,7 @@ def words_of(kinds: tuple[Any, ...]) -> Words | None:
     if frozenset(kinds) in _ONE:
         return _ONE[frozenset(kinds)]
     if choices := _choices(kinds):
-        return Words(read=partial(_chosen, choices), metavar="{" + ",".join(choices) + "}")
+        return Words(read=partial(chosen, choices), metavar="{" + ",".join(choices) + "}")
     return None
 
 
@@ -109,7 +109,7 @@ def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
     return {str(member.value): member for member in enums[0]}
 
 
-def _chosen(choices: dict[str, Any], word: str) -> Any:
+def chosen(choices: dict[str, Any], word: str) -> Any:
     """The value that `word` stands for in `choices`; ValueError for an unknown word."""
     if word not in choices:
         raise ValueError(f"use one of {', '.join(choices)}")

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 from jaxkv._errors import require
 from jaxkv._values import shortened
-from jaxkv.cli.fields import Arity, Words, kinds_of, words_of
+from jaxkv.cache.quantised import STORES
+from jaxkv.cache.stores import Store
+from jaxkv.cli.fields import Arity, Words, chosen, kinds_of, words_of
 from jaxkv.cli.numbers import real, whole
 from jaxkv.policies import AvgPool, MaxPool, Merge, Method, NoPool
 from jaxkv.policies.attended import Pooling
@@ -92,7 +94,7 @@ def _meaningful(cls: type[Method]) -> set[str]:
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
         return names if takes_budget(cls) else names - {"budget", "min_budget"}
-    return names - (_SHARED - {"budget"} if takes_budget(cls) else _SHARED)
+    return names - (_SHARED - ({"budget", "store"} if takes_budget(cls) else {"store"}))
 
 
 def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
@@ -110,6 +112,9 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
         about = "steepness of the budgets over layers, 1 is flat"
     elif any(isinstance(kind, type) and issubclass(kind, FileArrays) for kind in kinds):
         words = Words(read=str, metavar="FILE")
+    elif kinds == (str, type[Store]):
+        words = Words(read=partial(chosen, {name: name for name in STORES}), metavar="{" + ",".join(STORES) + "}")
+        about = "how rows are held: in the model's dtype, in 8 bits, in 4, or keys in 8 and values in 4"
     elif kinds == (Merger,):
         merge = Merge() if default is None else default
         words = Words(read=lambda yes: merge if yes else None, arity=Arity.SWITCH)

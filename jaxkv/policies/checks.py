@@ -10,6 +10,8 @@ from jaxtyping import Array
 
 from jaxkv._errors import require
 from jaxkv._values import plain
+from jaxkv.cache.quantised import STORES
+from jaxkv.cache.stores import Store
 
 Span = tuple[int, int]
 
@@ -27,6 +29,22 @@ def as_budget(given: Any) -> int | float | None:
     elif budget is not None:
         require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
     return budget
+
+
+def as_store(given: Any) -> str | type[Store]:
+    """Returns the name of one of jaxkv's stores, for its name or class, or a user's own subclass of `Store`."""
+    for name, kind in STORES.items():
+        if given is kind or (isinstance(given, str) and given == name):
+            return name
+    own = isinstance(given, type) and issubclass(given, Store)
+    remedy = f"give one of {', '.join(map(repr, STORES))}, or a subclass of jaxkv.cache.Store"
+    require(own, "store", given, remedy)
+    return given  # type: ignore[no-any-return]
+
+
+def store_class(store: str | type[Store]) -> type[Store]:
+    """The class of stores that a policy's field `store` stands for."""
+    return STORES[store] if isinstance(store, str) else store
 
 
 def as_spans(given: Any) -> tuple[Span, ...]:

@@ -159,6 +159,9 @@ class Parts(Value):
             require(not read.whole_prompts, "read", read, remedy)
             require(isinstance(after, Append), "read", read, "tokens are chosen of a prompt that stays: use Append()")
             require(not self.rolling, "read", read, "positions within the cache change: leave rolling positions out")
+        if read is not None and read.whole_prompts:
+            remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
+            require(self.store is Dense, "store", self.store.__name__, remedy)
         keeps = "this policy keeps everything: leave it out"
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import Value, normalise
-from jaxkv.policies.checks import Span, as_budget, as_spans
+from jaxkv.cache.stores import Store
+from jaxkv.policies.checks import Span, as_budget, as_spans, as_store, store_class
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
@@ -44,7 +45,7 @@ def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(Value):
-    """Base class of all policies: budget, protected spans, recompression and merging; subclasses implement `parts`.
+    """Base class of all policies: budget, protected spans, recompression, merging, store; subclasses implement `parts`.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
@@ -57,6 +58,8 @@ class Method(Value):
         every: compress again after this many more tokens, over prompt and answer in order of position: the cache never
             holds more than the budget and this many rows. None compresses the prompt only.
         merge: how dropped rows are folded into their nearest kept rows, such as `Merge()`; None drops them.
+        store: how rows are held: "dense" as the model computes them, "int8" in 8 bits with a scale each, "int4" in 4
+            bits with a scale for 32 elements, "mixed" keys in 8 and values in 4; or a subclass of `jaxkv.cache.Store`.
     """
 
     budget: int | float | None = None
@@ -64,6 +67,7 @@ class Method(Value):
     protect: tuple[Span, ...] = ()
     every: int | None = None
     merge: Merger | None = None
+    store: str | type[Store] = "dense"
 
     paper: ClassVar[str] = ""
 
@@ -94,6 +98,7 @@ class Method(Value):
         normalise(self)
         object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "protect", as_spans(self.protect))
+        object.__setattr__(self, "store", as_store(self.store))
         check_merger("merge", self.merge)
         self._check()
         if not callable(self.parts):
@@ -159,6 +164,7 @@ class Method(Value):
             "merge": self.merge,
             "keep": dataclasses.replace(keep, protect=self.protect),
             "after": after,
+            "store": store_class(self.store),
         }
         return Parts(scorer=scorer, **(usual | parts))
 

@@ -5,6 +5,7 @@ import functools
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv.policies.checks import store_class
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
@@ -57,7 +58,8 @@ class OmniKV(Method):
     def _check(self) -> None:
         self._adopt(self._reads, *(name for name in _READS if name != "budget"))
         base = self.inner
-        check_shared(self, base, "OmniKV drops nothing: give it to the base, if any", but=("budget",))
+        own = ("budget", "store") if base is None else ("budget",)
+        check_shared(self, base, "OmniKV drops nothing: give it to the base, if any", but=own)
         if base is None:
             return
         parts = base.parts()
@@ -83,7 +85,7 @@ class OmniKV(Method):
 
     def parts(self) -> Parts:
         """Returns the base's `Parts`, or `Parts` that keep every row, with filter layers that choose what is read."""
-        base = Parts() if self.inner is None else self.inner.parts()
+        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
+from jaxkv.policies.checks import store_class
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -47,7 +48,8 @@ class Quest(Method):
     def _check(self) -> None:
         self._adopt(self._reads, "page", "dense_layers", "budget")
         base = self.inner
-        check_shared(self, base, "Quest drops nothing: give it to the base, if any", but=("budget",))
+        own = ("budget", "store") if base is None else ("budget",)
+        check_shared(self, base, "Quest drops nothing: give it to the base, if any", but=own)
         if base is None:
             return
         parts = base.parts()
@@ -71,7 +73,7 @@ class Quest(Method):
 
     def parts(self) -> Parts:
         """Returns the base's `Parts`, or `Parts` that keep every row, whose layers read pages chosen at each token."""
-        base = Parts() if self.inner is None else self.inner.parts()
+        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Quest":

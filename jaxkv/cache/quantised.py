@@ -1,0 +1,187 @@
+"""Stores of rows in fewer bits: `Int8`, `Int4`, and `Mixed` with keys as the former and values as the latter.
+
+A row is rounded when it is written, with scales of its own, and never again: gathering, packing, evicting and saving
+move its codes. Attention reads rows that were decoded where they are used.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxkv._errors import require
+from jaxkv.cache.stores import Dense, Store, put_cells
+
+# Scales and least values are float16; scales are rounded up, so that no code lies beyond the largest one.
+_SCALE, _SMALLEST, _UP = jnp.float16, 2.0**-24, 1 + 2.0**-11
+# Elements that share a scale in 4 bits: the most, and the fewest for which it pays.
+_MOST_SHARED, _FEWEST_SHARED = 32, 8
+
+
+def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Scale in float16 of codes that are one unit apart, for a unit of at least `width`; 0 for a width of 0."""
+    return jnp.where(width > 0, jnp.maximum(width * _UP, _SMALLEST), width).astype(_SCALE)
+
+
+def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Array, "*n m"]:
+    """Groups of m values divided by their scale and rounded to integers; 0 where the scale is 0."""
+    wide = scale.astype(jnp.float32)[..., None]
+    return jnp.round(jnp.where(wide == 0, 0.0, values / jnp.where(wide == 0, 1.0, wide)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Vectors as signed bytes with one scale each.
+
+    Attributes:
+        code: `i8[B, P, D]` numbers from -127 to 127.
+        scale: `f16[B, P]` by which they are multiplied.
+    """
+
+    code: Int[Array, "B P D"]
+    scale: Float[Array, "B P"]
+
+    @classmethod
+    def of(cls, rows: Float[Array, "B P D"]) -> "Bytes":
+        """Encodes vectors: the largest absolute value of each becomes 127, the others in proportion, rounded."""
+        wide = rows.astype(jnp.float32)
+        scale = _scale(jnp.abs(wide).max(axis=-1) / 127)
+        code = jnp.clip(_codes(wide, scale), -127, 127)
+        return cls(code=code.astype(jnp.int8), scale=scale)
+
+    def decoded(self) -> Float[Array, "B P D"]:
+        """The vectors in float32."""
+        return self.code.astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]
+
+    @classmethod
+    def size(cls, dim: int) -> int:
+        """Bytes of a vector of `dim` elements."""
+        return dim + 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nibbles:
+    """Vectors in 4 bits an element, two elements a byte; groups of elements have a scale and a least value.
+
+    The n groups have 32 elements each, or fewer where 32 does not divide D.
+
+    Attributes:
+        code: `u8[B, P, D / 2]` bytes of two numbers from 0 to 15: elements of the first half of D in the low bits.
+        scale: `f16[B, P, n]` distance of neighbouring numbers.
+        least: `f16[B, P, n]` value of number 0.
+    """
+
+    code: UInt8[Array, "B P d"]
+    scale: Float[Array, "B P n"]
+    least: Float[Array, "B P n"]
+
+    @classmethod
+    def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
+        """Encodes vectors: in each group the least value becomes 0, the largest 15; ValueError unless 8 divides D."""
+        dim = rows.shape[-1]
+        wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
+        low = wide.min(axis=-1)
+        least = low.astype(_SCALE)
+        # Rounding may have moved the least value up: what lies below it counts in the scale, too.
+        reach = jnp.maximum(wide.max(axis=-1) - least.astype(jnp.float32), 0)
+        scale = _scale(reach / 15)
+        off = wide - least.astype(jnp.float32)[..., None]
+        code = jnp.clip(_codes(off, scale), 0, 15).astype(jnp.uint8).reshape(rows.shape)
+        return cls(code=code[..., : dim // 2] | (code[..., dim // 2 :] << 4), scale=scale, least=least)
+
+    def decoded(self) -> Float[Array, "B P D"]:
+        """The vectors in float32."""
+        code = jnp.concatenate([self.code & 15, self.code >> 4], axis=-1).astype(jnp.float32)
+        groups = code.reshape(*self.scale.shape, -1)
+        scale, least = (each.astype(jnp.float32)[..., None] for each in (self.scale, self.least))
+        return (groups * scale + least).reshape(code.shape)
+
+    @classmethod
+    def size(cls, dim: int) -> int:
+        """Bytes of a vector of `dim` elements."""
+        return dim // 2 + 4 * (dim // _shared(dim))
+
+
+def _shared(dim: int) -> int:
+    """Number of elements that share a scale in 4 bits, 32 or the next power of two that divides D = `dim`."""
+    size = math.gcd(dim, _MOST_SHARED)
+    remedy = (
+        f"at least {_FEWEST_SHARED} elements share a scale in 4 bits, and {dim} a head has no such groups: use 'int8'"
+    )
+    require(size >= _FEWEST_SHARED, "store", "int4", remedy)
+    return size
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(Store):
+    """Store that holds each key and value as 8-bit integers with a scale of its own.
+
+    Attributes:
+        k: encoded keys.
+        v: encoded values.
+        wide: name of the model's dtype, in which `view` returns rows.
+    """
+
+    keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+    values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+
+    k: Bytes | Nibbles
+    v: Bytes | Nibbles
+    wide: str
+
+    @classmethod
+    def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
+        """Encodes keys and values `[B, P, D]` as a store of P rows."""
+        return cls(k=cls.keys.of(k), v=cls.values.of(v), wide=str(k.dtype))
+
+    @classmethod
+    def row_bytes(cls, dim: int, itemsize: int) -> int:
+        """Bytes that one encoded row takes, scales included; the model's dtype does not matter."""
+        return cls.keys.size(dim) + cls.values.size(dim)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the keys and values that `view` returns: the model's."""
+        return jnp.dtype(self.wide)
+
+    def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Pair of decoded keys and values `[B, P, D]` in the model's dtype."""
+        return self.k.decoded().astype(self.dtype), self.v.decoded().astype(self.dtype)
+
+    def put(
+        self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
+    ) -> "Store":
+        """Store with the keys and values of some rows overwritten, encoded; the other rows' codes are unchanged."""
+        (k_row, keys), (v_row, values) = k, v
+        return dataclasses.replace(
+            self,
+            k=jax.tree.map(lambda leaf, new: put_cells(leaf, k_row, new), self.k, self.keys.of(keys)),
+            v=jax.tree.map(lambda leaf, new: put_cells(leaf, v_row, new), self.v, self.values.of(values)),
+        )
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int4(Int8):
+    """Store that holds keys and values in 4 bits an element, with a scale and a least value for 32 elements each."""
+
+    keys: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
+    values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed(Int8):
+    """Store that holds keys as 8-bit integers with a scale each, and values in 4 bits as `Int4` does."""
+
+    values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
+
+
+STORES: dict[str, type[Store]] = {"dense": Dense, "int8": Int8, "int4": Int4, "mixed": Mixed}

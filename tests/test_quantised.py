@@ -1,0 +1,205 @@
+"""Rows in 8 and 4 bits: each rounding by a numpy oracle, and every policy's choices, caches and answers over them."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import lettered
+import meshes
+import numpy as np
+import pytest
+import tiny
+from policy_table import TABLE
+
+import jaxkv
+from jaxkv.cache import Int4, Int8, Mixed
+from jaxkv.exporting import runtime
+
+KINDS = {"int8": Int8, "int4": Int4, "mixed": Mixed}
+PROMPTS = (61, 40)
+POOLS = ("full", "snapkv", "adakv", "h2o", "d2o")
+
+
+def rounded_up(width):
+    """A scale in float16 that is no smaller than `width` as float32 computes it."""
+    wide = np.float32(width) * np.float32(1 + 2.0**-11)
+    return np.where(width > 0, np.maximum(wide, np.float32(2.0**-24)), width).astype(np.float16)
+
+
+def bytes_of(rows):
+    """Oracle of 8 bits: codes and scale of each vector, by loops."""
+    codes, scales = np.zeros(rows.shape, np.int8), np.zeros(rows.shape[:-1], np.float16)
+    for at in np.ndindex(*rows.shape[:-1]):
+        row = rows[at].astype(np.float32)
+        scales[at] = rounded_up(np.abs(row).max() / np.float32(127))
+        if scales[at]:
+            codes[at] = np.clip(np.rint(row / np.float32(scales[at])), -127, 127)
+    return codes, scales
+
+
+def nibbles_of(rows, size):
+    """Oracle of 4 bits: numbers from 0 to 15, scale and least value of each group of `size` elements, by loops."""
+    groups = rows.shape[-1] // size
+    codes = np.zeros(rows.shape, np.uint8)
+    scales, leasts = (np.zeros((*rows.shape[:-1], groups), np.float16) for _ in range(2))
+    for at in np.ndindex(*rows.shape[:-1], groups):
+        own = (*at[:-1], slice(at[-1] * size, (at[-1] + 1) * size))
+        part = rows[own].astype(np.float32)
+        leasts[at] = np.float16(part.min())
+        off = part - np.float32(leasts[at])
+        scales[at] = rounded_up(np.maximum(part.max() - np.float32(leasts[at]), 0) / np.float32(15))
+        if scales[at]:
+            codes[own] = np.clip(np.rint(off / np.float32(scales[at])), 0, 15)
+    return codes, scales, leasts
+
+
+@pytest.mark.parametrize("dim", [64, 80, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
+    rng = np.random.default_rng(dim)
+    rows = rng.normal(size=(2, 9, dim)) * np.exp(rng.normal(size=(2, 9, 1)) * 3) + rng.normal(size=(dim,))
+    rows[0, 0], rows[0, 1], rows[0, 2] = 0.0, 3.0, 1e-9
+    given = jnp.asarray(rows, dtype)
+    exact, size = np.asarray(given.astype(jnp.float32)), np.gcd(dim, 32)
+    found = Mixed.of(given, given)
+    codes, scales = bytes_of(exact)
+    np.testing.assert_array_equal(found.k.code, codes)
+    np.testing.assert_array_equal(found.k.scale, scales)
+    numbers, steps, leasts = nibbles_of(exact, size)
+    packed = numbers[..., : dim // 2] | (numbers[..., dim // 2 :] << 4)
+    np.testing.assert_array_equal(found.v.code, packed)
+    np.testing.assert_array_equal(found.v.scale, steps)
+    np.testing.assert_array_equal(found.v.least, leasts)
+    # Decoded rows lie within half a step of the true ones, and a rounding of the least value.
+    wide = dataclasses.replace(found, wide="float32")
+    k, v = (np.asarray(each) for each in wide.view())
+    assert (np.abs(k - exact) <= 0.51 * scales[..., None].astype(np.float32) + 1e-7).all()
+    step = np.repeat(steps.astype(np.float32), size, axis=-1)
+    off = np.repeat(np.abs(leasts.astype(np.float32)) * 2.0**-11, size, axis=-1)
+    assert (np.abs(v - exact) <= 0.51 * step + off + 1e-7).all()
+    assert [each.dtype for each in found.view()] == [given.dtype] * 2
+
+
+@pytest.mark.parametrize("store", KINDS)
+def test_moving_rows_does_not_round_them_again(store):
+    rows = jax.random.normal(jax.random.key(0), (2, 12, 64))
+    kind = KINDS[store]
+    held = kind.of(rows, rows)
+    for _ in range(10):
+        held = held.take(jnp.asarray([[11, *range(11)]] * 2))
+    back = held.take(jnp.asarray([[*range(10, 12), *range(10)]] * 2))
+    chex_equal = [
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(kind.of(rows, rows)), strict=True)
+    ]
+    assert all(chex_equal)
+    none = jnp.full((2, 1), 12)
+    put = held.put((jnp.asarray([[3], [4]]), rows[:, :1] * 9), (none, rows[:, :1]))
+    same = np.asarray(put.k.code != held.k.code).any(axis=-1)
+    assert same.sum() == 2 and same[0, 3] and same[1, 4]
+    chex.assert_trees_all_equal(put.v, held.v)
+    sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(held)) // (2 * 12)
+    assert sizes == kind.row_bytes(64, 4)
+    assert np.isnan(np.asarray(kind.of(rows.at[0, 0, 0].set(jnp.nan), rows).view()[0])[0, 0]).any()
+
+
+# Each row with one store, those of each kind of pool with all.
+CASES = [(row, each) for at, row in enumerate(TABLE) for each in (KINDS if row.name in POOLS else [[*KINDS][at % 3]])]
+
+
+@pytest.mark.parametrize(("row", "store"), CASES, ids=lambda each: getattr(each, "name", each))
+def test_choices_are_made_before_rows_are_rounded(row, store):
+    """Rows are at the dense store's positions, under every policy, in fewer bytes; answers are drawn."""
+    model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(1, PROMPTS)
+    dense = jaxkv.Session(model, row.make(24)).prefill(prompts)
+    policy = dataclasses.replace(row.make(24), store=store) if row.keeps_all else row.make(24, store=store)
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(prompts, new=8)
+    assert {type(pool.store) for pool in cache.pools} == {KINDS[store]}
+    np.testing.assert_array_equal(cache.kept, dense.kept)
+    for mine, its in zip(tiny.segments(cache), tiny.segments(dense), strict=True):
+        (*one, k, v, pos), (*other, its_k, its_v, its_pos) = mine, its
+        assert one == other
+        np.testing.assert_array_equal(pos, its_pos)
+        for ours, theirs in ((k, its_k), (v, its_v)):
+            assert np.abs(ours - theirs).max(initial=0) <= np.abs(theirs).max(initial=0) / 7
+    assert cache.row_bytes < dense.row_bytes and (session.draw(cache, 8)[1] >= 0).all()
+
+
+@pytest.mark.parametrize(("name", "store"), [("adakv", "int8"), ("h2o", "mixed"), ("d2o", "int8"), ("snapkv", "int4")])
+def test_meshes_draw_the_same(name, store):
+    """Prompts, questions on top of them and tokens; the planned bytes are the cache's."""
+    policy, model = meshes.roomy(name, store=store), tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8))
+    alone = meshes.ran(model, policy, asks=True)
+    assert meshes.ran(model.on(meshes.mesh_of(2, 4)), policy, asks=True) == alone
+
+
+@pytest.mark.parametrize("store", KINDS)
+def test_saved_caches_engines_and_exports_hold_the_same_rows(store, tmp_path):
+    model, policy = lettered.tiny(), jaxkv.KNorm(budget=16, store=store)
+    text, options = lettered.DOC, {"max_new_tokens": 9, "stop_at_eos": False}
+    cache = jaxkv.prefill(model, text, policy=policy)
+    cache.save(tmp_path / "cache")
+    again = jaxkv.load_cache(tmp_path / "cache", model)
+    chex.assert_trees_all_equal(again.arrays, cache.arrays)
+    assert again.policy == policy and {type(pool.store) for pool in again.pools} == {KINDS[store]}
+    asked = jaxkv.generate(model, "who?", cache=cache, **options)
+    assert jaxkv.generate(model, "who?", cache=again, **options).text == asked.text
+    alone = jaxkv.generate(model, text, policy=policy, **options)
+    limits = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 16}
+    with jaxkv.Engine(model, policy=policy, **limits) as engine:
+        document = engine.document(text)
+        requests = [engine.submit(text, **options), engine.submit("who?", document=document, **options)]
+        assert [each.result().text for each in requests] == [alone.text, asked.text]
+    folder = jaxkv.export(model, tmp_path / "export", policy=policy, lengths=64, question=0, new=9, batch=1)
+    tokens, answer, _ = runtime.Model(folder).generate(text, 9)
+    assert tokens == alone.tokens.tolist() and answer == alone.text
+
+
+def test_compressing_again_rounds_no_row_twice():
+    """Ten times over 80 tokens: what is still there of the prompt has the codes that it was first held in."""
+    model = tiny.tiny(tiny.MODELS["gqa4"])
+    session = jaxkv.Session(model, jaxkv.KeyDiff(budget=24, every=8, store="int4"))
+    first = session.prefill(tiny.prompts(3, PROMPTS), new=80)
+    last, _ = session.draw(first, 80)
+    held, compared = {}, 0
+    for cache in (first, last):
+        for layer, pool in enumerate(cache.pools):
+            start, length = np.asarray(cache.start)[layer], np.asarray(cache.length)[layer]
+            codes, pos = np.asarray(pool.store.k.code), np.asarray(pool.pos)
+            for row, head in np.ndindex(*start.shape):
+                for at in range(start[row, head], start[row, head] + length[row, head]):
+                    key, code = (layer, row, head, pos[row, at]), codes[row, at].tobytes()
+                    compared += key in held
+                    assert held.setdefault(key, code) == code
+    assert compared > 50
+
+
+def test_what_no_store_can_be_is_refused(as_users_call):
+    narrow = tiny.tiny(tiny.shape(layers=1, kv_heads=1, group=1, dim=12))
+    known = "give one of 'dense', 'int8', 'int4', 'mixed', or a subclass"
+    for given in ("int2", "", "INT8", int, jaxkv.KNorm):
+        with pytest.raises(ValueError, match=known):
+            jaxkv.SnapKV(budget=64, store=given)
+    assert jaxkv.SnapKV(budget=64, store=Int4) == jaxkv.SnapKV(budget=64, store="int4") != jaxkv.SnapKV(budget=64)
+    assert jaxkv.AdaKV(budget=64, store="int8") == jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, store=Int8))
+    with pytest.raises(ValueError, match="store='int4': the base says 'int8'"):
+        jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, store="int8"), store="int4")
+    for policy in (
+        lambda: jaxkv.OmniKV(filter_layers=(0,), offload=True, store="int8"),
+        lambda: jaxkv.OmniKV(filter_layers=(0,), prefill_ratio=0.5, store="int8"),
+    ):
+        with pytest.raises(ValueError, match="held as the model computes them"):
+            policy()
+    with pytest.raises(ValueError, match="8 elements share a scale in 4 bits, and 12 a head has no such groups"):
+        jaxkv.Session(narrow, jaxkv.KNorm(budget=8, store="int4")).prefill([[1] * 20])
+    k = jnp.zeros((1, 2, 32, 8))
+    with pytest.raises(ValueError, match="plain arrays, not as Int8"):
+        jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    dense = jaxkv.prefill(model, tiny.prompts(0, (30,))[0], policy=jaxkv.KNorm(budget=16))
+    slots = jaxkv.engine.slots.Slots(
+        jaxkv.Session(model, jaxkv.KNorm(budget=16, store="int8")), count=2, max_prompt=32, max_new_tokens=8
+    )
+    with pytest.raises(ValueError, match="policy"):
+        slots.begin(dense, max_new_tokens=2)
