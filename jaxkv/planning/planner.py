@@ -220,6 +220,9 @@ def planned(
     )
 
 
+_FROM_HOST = "rows come from host memory, which is another machine's part"
+
+
 def outlook_of(
     setting: Setting | HostSetting, most: int, *, price: int | float | None = None, quality: Quality | None = None
 ) -> Outlook:
@@ -237,7 +240,9 @@ def outlook_of(
     )
     silent = ""
     if speeds[0] is None:
-        silent = "rows come from host memory, which is another machine's part" if fitting else "it does not fit"
+        narrow = not setting.policy.parts().store.fused
+        unknown = "no kernel reads rows in fewer bits yet, each step decodes them" if narrow else _FROM_HOST
+        silent = unknown if fitting else "it does not fit"
     payback = None
     if speeds[0] is not None and setting.policy.parts() != FullKV().parts():
         whole = dataclasses.replace(setting, policy=FullKV())
@@ -275,7 +280,12 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` of a setting, on GPUs by data sheets and here by measured rates; None if rows are offloaded."""
+    """Estimated `Speed` of a setting, on GPUs by data sheets and here by measured rates; None where it is unknown.
+
+    It is for rows in host memory, and for rows in fewer bits, which no kernel reads yet.
+    """
+    if not setting.policy.parts().store.fused:
+        return None
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
     return estimate(setting, weights_of(setting.config, setting.dtype, setting.mesh))

@@ -194,11 +194,15 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     # Last and next logits of the device's part of the vocabulary, and all logits gathered for sampling.
     logits = 4 * batch * (setting.config.vocab + 2 * local.vocab)
     rows = sum(planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])) * batch
-    received = 0
+    received = widened = 0
+    if not parts.store.fused:
+        # A layer's keys and values are decoded where attention reads them.
+        widest = max(planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"]))
+        widened = 2 * widest * batch * setting.config.head_dim * jnp.dtype(setting.dtype).itemsize
     if parts.ongoing is not None and parts.ongoing.attends:
         # Attention mass of each row; twice where it is summed over devices that share a kv head.
         received = 4 * rows * (2 if setting.mesh.shape["rep"] > 1 else 1)
-    hidden = batch * (local.embed + local.hidden) * (4 + jnp.dtype(setting.dtype).itemsize)
+    hidden = widened + batch * (local.embed + local.hidden) * (4 + jnp.dtype(setting.dtype).itemsize)
     reading = parts.reading(local.layers, planned.slots)
     if reading is None:
         return logits + received + hidden
