@@ -74,6 +74,17 @@ def ask(page, question="who?"):
     expect(page.get_by_role("status")).to_have_text("Answered.")
 
 
+def gone(page, server):
+    """Leaves the page and waits until its documents are removed."""
+    page.goto("about:blank")
+    with api(server) as client:
+        for _ in range(100):
+            if not client.get("/v1/documents").json()["data"]:
+                break
+            page.wait_for_timeout(50)
+        assert client.get("/v1/documents").json()["data"] == []
+
+
 def api(server):
     return httpx2.Client(base_url=server[1], headers={"Authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60)
 
@@ -156,6 +167,7 @@ def test_a_full_cache_that_comes_late_is_not_the_next_documents(page, server):
     ask(page)
     with api(server) as client:
         assert [each["tokens"] for each in client.get("/v1/documents").json()["data"]] == [13, 13]
+    gone(page, server)
 
 
 def test_markup_in_a_document_is_text(page):
@@ -198,13 +210,7 @@ def test_a_budget_above_the_policys_is_not_sent(page):
 def test_documents_go_when_the_page_does(page, server):
     unlock(page)
     compress(page)
-    page.goto("about:blank")
-    with api(server) as client:
-        for _ in range(100):
-            if not client.get("/v1/documents").json()["data"]:
-                break
-            page.wait_for_timeout(50)
-        assert client.get("/v1/documents").json()["data"] == []
+    gone(page, server)
 
 
 def test_it_is_usable_by_keyboard_and_screen_reader(page):
