@@ -95,7 +95,9 @@ class Told(Task):
         return [self.outcome(policy, sample, how) for sample in samples]
 
     def outcome(self, policy: Method, sample: Sample, how: How) -> Outcome:
-        drawn = hashlib.sha256(f"{sample.id}{policy!r}{how.agnostic}".encode()).digest()
+        # Of the fields that policies had first: what tests look at does not change with those that came later.
+        said = f"{sample.id}{policy!r}{how.agnostic}".replace(", store='dense'", "")
+        drawn = hashlib.sha256(said.encode()).digest()
         losses = [each / 256 for each in drawn[: 5 + drawn[0] % 3]]
         figures = {"losses": losses, "some": np.float32(0.5)}
         text = f"{drawn.hex()[:6]} ö\u2028\r{self.hostile}"

@@ -328,8 +328,8 @@ def test_the_page_has_it_all_and_runs_nothing_of_it(out):
     rows = [row for table in samples for row in table[1:]]
     assert [row[0] for row in rows] == [record.id for record in records]
     for row in rows:
-        assert "<script>alert(1)</script>" in row[3] and "\\x00\\x1b \\u202e" in row[3]
-        assert "<script>" in row[4] and "onerror=alert(2)" in row[7]
+        assert "<script>alert(1)</script>" in row[4] and "\\x00\\x1b \\u202e" in row[4]
+        assert "<script>" in row[5] and "onerror=alert(2)" in row[8]
 
 
 def test_a_page_shows_as_many_samples_as_are_asked_for(out):
