@@ -235,9 +235,6 @@ class Model:
 
 
 if __name__ == "__main__":
-    usage = f"usage: python {sys.argv[0]} PROMPT\nAnswers one prompt; from Python: Model(folder).generate(prompt)"
-    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
-        sys.exit(usage if len(sys.argv) != 2 else print(usage))
     model, text = Model(pathlib.Path(__file__).parent), lambda drawn: model.text.decode(drawn[0][drawn[0] >= 0])
     told, more = [""], lambda drawn: told.__iadd__([text(drawn).rstrip("\ufffd")])[-1][len(told[-2]) :]
-    model.generate(sys.argv[1:], tell=lambda drawn: print(more(drawn), end="", flush=True))
+    model.generate(sys.argv[1:2], tell=lambda drawn: print(more(drawn), end="", flush=True))
