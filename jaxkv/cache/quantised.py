@@ -88,7 +88,7 @@ class Nibbles:
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
         least = low.astype(_SCALE)
-        # Rounding may have moved the least value up: what lies below it counts in the scale, too.
+        # Rounding may have moved the least value up: what lies below it becomes number 0.
         reach = jnp.maximum(wide.max(axis=-1) - least.astype(jnp.float32), 0)
         scale = _scale(reach / 15)
         off = wide - least.astype(jnp.float32)[..., None]
@@ -118,19 +118,20 @@ def _shared(dim: int) -> int:
     return size
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8(Store):
-    """Store that holds each key and value as 8-bit integers with a scale of its own.
+class Quantised(Store):
+    """Base of stores that hold encoded keys and values; a subclass names the class that encodes each.
 
     Attributes:
+        keys: class of encoded keys.
+        values: class of encoded values.
         k: encoded keys.
         v: encoded values.
         wide: name of the model's dtype, in which `view` returns rows.
     """
 
-    keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
-    values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+    keys: ClassVar[type[Bytes] | type[Nibbles]]
+    values: ClassVar[type[Bytes] | type[Nibbles]]
 
     k: Bytes | Nibbles
     v: Bytes | Nibbles
@@ -169,7 +170,16 @@ class Int8(Store):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int4(Int8):
+class Int8(Quantised):
+    """Store that holds each key and value as 8-bit integers with a scale of its own."""
+
+    keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+    values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int4(Quantised):
     """Store that holds keys and values in 4 bits an element, with a scale and a least value for 32 elements each."""
 
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
@@ -178,9 +188,10 @@ class Int4(Int8):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixed(Int8):
+class Mixed(Quantised):
     """Store that holds keys as 8-bit integers with a scale each, and values in 4 bits as `Int4` does."""
 
+    keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
     values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
 
 
