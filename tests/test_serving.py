@@ -232,10 +232,10 @@ def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
 class _Own(Wrapper):
     """A user's policy, whose class is edited between two engines."""
 
-    store: ClassVar[type] = Dense
+    holds: ClassVar[type] = Dense
 
     def wrap(self, base):
-        return dataclasses.replace(base, store=self.store)
+        return dataclasses.replace(base, store=self.holds)
 
 
 def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
     options = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 8}
     with jaxkv.Engine(lettered.tiny(), policy=policy, documents=tmp_path, **options) as engine:
         old = engine.document(DOC)
-    monkeypatch.setattr(_Own, "store", Half)
+    monkeypatch.setattr(_Own, "holds", Half)
     with jaxkv.Engine(lettered.tiny(), policy=_Own(base=POLICY), documents=tmp_path, **options) as engine:
         with pytest.raises(ValueError, match="these slots have Half: prefill the prompt anew"):
             engine.submit("who?", document=old).result()
