@@ -104,8 +104,7 @@ def pauses(model, interleaved):
     long = np.resize(np.asarray(prompt), LONG).tolist()
     limits = {"slots": 2, "max_prompt_tokens": LONG, "max_new_tokens": 200}
     with jaxkv.Engine(model, policy=jaxkv.SnapKV(budget=256), **limits) as engine:
-        engine._scheduler.interleaves = interleaved
-        running = engine.submit(prompt, max_new_tokens=200, stop_at_eos=False)
+        running = engine.submit(prompt, max_new_tokens=200, stop_at_eos=False, offline=not interleaved)
         times, asked = [], None
         for _ in running:
             times.append(time.perf_counter())

@@ -15,7 +15,9 @@ from jaxkv.serving.forms import Asked
 from jaxkv.serving.requests import Request, result_of
 
 
-def submitted(engine: Engine, asked: Asked, document: Document | None, *, seconds: int | float) -> list[Request]:
+def submitted(
+    engine: Engine, asked: Asked, document: Document | None, *, seconds: int | float, offline: bool = False
+) -> list[Request]:
     """Submits a request for each prompt and answer; cancels all of them if one is refused, and raises its error.
 
     Answer i of several draws with `jax.random.fold_in(key, i)`; a single one with the seed's own key.
@@ -26,8 +28,8 @@ def submitted(engine: Engine, asked: Asked, document: Document | None, *, second
         for at in range(asked.answers):
             own = key if key is None or asked.answers == 1 else jax.random.fold_in(key, at)
             left = max(1e-3, ends - time.monotonic())
-            prompt = asked.prompts[at // asked.n]
-            made.append(engine.submit(prompt, key=own, deadline=left, document=document, **asked.options))
+            given = {"key": own, "deadline": left, "offline": offline, "document": document}
+            made.append(engine.submit(asked.prompts[at // asked.n], **given, **asked.options))
     except BaseException:
         cancel(made)
         raise

@@ -72,7 +72,7 @@ class Batch:
             if named not in (None, self._name):
                 raise unknown_model(named, [self._name])
             document = None if asked.document is None else self.engine.documents.of(asked.document)
-            requests = asking.submitted(self.engine, asked, document, seconds=_SECONDS)
+            requests = asking.submitted(self.engine, asked, document, seconds=_SECONDS, offline=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other lines are answered
             self._require_alive()
             return Begun(line=line, error=error)

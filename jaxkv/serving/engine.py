@@ -151,6 +151,7 @@ class Engine:
         raw: bool = False,
         budget: int | float | np.integer | np.floating | None = None,
         deadline: float | np.floating | np.integer | None = None,
+        offline: bool = False,
         document: Document | None = None,
     ) -> Request:
         """Queues one prompt and returns its `Request` at once; any thread may call it.
@@ -165,6 +166,7 @@ class Engine:
             raw: True if the text is plain text, not a user's message.
             budget: rows per kv head, or share of the prompt, to keep; at most the policy's, which is the default.
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
+            offline: True if only the whole answer counts: prompts of others go first, for more answers a minute.
             document: from this engine's `document`, to be asked; it is not changed.
 
         Returns:
@@ -183,6 +185,7 @@ class Engine:
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
         key = own_key(key, self._session.key)
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
+        offline = _checks.flag("offline", offline)
         # Refuses users' own samplers, which would be compiled in.
         mixed([sampling])
         arguments.require_drawable(params, sampling, key, stops)
@@ -201,6 +204,7 @@ class Engine:
             eos=params.ends if stop_at_eos else (),
             policy=own_policy(budget, self._session.policy, document),
             deadline=own_deadline(deadline),
+            offline=offline,
             document=document,
         )
         request = Request(self._wake)
@@ -267,7 +271,7 @@ class Engine:
             prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.
             ordered: True to yield answers in the order of the prompts, False as they are complete.
             key: random key or seed; prompt i draws with `jax.random.fold_in(key, i)`.
-            options: other arguments of `submit`, the same for all prompts.
+            options: other arguments of `submit`, the same for all prompts; `offline` is True by default.
 
         Returns:
             An iterator over the answers. It raises ValueError at a prompt that is refused, and cancels those under way.
@@ -284,7 +288,7 @@ class Engine:
             while True:
                 while len(under_way) < most and (item := next(left, None)) is not None:
                     own = None if given is None else jax.random.fold_in(given, item[0])
-                    under_way.append(self._patiently(item[1], key=own, **options))
+                    under_way.append(self._patiently(item[1], **{"key": own, "offline": True, **options}))
                 if not under_way:
                     return
                 if not ordered:

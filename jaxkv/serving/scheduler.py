@@ -26,7 +26,6 @@ class Scheduler:
         slots: the running batch.
         documents: the documents that can be asked.
         ahead: the most prompts that are prefilled while no slot is free.
-        interleaves: True to draw tokens between the layers of a prompt; False only to measure what that gains.
         waiting: requests that are not prefilled yet, in order of arrival.
         answered: number of requests answered.
         tokens: number of tokens drawn.
@@ -35,7 +34,7 @@ class Scheduler:
 
     def __init__(self, slots: Slots, documents: Documents, *, ahead: int):
         """Makes the scheduler of slots that are all free."""
-        self.slots, self.documents, self.ahead, self.interleaves = slots, documents, ahead, True
+        self.slots, self.documents, self.ahead = slots, documents, ahead
         self.waiting: collections.deque[Work | Reading] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
         self._reading: tuple[Work | Reading, Walk[KVCache]] | None = None
@@ -72,7 +71,9 @@ class Scheduler:
         if self._reading is not None:
             self._advance()
             # A prompt's layers take turns with tokens: nobody waits for a whole prompt, and half of the time is theirs.
-            if self._running and self.interleaves and time.monotonic() - self._stepped >= self._step_seconds:
+            # Where nobody waits for tokens, slots are filled first: a step costs the same for few of them as for all.
+            waited_for = any(not work.order.offline for work in self._running.values())
+            if waited_for and time.monotonic() - self._stepped >= self._step_seconds:
                 self._decode(1)
             return True
         if self._running:

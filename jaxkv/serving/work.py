@@ -35,6 +35,7 @@ class Order:
         eos: ids that end the answer.
         policy: the engine's policy with the request's own budget; None for the engine's.
         deadline: time on the clock `time.monotonic` by which the answer must be complete; None for none.
+        offline: True if nobody waits for single tokens, so that the prompts of others may go first.
         document: the document that is asked; None for a prompt of its own.
     """
 
@@ -46,6 +47,7 @@ class Order:
     eos: tuple[int, ...]
     policy: Method | None
     deadline: float | None
+    offline: bool
     document: Document | None = None
 
 
