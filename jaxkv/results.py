@@ -29,7 +29,7 @@ class Stats:
         compile_seconds: tracing and compiling; 0 where shapes were met before.
         compiled_programs: programs compiled, or read from a cache on disk.
         full_bytes: bytes of a full, unpadded cache of the sequences' prompts.
-        cache_bytes: bytes of the cache after prefill, without room for new rows.
+        cache_bytes: bytes of the cache's pools after prefill; slack_bytes of them are unused.
         allocated_bytes: bytes of the cache in the end, with room for new rows.
         slack_bytes: bytes within cache_bytes that no row fills.
         kept: rows per kv head and layer on the device after prefill, averaged.
@@ -79,7 +79,8 @@ class Stats:
 
     def __repr__(self) -> str:
         """One-line summary of tokens, speed and cache size."""
-        cache = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
+        cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.cache_bytes / 1e6:.2f} MB kept"
+        cache += f" ({self.slack_bytes / 1e6:.2f} MB unused)" if self.slack_bytes else ""
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
         return (
             f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "
