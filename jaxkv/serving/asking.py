@@ -28,8 +28,8 @@ def submitted(
         for at in range(asked.answers):
             own = key if key is None or asked.answers == 1 else jax.random.fold_in(key, at)
             left = max(1e-3, ends - time.monotonic())
-            given = {"key": own, "deadline": left, "offline": offline, "document": document}
-            made.append(engine.submit(asked.prompts[at // asked.n], **given, **asked.options))
+            prompt, options = asked.prompts[at // asked.n], {"offline": offline, **asked.options}
+            made.append(engine.submit(prompt, key=own, deadline=left, document=document, **options))
     except BaseException:
         cancel(made)
         raise
