@@ -4,6 +4,7 @@ They take and return arrays and know no caches, policies or models; `jaxkv.atten
 """
 
 from .chunks import Chunks, deal
+from .codes import Coded
 from .decode import attend, decode_token
 from .gather import compact
 from .norm import add_norm
@@ -15,6 +16,7 @@ from .window import window_sums
 
 __all__ = [
     "Chunks",
+    "Coded",
     "Picks",
     "add_norm",
     "attend",

@@ -177,7 +177,8 @@ def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *le
     if padded != dim:
         real = jnp.broadcast_to((columns < dim)[None, :], (rows.shape[0], padded))
         mask = real if mask is None else mask & real
-    return load(at) if mask is None else load(at, mask=mask, other=0.0)
+    zero = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
+    return load(at) if mask is None else load(at, mask=mask, other=zero)
 
 
 def put_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array) -> None:

@@ -15,12 +15,14 @@ not, and whose row joins the pool on the way.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from . import tuning
 from .chunks import Chunks, deal
+from .codes import Coded, itemsize_of, shape_of
 from .merging import add_mass, merge
 from .rows import How, Logits, Picks, Token, pass_rows
 from .tuning import DecodeTiles
@@ -29,8 +31,8 @@ from .tuning import DecodeTiles
 @partial(jax.jit, static_argnames=("layer", "widest", "tiles", "interpret"))
 def attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Coded,
+    v: jax.Array | Coded,
     start: jax.Array,
     length: jax.Array,
     *,
@@ -46,7 +48,7 @@ def attend(
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group, for several tokens group times tokens.
-        k: `[B, P, D]` pool rows, in q's dtype.
+        k: `[B, P, D]` pool rows, in q's dtype, or their codes.
         v: `[B, P, D]` likewise.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
@@ -63,14 +65,14 @@ def attend(
         `f32[B, P]`: the score plus the softmax weight of each row, mean over the R queries of its head. The output is
         then available only with the score, so that the logits of few layers are alive at once.
     """
-    tiles, tile = _tiles(q, k, tiles)
+    tiles, tile = _tiles(q, k, q.dtype, tiles)
     if chunks is None:
-        programs = tuning.programs(dim=k.shape[2], itemsize=k.dtype.itemsize, interpret=interpret)
+        programs = tuning.programs(dim=q.shape[3], itemsize=itemsize_of(k, q.dtype), interpret=interpret)
         # Each tile of many queries has programs of its own.
         programs = max(1, programs // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
-    logits = None if score is None else _logits(start[None], widest, k.shape[1])
-    how = How(tiles=tiles, tile=tile, interpret=interpret)
+    logits = None if score is None else _logits(start[None], widest, shape_of(k)[1])
+    how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
     out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=q.dtype, how=how)
     if score is None or logits is None or passed.logits is None:
@@ -80,7 +82,7 @@ def attend(
     return out, lse, score
 
 
-@partial(jax.jit, static_argnames=("layer", "widest", "tiles", "interpret"))
+@partial(jax.jit, static_argnames=("layer", "widest", "dtype", "tiles", "interpret"))
 def decode_token(
     q: jax.Array,
     kv: jax.Array,
@@ -88,8 +90,8 @@ def decode_token(
     sin: jax.Array,
     positions: jax.Array,
     counts: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Coded,
+    v: jax.Array | Coded,
     pos: jax.Array,
     start: jax.Array,
     chunks: Chunks,
@@ -99,9 +101,10 @@ def decode_token(
     begin: jax.Array | None = None,
     widest: int | None = None,
     picks: Picks | None = None,
+    dtype: Any = None,
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Rotates one new token per sequence, appends its row to the pool, attends; returns output, pool, scores if given.
 
     Rows are written in place if the pool is donated. An ended sequence attends to the rows that it has.
@@ -114,7 +117,7 @@ def decode_token(
         sin: likewise.
         positions: `i32[B]` of the token in the sequence.
         counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
-        k: `[B, P, D]` pool rows, with room for one more behind every segment.
+        k: `[B, P, D]` pool rows, or their codes, with room for one more behind every segment.
         v: likewise.
         pos: `i32[B, P]` their positions.
         start: `i32[L, B, K]` first row of each segment, for all layers.
@@ -124,35 +127,37 @@ def decode_token(
         begin: `f32[B, K]` initial score of the new row; required with `score`.
         widest: most rows of a segment with the token, if known: kept logits then take this much memory, not P.
         picks: rows that are read, if not all; chunks are dealt from their counts, and from starts of 0.
+        dtype: the model's; by default that of `k`, which has to be given with codes.
         tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
-        The output `[M, K, G, D]` in the pool's dtype, undefined from sequence B on; k, v and pos with the token's rows;
-        and the scores, if there are any.
+        The output `[M, K, G, D]` in the model's dtype, undefined from sequence B on; k, v and pos with the token's
+        rows; and the scores, if there are any.
 
     Raises:
         ValueError: if there is a score without `begin` or the other way, or with picks.
     """
-    tiles, tile = _tiles(q, k, tiles)
+    dtype = jnp.dtype(k.dtype if dtype is None else dtype)
+    tiles, tile = _tiles(q, k, dtype, tiles)
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")
     if score is not None and picks is not None:
         raise ValueError("picks: rows that are not read get no attention to be added: leave the score out")
-    logits = None if score is None else _logits(start, widest, k.shape[1])
-    how = How(tiles=tiles, tile=tile, interpret=interpret)
+    logits = None if score is None else _logits(start, widest, shape_of(k)[1])
+    how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
     passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
-    out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=k.dtype, how=how, sequences=q.shape[1])
+    out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=dtype, how=how, sequences=q.shape[1])
     if score is None or logits is None or passed.logits is None:
         return out, *passed.pool
     out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, counts, begin, how=how)
     return out, *passed.pool, score
 
 
-def _tiles(q, k, tiles):
+def _tiles(q, k, dtype, tiles):
     """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
-    tiles = tiles or tuning.decode_tiles(dim=k.shape[2], itemsize=k.dtype.itemsize)
+    tiles = tiles or tuning.decode_tiles(dim=q.shape[-1], itemsize=itemsize_of(k, dtype))
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 

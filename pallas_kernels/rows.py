@@ -26,6 +26,7 @@ from ._compat import (
     when,
 )
 from .chunks import Chunks
+from .codes import Coded, factor_dtype, operands, put_row, rebuilt, scales_at, shape_of, times
 from .tuning import DecodeTiles
 
 
@@ -84,16 +85,18 @@ class Picks(NamedTuple):
 
 
 class How(NamedTuple):
-    """Tiles of the decode kernels, queries per program, and True in `interpret` to run them on any device.
+    """Tiles of the decode kernels, queries per program, the model's dtype, and True to `interpret` them.
 
     Attributes:
         tiles: block sizes and launches.
         tile: queries of one program of the first kernel.
+        dtype: the model's, in which queries meet keys, and weights values.
         interpret: True runs them on any device.
     """
 
     tiles: DecodeTiles
     tile: int
+    dtype: Any
     interpret: bool
 
 
@@ -110,13 +113,13 @@ class Passed(NamedTuple):
     out: jax.Array
     lse: jax.Array
     logits: jax.Array | None
-    pool: tuple[jax.Array, ...]
+    pool: tuple[Any, ...]
 
 
 def pass_rows(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Coded,
+    v: jax.Array | Coded,
     chunks: Chunks,
     layer: int,
     *,
@@ -127,16 +130,16 @@ def pass_rows(
 ) -> Passed:
     """First decode kernel: attention over each chunk alone; returns partial outputs, log-sum-exps and the pool.
 
-    Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
-    scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n, M, 2, K, D], cos and
-    sin [B, D/2], position and counts [B], and pos [B, P], whole; start [L, B*K] where logits lie head after head; of
-    picks rows [B, k, T], dealt [B], held [B, k], rest and start [L, B*K], whole. Out: part [R, D] and lse [R] of chunk
-    w, of which it writes tile t; logits [B, R, width] whole, of which it writes its rows' cells; k, v [B, P, D] and pos
-    [B, P], in place, of which it writes a row.
+    Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole, of codes
+    with k_scale and v_scale [B, P]; the layer, a scalar, and segment, row, rows and last of all layers' chunks [L, W],
+    whole; of a token kv [n, M, 2, K, D], cos and sin [B, D/2], position and counts [B], and pos [B, P], whole; start
+    [L, B*K] where logits lie head after head; of picks rows [B, k, T], dealt [B], held [B, k], rest and start [L, B*K],
+    whole. Out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width] whole, of which it
+    writes its rows' cells; k, v [B, P, D], their scales and pos [B, P], in place, of which it writes a row.
 
     Args:
         q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.
-        k: `[B, P, D]` pool.
+        k: `[B, P, D]` pool, or its codes.
         v: likewise.
         chunks: the table of chunks.
         layer: of the chunks.
@@ -149,7 +152,8 @@ def pass_rows(
         Outputs and log-sum-exps of chunks, kept logits, and the updated pool.
     """
     *of_parts, heads, rows, dim = q.shape
-    batch, pool_rows, width = *k.shape[:2], chunks.segment.shape[1]
+    batch, pool_rows, _ = shape_of(k)
+    width, factors = chunks.segment.shape[1], factor_dtype(v, how.dtype)
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
@@ -188,8 +192,8 @@ def pass_rows(
                 )
             else:
                 row_new = _NewRow(refs, segment, heads, last, dim, of_parts)
-                queries = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(refs.k.dtype)
-                key, value = row_new.put(refs, lies(row + here), tile_index == 0)
+                queries = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(how.dtype)
+                key, value = row_new.put(refs, lies(row + here), tile_index == 0, how.dtype)
                 own = (queries.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
                 carry = (
@@ -203,15 +207,16 @@ def pass_rows(
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = (offset < here) & holds(row + offset)
                 at = lies(row + offset, inside)
-                keys = take_rows(refs.k, at, inside, dim, sequence)
-                s = dot(queries, keys, transpose_b=True) * scale
+                keys = take_rows(refs.k, at, inside, dim, sequence).astype(how.dtype)
+                s = times(dot(queries, keys, transpose_b=True) * scale, scales_at(refs, "k", sequence, at, inside))
                 keep(cell + offset, s, inside[None, :])
                 s = jnp.where(inside[None, :], s, MASKED)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = jnp.exp2(s - new_top[:, None])
                 shrink = jnp.exp2(top - new_top)
-                values = take_rows(refs.v, at, inside, dim, sequence)
-                acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
+                values = take_rows(refs.v, at, inside, dim, sequence).astype(factors)
+                scaled = times(weights, scales_at(refs, "v", sequence, at, inside))
+                acc = acc * shrink[:, None] + dot(scaled.astype(factors), values)
                 return new_top, total * shrink + weights.sum(axis=1), acc
 
             top, total, acc = lax.fori_loop(0, (here + block - 1) // block, step, carry)
@@ -227,11 +232,9 @@ def pass_rows(
     outputs = {"part": per_chunk(rows, dim), "lse": per_chunk(rows)}
     if logits is not None:
         outputs["logits"] = whole(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
-    aliases = {}
-    if token is not None:
-        aliases = {"k": "pool_k", "v": "pool_v", "pos": "pool_pos"}
-        for name, leaf in zip(aliases.values(), (k, v, token.pos), strict=True):
-            outputs[name] = whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    pools = {} if token is None else {**operands("k", k), **operands("v", v), "pos": token.pos}
+    aliases = {name: f"pool_{name}" for name in pools}
+    outputs |= {aliases[name]: whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for name, leaf in pools.items()}
     found = call_named(
         kernel,
         name="ragged_decode",
@@ -242,7 +245,7 @@ def pass_rows(
         interpret=how.interpret,
         aliases=aliases,
     )
-    pool = tuple(found[name] for name in aliases.values())
+    pool = () if token is None else (rebuilt("pool_k", found, k), rebuilt("pool_v", found, v), found["pool_pos"])
     return Passed(out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool)
 
 
@@ -276,8 +279,9 @@ def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
 
 def _inputs(q, k, v, chunks, layer, token, packed, picks):
     """Inputs of the first decode kernel: (array, block spec) by name."""
-    dim = k.shape[2]
-    inputs = {"q": whole(q.reshape(-1, dim)), "k": whole(k), "v": whole(v), **of_chunks(chunks, layer)}
+    rows = operands("k", k) | operands("v", v)
+    inputs = {name: whole(each) for name, each in ({"q": q.reshape(-1, q.shape[-1])} | rows).items()}
+    inputs |= of_chunks(chunks, layer)
     if token is not None:
         inputs |= {name: whole(each) for name, each in token._asdict().items()}
     if packed is not None:
@@ -359,11 +363,10 @@ class _NewRow:
 
         return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
-    def put(self, refs, row, writes):
+    def put(self, refs, row, writes, dtype):
         """Writes the new token's row to the pool if `writes`; returns its key and value as stored, in float32."""
-        key, value = self.key.astype(refs.pool_k.dtype), self.value.astype(refs.pool_v.dtype)
-        writes = self.joins & writes
-        store(refs.pool_k.at[self.sequence, row, self.column], key, mask=self.real & writes)
-        store(refs.pool_v.at[self.sequence, row, self.column], value, mask=self.real & writes)
-        store(refs.pool_pos.at[self.sequence, row], self.position, mask=writes)
-        return key.astype(jnp.float32), value.astype(jnp.float32)
+        how = {"real": self.real, "writes": self.joins & writes, "dtype": dtype}
+        key = put_row(refs, "k", (self.sequence, row), self.key, **how)
+        value = put_row(refs, "v", (self.sequence, row), self.value, **how)
+        store(refs.pool_pos.at[self.sequence, row], self.position, mask=how["writes"])
+        return key, value

@@ -72,6 +72,9 @@ POLICIES = {
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
     "quest, compressed": jaxkv.Quest(budget=12, page=4, dense_layers=0, base=jaxkv.PyramidKV(budget=20, window=4)),
     "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
+    "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
+    "h2o, int8": jaxkv.H2O(budget=16, store="int8"),
+    "quest, int8": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int8"),
     "omnikv, compressed": jaxkv.OmniKV(
         budget=12, filter_layers=(0,), adjacent=0, base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8))
     ),

@@ -2,12 +2,14 @@
 
 import heapq
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import DTYPES, KINDS, SMALL, attend_oracle, draw, inside_any, wide
+from test_quantised import bytes_of
 
 from jaxkv import pallas_kernels
 
@@ -127,25 +129,44 @@ def token_of(seed, dim, dtype, group, layer):
     return q, kv, cos, sin, jnp.asarray(positions), counts, k, v, pos, jnp.asarray(start), chunks
 
 
-def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None):
+def coded(rows):
+    """8-bit codes and scales of rows, by the oracle; scales of NaN where rows are NaN."""
+    codes, scales = bytes_of(np.nan_to_num(np.asarray(rows.astype(jnp.float32))))
+    scales[np.isnan(wide(rows)).any(axis=-1)] = np.nan
+    return pallas_kernels.Coded(jnp.asarray(codes), jnp.asarray(scales))
+
+
+def decoded(rows):
+    """Float64 rows of codes and scales, or of plain rows."""
+    return wide(rows.code) * wide(rows.scale)[..., None] if isinstance(rows, pallas_kernels.Coded) else wide(rows)
+
+
+def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None, codes=False):
     kind, tolerance = DTYPES[dtype]
     given = token_of(seed, dim, dtype, group, layer)
+    if codes:
+        given = (*given[:6], coded(given[6]), coded(given[7]), *given[8:])
     q, kv, cos, sin, positions, counts, k, v, pos, start, _ = given
     batch, rows = pos.shape
     q, kv = (leaf.sum(axis=0)[:batch] for leaf in (q, kv))
     k_new, v_new = kv[:, 0], kv[:, 1]
     score, begin = draw(seed + 2, (batch, rows), start.shape[1:])
     options = {"score": score, "begin": begin, "widest": widest} if scored else {}
+    options |= {"dtype": kind} if codes else {}
     results = pallas_kernels.decode_token(*given, layer=layer, **options, tiles=SMALL, interpret=True)
     out, new_k, new_v, new_pos = results[0][:batch], *results[1:4]
-    assert (out.dtype, new_k.dtype, new_v.dtype) == (kind, kind, kind)
+    assert out.dtype == kind and [leaf.dtype for leaf in jax.tree.leaves((new_k, new_v))] == [
+        leaf.dtype for leaf in jax.tree.leaves((k, v))
+    ]
 
     cos, sin = np.asarray(cos, np.float64), np.asarray(sin, np.float64)
     rounded = lambda x: wide(jnp.asarray(x, jnp.float32).astype(kind))  # noqa: E731
     queries = rounded(turned(wide(q), cos[:, None, None], sin[:, None, None]))
     key, value = rounded(turned(wide(k_new), cos[:, None], sin[:, None])), rounded(wide(v_new))
+    if codes:
+        key, value = (decoded(coded(jnp.asarray(each, jnp.float32))) for each in (key, value))
     start, length = np.asarray(start)[layer], LENGTH[layer].copy()
-    wanted = [wide(k), wide(v), np.asarray(pos).copy(), np.asarray(score, np.float64)]
+    wanted = [decoded(k), decoded(v), np.asarray(pos).copy(), np.asarray(score, np.float64)]
     for b, h in np.ndindex(*length.shape):
         if counts[b]:
             row = start[b, h] + length[b, h]
@@ -155,8 +176,12 @@ def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None):
     want, _, mass = attend_oracle(jnp.asarray(queries), jnp.asarray(wanted[0]), jnp.asarray(wanted[1]), start, length)
     np.testing.assert_allclose(wide(out), want, rtol=tolerance, atol=tolerance)
     # A rotated key may be rounded the other way; the rest is what it was, bit for bit.
-    np.testing.assert_allclose(wide(new_k), wanted[0], rtol=tolerance / 2, atol=1e-6)
-    np.testing.assert_array_equal(wide(new_v), wanted[1])
+    apart = {"rtol": tolerance / 2, "atol": 1e-6}
+    if codes:
+        # Here it may be one code away.
+        apart = {"rtol": 0, "atol": float(np.nanmax(wide(new_k.scale))) * 1.001}
+    np.testing.assert_allclose(decoded(new_k), wanted[0], **apart)
+    np.testing.assert_array_equal(decoded(new_v), wanted[1])
     np.testing.assert_array_equal(np.asarray(new_pos), wanted[2])
     if scored:
         mass *= np.asarray(counts)[:, None]
@@ -179,6 +204,15 @@ def test_a_token_joins_and_attends(dim, dtype, group):
 def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
     """The new row's score begins and grows too, by groups of several tiles; logits lie as rows do, or by head."""
     check_token(3, 80, dtype, group, layer=1, scored=True, widest=widest)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "group", "scored"),
+    [(64, "float32", 3, True), (80, "bfloat16", 4, False), (128, "float16", 20, False), (64, "bfloat16", 1, True)],
+)
+def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
+    """Codes are read as they are, the new row is encoded as the store encodes it."""
+    check_token(6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, codes=True)
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -239,7 +239,7 @@ class Backend(abc.ABC):
         angles: tuple[Float[Array, "B half"], Float[Array, "B half"]],
         positions: Int[Array, " B"],
         counts: Int[Array, " B"],
-        pool: tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]],
+        pool: tuple[Any, Any, Int[Array, "B P"]],
         start: Int[Array, "L B K"],
         chunks: Any,
         *,
@@ -248,7 +248,8 @@ class Backend(abc.ABC):
         begin: Float[Array, "B K"] | None = None,
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
-    ) -> tuple[Array, ...]:
+        dtype: jnp.dtype | None = None,
+    ) -> tuple[Any, ...]:
         """Rotates a token, appends its row, attends; returns output, pool and scores. Optional: not implemented here.
 
         Args:
@@ -257,7 +258,7 @@ class Backend(abc.ABC):
             angles: cosines and sines of the tokens' rotary positions.
             positions: of the tokens in the sequence, stored with their rows.
             counts: 1 for sequences to which a row is appended, 0 for ended ones.
-            pool: keys, values and positions, written in place if they are donated.
+            pool: keys and values as `Store.held` gives them, and positions, written in place if they are donated.
             start: first row of each segment of all layers.
             chunks: from `deal`.
             layer: index of the layer.
@@ -265,6 +266,7 @@ class Backend(abc.ABC):
             begin: initial scores of the new rows.
             widest: the most rows a segment has; None if unknown.
             picks: rows that are read, if not all: the fields of `pallas_kernels.Picks`.
+            dtype: the model's; by default that of the keys, which has to be given with codes.
 
         Returns:
             The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.

@@ -92,7 +92,7 @@ class Kernels(Backend):
         angles: tuple[Array, Array],
         positions: Array,
         counts: Array,
-        pool: tuple[Array, Array, Array],
+        pool: tuple[Any, Any, Array],
         start: Array,
         chunks: Any,
         *,
@@ -101,15 +101,20 @@ class Kernels(Backend):
         begin: Array | None = None,
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
-    ) -> tuple[Array, ...]:
+        dtype: jnp.dtype | None = None,
+    ) -> tuple[Any, ...]:
         """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
+        k, v, pos = pool
+        k, v = (self._kernels.Coded(*each) if isinstance(each, tuple) else each for each in (k, v))
         return self._kernels.decode_token(
             q,
             kv,
             *angles,
             positions,
             counts,
-            *pool,
+            k,
+            v,
+            pos,
             start,
             chunks,
             layer=layer,
@@ -117,6 +122,7 @@ class Kernels(Backend):
             begin=begin,
             widest=widest,
             picks=None if picks is None else self._kernels.Picks(*picks),
+            dtype=dtype,
             interpret=self.interpret,
         )
 

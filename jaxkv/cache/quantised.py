@@ -171,10 +171,23 @@ class Quantised(Store):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Store that holds each key and value as 8-bit integers with a scale of its own."""
+    """Store that holds each key and value as 8-bit integers with a scale of its own; GPU kernels read the codes."""
 
+    fused_step: ClassVar[bool] = True
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
     values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+
+    @property
+    def held(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Pair of keys and values as kernels take them: tuples of codes `[B, P, D]` and scales `[B, P]`."""
+        (k, v) = (self.k, self.v)
+        assert isinstance(k, Bytes) and isinstance(v, Bytes)
+        return (k.code, k.scale), (v.code, v.scale)
+
+    def holding(self, k: tuple[Array, Array], v: tuple[Array, Array]) -> "Store":
+        """Store with the codes and scales of keys and values that a kernel returned."""
+        keys, values = (Bytes(code=code, scale=scale) for code, scale in (k, v))
+        return dataclasses.replace(self, k=keys, v=values)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])

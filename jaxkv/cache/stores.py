@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,13 @@ class Store(abc.ABC):
     row takes (`row_bytes`); `take` gathers encoded rows.
 
     Attributes:
-        fused: True if kernels may read and write the arrays of `view` in place; False runs XLA's separate steps.
+        fused_step: True if a backend's `decode_token` reads and writes the arrays of `held` in place; False decodes
+            each layer's rows for XLA's separate steps.
+        fused_eviction: True if a backend's `evict_rows` and `replace_rows` do, too.
     """
 
-    fused: ClassVar[bool] = False
+    fused_step: ClassVar[bool] = False
+    fused_eviction: ClassVar[bool] = False
 
     @classmethod
     @abc.abstractmethod
@@ -57,6 +60,23 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Pair of decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
+
+    @property
+    def held(self) -> tuple[Any, Any]:
+        """Pair of keys and values as kernels take them: arrays, or tuples of codes `[B, P, D]` and scales `[B, P]`."""
+        return self.view()
+
+    def holding(self, k: Any, v: Any) -> "Store":
+        """Store with the keys and values that a kernel returned, of the same kind as `held`.
+
+        Args:
+            k: keys.
+            v: values.
+
+        Returns:
+            The updated store.
+        """
+        return self.of(k, v)
 
     @abc.abstractmethod
     def put(
@@ -96,7 +116,8 @@ class Store(abc.ABC):
 class Dense(Store):
     """Store that holds keys and values unencoded, in the model's dtype."""
 
-    fused: ClassVar[bool] = True
+    fused_step: ClassVar[bool] = True
+    fused_eviction: ClassVar[bool] = True
     k: Float[Array, "B P D"]
     v: Float[Array, "B P D"]
 

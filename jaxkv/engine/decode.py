@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -137,8 +138,8 @@ def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
             picked, rest = full.max(axis=(0, 2)) * spec.page, rest_from(length, spec.page)
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
-    k = cache.pools[0].k
-    chunks = spec.backend.deal(start, length, dim=k.shape[2], itemsize=k.dtype.itemsize)
+    rows = jax.tree.leaves(cache.pools[0].store.held)[0]
+    chunks = spec.backend.deal(start, length, dim=rows.shape[2], itemsize=rows.dtype.itemsize)
     return Dealt(chunks=chunks, start=tables.start, picked=picked, rest=rest)
 
 

@@ -156,7 +156,7 @@ def evict(
     keys with the likely row's key) and `norms` (of the keys) save work if they are given.
     """
     backend = backend_of(how.implementation)
-    fused = backend.fused_eviction and pool.store.fused
+    fused = backend.fused_eviction and pool.store.fused_eviction
     if fused and _in_a_kernel(how.ongoing):
         return _evict_by_kernel(pool, segments, how.ongoing, backend)
     victim, there, second = weakest(pool, segments, how)

@@ -250,7 +250,7 @@ def _attend_fused(
         (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),
         new.positions[:, 0],
         new.count,
-        (pool.k, pool.v, pool.pos),
+        (*pool.store.held, pool.pos),
         dealt.start,
         dealt.chunks,
         layer=rows.layer,
@@ -258,13 +258,14 @@ def _attend_fused(
         begin=begun[..., 0] if scored and begun is not None else None,
         widest=pool.rows // heads if spec.layout is Layout.EQUAL else spec.widest,
         picks=picks,
+        dtype=pool.store.dtype,
     )
     scores = score[0] if scored else pool.score
     if scores is not None and not scored:
         assert begun is not None
         end = jnp.where(new.count[:, None] > 0, rows.end, pool.rows)
         scores = put_cells(scores, end, begun[..., 0])
-    pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=scores)
+    pool = dataclasses.replace(pool, store=pool.store.holding(k, v), pos=pos, score=scores)
     return out[..., None, :], dataclasses.replace(rows, pool=pool)
 
 

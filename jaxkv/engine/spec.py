@@ -89,7 +89,7 @@ class Spec:
         reading: filter layers and the layers that read what they choose; None if all layers read all rows.
         widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
         implementation: of attention over the pool.
-        fused: True if kernels may read and write the store's arrays in place.
+        fused: True if the fused kernel `decode_token` may read and write the store's arrays in place.
     """
 
     graphs: Graphs
@@ -242,7 +242,7 @@ def specialise(
         reading=reading,
         widest=most,
         implementation=implementation,
-        fused=parts.store.fused,
+        fused=parts.store.fused_step,
     )
 
 

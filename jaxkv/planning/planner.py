@@ -10,6 +10,7 @@ from jaxkv import memory
 from jaxkv._checks import flag
 from jaxkv._errors import require
 from jaxkv._values import as_real
+from jaxkv.cache import Dense
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.catalog import Known, model_named
@@ -240,8 +241,8 @@ def outlook_of(
     )
     silent = ""
     if speeds[0] is None:
-        narrow = not setting.policy.parts().store.fused
-        unknown = "no kernel reads rows in fewer bits yet, each step decodes them" if narrow else _FROM_HOST
+        narrow = not _rows_are_read(setting)
+        unknown = "each step decodes these rows, no kernel reads them as they are stored" if narrow else _FROM_HOST
         silent = unknown if fitting else "it does not fit"
     payback = None
     if speeds[0] is not None and setting.policy.parts() != FullKV().parts():
@@ -282,13 +283,19 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
     """Estimated `Speed` of a setting, on GPUs by data sheets and here by measured rates; None where it is unknown.
 
-    It is for rows in host memory, and for rows in fewer bits, which no kernel reads yet.
+    It is for rows in host memory, and for rows in fewer bits that no kernel reads as they are stored.
     """
-    if not setting.policy.parts().store.fused:
+    if not _rows_are_read(setting):
         return None
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
     return estimate(setting, weights_of(setting.config, setting.dtype, setting.mesh))
+
+
+def _rows_are_read(setting: Setting | HostSetting) -> bool:
+    """True if attention reads rows as they are stored; False if each step decodes them first."""
+    parts = setting.policy.parts()
+    return parts.store is Dense or (isinstance(setting, Setting) and parts.read_as_stored)
 
 
 def fits(setting: Setting | HostSetting) -> bool:

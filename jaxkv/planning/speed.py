@@ -99,7 +99,7 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     product = max(read / copy, 2 * used / item * setting.sequences / flops)
     held, filters = rows_read(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
-    rows = 2 * row * float(held.sum())
+    rows = parts.store.row_bytes(local.head_dim, item) * local.kv_heads * setting.sequences * float(held.sum())
     if filters:
         # A filter layer reads its keys once more to score them.
         rows += row * float(held[list(filters)].sum())

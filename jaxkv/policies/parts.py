@@ -235,6 +235,12 @@ class Parts(Value):
         )
 
     @property
+    def read_as_stored(self) -> bool:
+        """True if a GPU's kernels read rows as the store holds them in every step; False if steps decode rows first."""
+        appends = self.ongoing is None and self.read is None and not self.rolling
+        return self.store.fused_eviction or (self.store.fused_step and appends)
+
+    @property
     def draws(self) -> bool:
         """True if the scorer or the merger draws random numbers, so that results depend on the call's key."""
         return getattr(self.scorer, "draws", False) or (self.merge is not None and self.merge.draws)
