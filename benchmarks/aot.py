@@ -26,6 +26,7 @@ KERNELS = (
     "decode_token",
     "decode_token_scored",
     "decode_token_picked",
+    "decode_token_codes",
     "attend",
     "attend_question",
     "compact",
@@ -42,7 +43,13 @@ MOSAIC = ("flash_mosaic",)
 MOSAIC_MODELS, MOSAIC_DTYPES = ("Llama-3-8B", "SmolLM2-135M"), ("bfloat16", "float16")
 INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "TMA": "cp.async.bulk.tensor"}
 # (kernel, dtype, head dim): why these spills are accepted.
-EXCEPTIONS: dict[tuple[str, str, int], str] = {}
+EXCEPTIONS: dict[tuple[str, str, int], str] = {
+    (
+        "decode_token_codes",
+        "float32",
+        128,
+    ): "products of float32 keep converted rows in registers; such models are small"
+}
 TEMP_SHARE = 0.02
 
 

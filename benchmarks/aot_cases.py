@@ -17,7 +17,7 @@ def arguments(case):
     whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
-        case "decode_token" | "decode_token_scored" | "decode_token_picked":
+        case "decode_token" | "decode_token_scored" | "decode_token_picked" | "decode_token_codes":
             return token_arguments(heads, dtype, batch=batch, pool=pool, kind=case.kernel.removeprefix("decode_token"))
         case "attend":
             attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
@@ -77,6 +77,8 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
         chunks = pallas_kernels.deal(start, length, programs=programs)
         if kind == "_picked":
             options = {"picks": pallas_kernels.Picks(*more, start)}
+        elif kind == "_codes":
+            options = {"dtype": dtype}
         else:
             options = dict(zip(("score", "begin"), more, strict=False))
         given = (q, kv, cos, sin, positions, counts, k, v, pos, start, chunks)
@@ -86,6 +88,8 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
     angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
     rows = of((batch, pool, heads.dim), dtype)
+    if kind == "_codes":
+        rows = pallas_kernels.Coded(of(rows.shape, jnp.int8), of(rows.shape[:2], jnp.float16))
     # Products come in parts, of eight sequences at least.
     new = (4, 8)
     shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))

@@ -33,7 +33,7 @@ MERGE_LEAST = 2e-6
 class Case:
     """Lengths of a pool's segments, `[B][K]`, and the shape of the heads that read them.
 
-    `like` names the case of as many rows in equal segments, if there is one.
+    `like` names the case of as many rows in equal segments, if there is one; `codes` has rows in 8 bits.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case:
     group: int = 4
     dim: int = 128
     like: str | None = None
+    codes: bool = False
 
     @property
     def rows(self):
@@ -83,6 +84,8 @@ CASES = (
     Case("1 x 131072, one head 10x", skewed(1, 8, 131072), like="1 x 131072"),
     Case("4 x 8192 of 70B on 8", even(4, 1, 8192), group=8),
     Case("8 x 8192, unequal", unequal(8, 8, 8192), like="8 x 8192"),
+    Case("8 x 8192, 8 bits", even(8, 8, 8192), codes=True),
+    Case("64 x 1024, 8 bits", even(64, 8, 1024), codes=True),
 )
 
 
@@ -200,7 +203,7 @@ def merge_of(found, device, *, segments, group, dim):
     )
 
 
-def chunks_of(kernels, lengths, *, group, dim, pool_rows):
+def chunks_of(kernels, lengths, *, group, dim, pool_rows, itemsize=2):
     """How a checkout cuts segments: rows of each program, and chunks of each segment."""
     if not hasattr(kernels, "chunks"):
         batch, heads = len(lengths), len(lengths[0])
@@ -212,7 +215,8 @@ def chunks_of(kernels, lengths, *, group, dim, pool_rows):
     import jax.numpy as jnp
     import numpy as np
 
-    tiles, programs = (ask(dim=dim, itemsize=2) for ask in (kernels.tuning.decode_tiles, kernels.tuning.programs))
+    ask = {"dim": dim, "itemsize": itemsize}
+    tiles, programs = kernels.tuning.decode_tiles(**ask), kernels.tuning.programs(**ask)
     length = jnp.asarray(lengths, jnp.int32)[None]
     dealt = kernels.chunks.deal(jnp.zeros_like(length), length, programs=programs, block=tiles.chunk)
     return np.asarray(dealt.rows)[0].tolist(), np.asarray(dealt.count)[0].ravel().tolist()
@@ -232,6 +236,7 @@ class Estimate:
     flight: float
     resident: int
     found: Found
+    codes: bool = False
 
     def share(self, device):
         """Of the copy bandwidth, launches counted."""
@@ -243,13 +248,15 @@ class Estimate:
         return self.rows + self.merge + self.launches * perf_gpu.LAUNCH
 
 
-def estimate(device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0, picked=False):
+def estimate(
+    device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0, picked=False, codes=False
+):
     """What the model makes of the two kernels and the rows of each program; `written` bytes go out with each row.
 
     Of picked rows numbers come in besides. The rows are taken to come as fast as neighbours do: each is some sectors.
     """
     stream = stream_of(rows, device, picked)
-    each = dim * 2 * 2 + written + 4 * picked
+    each = (2 * (dim + 2) if codes else dim * 2 * 2) + written + 4 * picked
     total = sum(work)
     merging = merge_of(merge, device, segments=segments, group=group, dim=dim)
     slots = device.sms * stream.resident
@@ -264,6 +271,7 @@ def estimate(device, rows, merge, work, counts, *, group, dim, segments, launche
         flight=stream.flight * stream.resident,
         resident=stream.resident,
         found=rows,
+        codes=codes,
     )
 
 
@@ -280,28 +288,32 @@ def run(kernels, case, device):
 
     batch, heads = len(case.lengths), len(case.lengths[0])
     of = jax.ShapeDtypeStruct
-    pool, table = of((batch, case.pool_rows, case.dim), jnp.bfloat16), of((batch, heads), jnp.int32)
+    table, shape = of((batch, heads), jnp.int32), (batch, case.pool_rows, case.dim)
+    pool = kernels.Coded(of(shape, jnp.int8), of(shape[:2], jnp.float16)) if case.codes else of(shape, jnp.bfloat16)
     dump = emptied()
     query = of((batch, heads, case.group, case.dim), jnp.bfloat16)
     aot.compile_for(device.name, kernels.attend, query, pool, pool, table, table)
     rows, merge = pair(found_in(dump, ("ragged_decode",)))
-    work, counts = chunks_of(kernels, case.lengths, group=case.group, dim=case.dim, pool_rows=case.pool_rows)
-    shape = {"group": case.group, "dim": case.dim, "segments": batch * heads}
+    shape = {"group": case.group, "dim": case.dim}
+    item = 1 if case.codes else 2
+    work, counts = chunks_of(kernels, case.lengths, **shape, pool_rows=case.pool_rows, itemsize=item)
+    shape |= {"segments": batch * heads, "codes": case.codes}
     return estimate(device, rows, merge, work, counts, **shape)
 
 
-def kernel_faults(found, device, numbers=0):
+def kernel_faults(found, device, numbers=0, *, codes=False):
     """What is wrong with the pass over rows whatever the lengths are.
 
     Args:
         found: the kernel.
         device: it runs on.
         numbers: loads of 4 bytes that its loop may have, see `row_numbers`; none where rows are not picked.
+        codes: True for rows in 8 bits, whose scales are 2 bytes each: their loads may be narrow.
     """
     stream, body = stream_of(found, device), found.code.body(found.code.hot)
     wrong = [f"spills {found.spills} bytes"] if found.spills else []
     # Picked rows lie where a list says, so that a pass over them loads one number for each row; nothing else is narrow.
-    if thin := perf_sass.narrow(body, numbers):
+    if not codes and (thin := perf_sass.narrow(body, numbers)):
         wrong.append(f"{thin} loads in the hot loop are narrower than 16 bytes")
     flight, wanted = stream.flight * stream.resident, IN_FLIGHT * device.little
     if flight < wanted:
@@ -311,7 +323,7 @@ def kernel_faults(found, device, numbers=0):
 
 def faults(found, device, like=None):
     """Which rules an estimate breaks, held against that of equal segments if there is one."""
-    wrong = kernel_faults(found.found, device)
+    wrong = kernel_faults(found.found, device, codes=found.codes)
     if found.ctas < found.needed:
         wrong.append(f"{found.ctas} programs work where rows are enough for {found.needed} SMs")
     if found.merge > max(MERGE_SHARE * found.rows, MERGE_LEAST):

@@ -193,7 +193,13 @@ def text_of(device, tables):
 def written(device, cases, estimates, prefill, steps, quick):
     """The report and the faults."""
     table, wrong = cases_table(cases, estimates, device)
-    tables = ["", "## Decode attention", "", "bfloat16, Llama 3 8B's heads: 8 of keys, 4 queries each, 128 wide.", ""]
+    tables = [
+        "",
+        "## Decode attention",
+        "",
+        "bfloat16 or 8-bit rows, Llama 3 8B's heads: 8 of keys, 4 queries each, 128 wide.",
+        "",
+    ]
     tables += table
     if prefill:
         said = (

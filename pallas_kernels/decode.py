@@ -136,9 +136,13 @@ def decode_token(
         rows; and the scores, if there are any.
 
     Raises:
-        ValueError: if there is a score without `begin` or the other way, or with picks.
+        ValueError: if there is a score without `begin` or the other way, or with picks; for codes without `dtype`.
     """
-    dtype = jnp.dtype(k.dtype if dtype is None else dtype)
+    if dtype is None:
+        if isinstance(k, Coded):
+            raise ValueError("dtype=None: codes do not tell the model's: give it")
+        dtype = k.dtype
+    dtype = jnp.dtype(dtype)
     tiles, tile = _tiles(q, k, dtype, tiles)
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")

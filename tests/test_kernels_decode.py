@@ -266,9 +266,12 @@ def test_a_group_of_more_than_a_tile():
     check_token(5, 64, "float32", 20, layer=0)
 
 
-def test_scores_of_a_token_need_their_begin():
+def test_scores_of_a_token_need_their_begin_and_codes_their_dtype():
     given = token_of(0, 64, "float32", 2, 0)
     score = jnp.zeros(given[8].shape)
+    codes = (*given[:6], coded(given[6]), coded(given[7]), *given[8:])
+    with pytest.raises(ValueError, match="codes do not tell"):
+        pallas_kernels.decode_token(*codes, layer=0, tiles=SMALL, interpret=True)
     with pytest.raises(ValueError, match="begin"):
         pallas_kernels.decode_token(*given, layer=0, score=score, tiles=SMALL, interpret=True)
     begin = jnp.zeros((3, 2))

@@ -14,6 +14,7 @@ from policy_table import DECODED
 
 import jaxkv
 from jaxkv.cache import Int4, Int8, Mixed
+from jaxkv.engine.slots import Slots
 from jaxkv.exporting import runtime
 
 KINDS = {"int8": Int8, "int4": Int4, "mixed": Mixed}
@@ -198,9 +199,7 @@ def test_what_no_store_can_be_is_refused(as_users_call):
         jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
     model = tiny.tiny(tiny.MODELS["gqa3"])
     dense = jaxkv.prefill(model, tiny.prompts(0, (30,))[0], policy=jaxkv.KNorm(budget=16))
-    slots = jaxkv.engine.slots.Slots(
-        jaxkv.Session(model, jaxkv.KNorm(budget=16, store="int8")), count=2, max_prompt=32, max_new_tokens=8
-    )
+    slots = Slots(jaxkv.Session(model, jaxkv.KNorm(budget=16, store="int8")), count=2, max_prompt=32, max_new_tokens=8)
     with pytest.raises(ValueError, match="policy"):
         slots.begin(dense, max_new_tokens=2)
 
@@ -212,7 +211,7 @@ def test_plans_count_narrow_rows_and_what_reads_them():
         jaxkv.plan("llama-3.1-8b", policy=jaxkv.SnapKV(budget=2048, store=store), **setting)
         for store in ("dense", "int8", "int4")
     )
-    assert 1.9 < dense.outlook.speed.rows / int8.outlook.speed.rows < 2
+    assert 1.8 < dense.outlook.speed.rows / int8.outlook.speed.rows < 1.9
     assert int4.outlook.speed is None
     assert "No estimate of speed: each step decodes these rows" in str(int4)
     assert 0.5 < int8.sizes.cache / dense.sizes.cache < 0.53 and int4.sizes.cache / dense.sizes.cache < 0.32

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
+from jaxkv.cache import Dense
 from jaxkv.engine.lengths import bucket
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.work import prefill_work, rows_read, step_scores, weights_read
@@ -27,6 +28,8 @@ ASSUMED = (
     f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
     f"decode's reads at {COPY:.0%} of its bandwidth: benchmarks/results/gpu_model.md, measured on no GPU"
 )
+# Share of a copy's speed at which 8-bit rows are read, beside 16-bit ones: they are converted on the way.
+OF_CODES = 0.94
 # Seconds from the end of a CUDA graph node to the start of its successor, by published microbenchmarks of Hopper.
 LAUNCH = 1.3 * _MICRO
 # Seconds of a kernel of a few CTAs: one or two round trips to memory.
@@ -113,13 +116,15 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     # Two all-reduces of float32 hidden states per layer and one for the embedding.
     sent = (2 * layers + 1) * all_reduce(setting, 4 * setting.sequences * setting.config.embed, FLAGS)
     scores = step_scores(setting) / (ATTENTION * _products(setting))
-    step = product + rows / copy + launches + sent + scores
+    # Codes are converted on the way into products.
+    rate = copy * (1.0 if parts.store is Dense else OF_CODES)
+    step = product + rows / rate + launches + sent + scores
     return Speed(
         step=step,
         tokens=setting.batch / step,
         prefill=_prefill(setting, weights),
         weights=product,
-        rows=rows / copy,
+        rows=rows / rate,
         launches=launches,
         sent=sent,
         scores=scores,
