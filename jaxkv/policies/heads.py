@@ -107,7 +107,7 @@ class SharedHeads(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Uneven(_ByKeys):
-    """Base of head budgets whose kv heads compete for rows; fields: `alpha`, guaranteed share, `capacity`, device limit."""
+    """Base of head budgets whose kv heads compete for rows: `alpha` is sure to a head, `capacity` limits a device."""
 
     uniform: ClassVar[bool] = False
 
