@@ -22,7 +22,7 @@ from jaxkv.sharding.mesh import Axes
 
 
 class PoolOrder(enum.Enum):
-    """Enum of when scores are pooled over neighbours: before (FIRST) or after (LAST) they are reduced over queries.
+    """Enum of when scores are pooled over neighbouring rows: before (FIRST) or after (LAST) reduction over queries.
 
     Published code has LAST, Ada-KV's text has FIRST.
     """
@@ -33,7 +33,7 @@ class PoolOrder(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaxPool(Value):
-    """Max pooling of scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
+    """Callable that max-pools scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -51,7 +51,7 @@ class MaxPool(Value):
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool(Value):
-    """Average pooling over `kernel` neighbouring positions; absent neighbours count as 0, as in published code.
+    """Callable that averages scores over `kernel` neighbouring positions; absent neighbours count as 0, as published.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -69,10 +69,10 @@ class AvgPool(Value):
 
 @dataclasses.dataclass(frozen=True)
 class NoPool(Value):
-    """Identity pooling: scores are returned unchanged."""
+    """Callable that returns scores unchanged, for scorers that do not pool over neighbouring positions."""
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Returns the scores unchanged."""
+        """Returns the scores `[..., S]` unchanged, whatever the mask `inside`."""
         return scores
 
 
@@ -80,7 +80,7 @@ Pooling = MaxPool | AvgPool | NoPool
 
 
 def _require_odd(pool: "MaxPool | AvgPool") -> None:
-    """Stores `pool.kernel` as an int; raises ValueError unless it is positive and odd."""
+    """Replaces a pool's field `kernel` by an int, in place; raises ValueError unless it is positive and odd."""
     field(pool, "kernel", whole, "give a positive odd number of neighbours")
     require(pool.kernel % 2 == 1, "kernel", pool.kernel, "an even kernel has no middle: give an odd number")
 
@@ -90,7 +90,7 @@ _MOST_SHIFTS = 63
 
 
 def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) -> Float[Array, "*rows S"]:
-    """Combines the `kernel` values around each position of the last axis by `combine`; `empty` beyond the ends."""
+    """Array `[..., S]`: the `kernel` values around each position combined by `combine`, with `empty` past the ends."""
     # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
     half = kernel // 2
     if kernel > _MOST_SHIFTS:
@@ -108,7 +108,7 @@ def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeAttention(Scorer, Value):
-    """H2O's scorer: attention each row received from all queries so far, averaged over the query heads of a group.
+    """H2O's scorer: attention each row received from all queries, mean over query heads; with `mean`, divided by age.
 
     Attributes:
         mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
@@ -127,11 +127,11 @@ class CumulativeAttention(Scorer, Value):
 
     @property
     def rank(self) -> Rank:
-        """`ByAttention` rank while decoding: scores add up each new query's attention; with `mean`, divided by age."""
+        """`ByAttention` config of evictions in decoding: attention summed over queries, divided by age with `mean`."""
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` that each row received from all queries, averaged over the group's query heads."""
+        """Attention `[B, K, S]` on each row, summed over queries, mean over heads; TypeError without `seen.sums`."""
         if seen.sums is None:
             raise TypeError("CumulativeAttention needs sums over all queries")
         return seen.sums.mean(axis=2)
@@ -156,7 +156,7 @@ class LastAttention(Scorer, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowScorer(Scorer, Value):
-    """Base of scorers that read the prompt's last `window` queries and pool their observations over neighbours.
+    """Base of scorers that observe the prompt's last `window` queries and pool scores over neighbours by `pooling`.
 
     Attributes:
         window: number of the prompt's last queries that are read.
@@ -177,7 +177,7 @@ class WindowScorer(Scorer, Value):
         return self.window
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: observations pooled over neighbours, the window's columns left out."""
+        """Scores `[B, K, S]`: observations pooled over neighbouring rows, the window's own columns left out."""
         return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
 
 
@@ -204,7 +204,7 @@ class WindowAttention(WindowScorer):
         field(self, "order", choice, PoolOrder)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` on each row, averaged over the window's queries and reduced over the group's heads."""
+        """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             return backend_of(seen.implementation).window_mean(seen.q, seen.k, seen.q_positions, seen.length)
         return self.reduced(seen, mean_over_window)
@@ -212,7 +212,7 @@ class WindowAttention(WindowScorer):
     def reduced(
         self, seen: Observed, over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]]
     ) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` reduced by `over_queries`, then over query heads; pooled first with `PoolOrder.FIRST`.
+        """Attention `[B, K, S]` reduced by function `over_queries`, then over query heads; `FIRST` pools before both.
 
         Args:
             seen: the layer.
@@ -236,7 +236,7 @@ class WindowAttention(WindowScorer):
 
 
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
-    """Mean or max of observations over devices that share a kv head; unchanged if the scorer reads no query heads."""
+    """Observations `[B, K, S]`, mean or max over devices that share a kv head; unchanged if no query heads are read."""
     if not sees_query_heads(scorer):
         # Scorers that read no query heads observe the same on all devices.
         return observed
@@ -245,5 +245,5 @@ def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None)
 
 
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
-    """Mask `[..., S]` of the positions below `end`."""
+    """Boolean mask `[..., S]`, True at positions below `end`."""
     return jnp.arange(slots, dtype=jnp.int32) < end

@@ -32,7 +32,7 @@ def as_budget(given: Any) -> int | float | None:
 
 
 def as_store(given: Any) -> str | type[Store]:
-    """Returns the name of one of jaxkv's stores, for its name or class, or a user's own subclass of `Store`."""
+    """Store name ("int8", say) for a built-in store's name or class, or a user's `Store` subclass; else ValueError."""
     for name, kind in STORES.items():
         if given is kind or (isinstance(given, str) and given == name):
             return name
@@ -43,7 +43,7 @@ def as_store(given: Any) -> str | type[Store]:
 
 
 def store_class(store: str | type[Store]) -> type[Store]:
-    """The class of stores that a policy's field `store` stands for."""
+    """`Store` subclass that holds a policy's rows, for a store's name ("dense", say) or for the class itself."""
     return STORES[store] if isinstance(store, str) else store
 
 
@@ -62,7 +62,7 @@ def as_spans(given: Any) -> tuple[Span, ...]:
 
 
 def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
-    """Returns `value` if it is an instance of the class or protocol `kind`; else raises ValueError."""
+    """Returns `value` if it is an instance of the class or protocol `kind`; ValueError otherwise, or for a class."""
     require(isinstance(value, kind) and not isinstance(value, type), name, value, remedy)
     return value
 

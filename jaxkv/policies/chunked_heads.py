@@ -49,7 +49,7 @@ class ChunkedHeads(SharedHeads):
         batch, _, slots = scores.shape
 
         def chunks(rows: Array) -> Array:
-            """Reshapes rows `[B, S]` to chunks `[B, C, chunk]`, padded with zeros at the end."""
+            """Array `[B, C, chunk]`: an array `[B, S]` split into chunks of neighbours, with zeros added at its end."""
             return jnp.pad(rows, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
 
         # Heads that share positions have the same candidates, which with the forced rows are all rows of the text.

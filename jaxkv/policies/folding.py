@@ -24,7 +24,7 @@ _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class Metric(enum.Enum):
-    """Enum of which cosines decide on merging k and v: the keys' (KEY), the values' (VALUE), or each its own (BOTH)."""
+    """Enum of whose cosine similarity decides how dropped keys and values merge: KEY, VALUE, or BOTH (each its own)."""
 
     KEY = "key"
     VALUE = "value"
@@ -52,7 +52,7 @@ class Scope(enum.Enum):
 
 
 class Decision(enum.Enum):
-    """Enum: a dropped row merges by its own cosine (TOKEN), or by cosines averaged over heads (SHARED_POSITION).
+    """Enum of the cosine that decides if a dropped row merges: its own (TOKEN) or a mean over heads (SHARED_POSITION).
 
     SHARED_POSITION, as in published code, judges the i-th dropped rows of all heads together.
     """
@@ -110,17 +110,17 @@ class Merge(Merger, Value):
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Tensors whose cosines find the nearest kept row, in turn: ("k",), ("v",) or ("k", "v")."""
+        """Tuple of the tensors whose cosines find a dropped row's nearest kept row: ("k",), ("v",) or ("k", "v")."""
         return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[Metric(self.metric)]
 
     def _changes(self, index: int) -> str:
-        """Names of the tensors, "k", "v" or "kv", that merge by the cosines of `compares[index]`."""
+        """String of the tensors, "k", "v" or "kv", that merge by the cosines of the tensor `compares[index]`."""
         return self.compares[index] if self.metric is Metric.BOTH else "kv"
 
     def moved(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Float[Array, "B K"]:
-        """Merge thresholds `[B, K]` updated, as running averages, by the mean cosine of rows dropped now (D2O, eq. 10).
+        """Merge thresholds `[B, K]` after a running average with the mean cosine of rows dropped now (D2O, eq. 10).
 
         Args:
             tau: thresholds so far; -inf where there was none yet.
@@ -166,7 +166,7 @@ class Merge(Merger, Value):
     def _decided(
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
-        """Merge thresholds, the `index`-th updated by the rows dropped now, and the mask of dropped rows to merge."""
+        """Tuple of merge thresholds, the `index`-th updated by rows dropped now, and a mask of rows to merge."""
         if tau is None:
             raise TypeError("Merge needs its thresholds")
         over = axes if self.across_heads else None
@@ -176,7 +176,7 @@ class Merge(Merger, Value):
         return tau.at[..., index].set(own(level, "K", 1, over)), own(joins, "K", 1, over)
 
     def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Three merge weights by cosine: a dropped row's in the sum, its in the divisor, a kept row's (float) in both.
+        """Tuple of a merge's weights by cosine: dropped rows' in the sum, theirs in the divisor, kept row's in both.
 
         Args:
             similarity: cosines of dropped rows and their nearest kept rows.
@@ -225,7 +225,7 @@ class Merge(Merger, Value):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """Joins each segment's dropped row to its nearest kept row, by threshold; `Joined`: mask, rows, thresholds."""
+        """Merges each segment's dropped row into its nearest row if cosines allow; `Joined`: mask, rows, thresholds."""
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
@@ -235,7 +235,7 @@ class Merge(Merger, Value):
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
-        """Keys or values after the dropped rows in mask `joins` were averaged into their nearest kept rows."""
+        """Keys or values `[B, K, S, D]` after dropped rows in mask `joins` were averaged into their nearest rows."""
         add, divide, own = self.shares(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
@@ -251,7 +251,7 @@ class Merge(Merger, Value):
 
 
 def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """Rows divided by their L2 norm, in float32; norms below 1e-6 count as 1e-6."""
+    """Vectors `[..., D]` divided by their L2 norm, in float32; norms below 1e-6 count as 1e-6."""
     wide = rows.astype(jnp.float32)
     return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), _EPS)
 
@@ -259,10 +259,10 @@ def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
 def nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """Largest cosine `[B, K, S]` of each dropped row to a kept row, and this row's index, lowest of ties; else 0, 0.
+    """Tuple of each dropped row's largest cosine `[B, K, S]` to a kept row of its head, and this row's index; else 0.
 
     Rows are compared in blocks: the matrix of all cosines is never in memory. Heads that drop rows keep at least one;
-    rows that are not dropped get 0 and 0.
+    rows that are not dropped get 0 and 0. Ties go to the lowest index.
     """
     batch, heads, slots, dim = rows.shape
     take, across = min(_DROPPED_BLOCK, slots), min(_KEPT_BLOCK, slots)
@@ -307,7 +307,7 @@ def nearest_kept(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueMerge(Merger, Value):
-    """CaM's merger: adds 1 / `window` of a value to each of the next `window` values, with a probability by attention.
+    """CaM's merger: adds 1 / `window` of each value to the next `window` values, with a probability by its attention.
 
     Attributes:
         window: number of following tokens that take a share each; the policy's window.
@@ -346,7 +346,7 @@ class ValueMerge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Adds shares of values to the `window` values after them, where a sequence drops rows; `Merged`, same keys."""
+        """Returns `Merged` with part of each value added to the next `window` values if rows drop; keys unchanged."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
@@ -363,7 +363,7 @@ class ValueMerge(Merger, Value):
 
     @partial(jax.jit, static_argnums=0)
     def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
-        """Values `[S, D]` of one head after adding each in turn, times its share, to the `window` values after it."""
+        """Values `[S, D]` of one kv head after each value's share was added, in order, to the next `window` values."""
         slots, window = v.shape[0], self.window
         index = jnp.arange(slots, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)

@@ -18,7 +18,7 @@ Kind = TypeVar("Kind", bound="Gate")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate(FileArrays):
-    """Base of trained gates, which score rows from hidden states: sizes L, K, E of their model, weights and digest.
+    """Base of trained gates, which score rows from hidden states: sizes L, K, E, each layer's weights, and a digest.
 
     Programs take the weights as arrays.
 
@@ -35,7 +35,7 @@ class Gate(FileArrays):
 
     @classmethod
     def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
-        """Makes a gate of its tensors by name; ValueError for tensors that are missing, left over or do not fit."""
+        """Makes a gate from stored tensors by name; ValueError for tensors that are missing, left over or unfit."""
         layers = cls._by_layer(stored)
         weights = tuple(cls.of_layer(each) for each in layers)
         for each in layers:
@@ -44,7 +44,7 @@ class Gate(FileArrays):
 
     @classmethod
     def of_weights(cls: type[Kind], weights: tuple[Any, ...]) -> Kind:
-        """Makes a gate of each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
+        """Makes a gate from a tuple of each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
         shapes = [[each.shape for each in jax.tree.leaves(layer)] for layer in weights]
         for layer, each in enumerate(shapes):
             require(each == shapes[0], f"layer {layer}", each, f"shapes of tensors differ from layer 0's, {shapes[0]}")
@@ -60,18 +60,18 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def sizes(cls, weights: Any) -> tuple[int, int]:
-        """Number of kv heads and width of hidden states, K and E, of one layer's weights."""
+        """Tuple (K, E), number of kv heads and width of hidden states, read from one layer's weights; abstract."""
 
     @abc.abstractmethod
     def scores(self, weights: Any, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Float32 scores `[B, K, S]` by a layer's weights from normed hidden states; on a mesh for a device's heads.
+        """Float32 scores `[B, K, S]` of rows, by a layer's weights from normed hidden states `[B, S, E]`; abstract.
 
         Args:
             weights: of the layer.
             hidden: hidden states that enter the layer's attention.
 
         Returns:
-            The scores.
+            The scores; on a mesh, those of the device's kv heads.
         """
 
     @classmethod

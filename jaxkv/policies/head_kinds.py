@@ -62,7 +62,7 @@ class HeadKinds(OfModel, LayerBudgets, Value):
         return -(-rows.sum(axis=0) // layers)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask `[L]` of layers in which some head keeps all new rows."""
+        """Mask `[L]` of layers in which some kv head is a retrieval head, so that it keeps all new rows."""
         return np.asarray([any(row) for row in self.retrieval], bool)
 
     def limits(self) -> Int[np.ndarray, "L K"]:
@@ -72,7 +72,7 @@ class HeadKinds(OfModel, LayerBudgets, Value):
     def choose(
         self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]`: every candidate in retrieval heads, in others the `reach - forced` of highest score."""
+        """Mask `[B, K, S]` of rows to keep: all candidates in retrieval heads, in others the best `reach - forced`."""
         self.require_sizes(heads=scores.shape[1])
         kinds = np.asarray(self.retrieval, bool)
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))

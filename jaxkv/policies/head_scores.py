@@ -17,7 +17,7 @@ _REMEDY = "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...],
 
 
 def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
-    """Head importances as tuples `[L][H]`, of a table, {"layer-head": [numbers]} or JSON file; ValueError if unfit.
+    """Head importances as tuples `[L][H]`, from a table, {"layer-head": [numbers]} or a JSON file; ValueError if unfit.
 
     Raises ValueError for files that cannot be read, and for anything but numbers that are finite, 0 or more, and not
     all 0; `field` is the name in the message.
@@ -30,7 +30,7 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
 
 
 def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
-    """DuoAttention's head scores as tuples `[L][K]` in [0, 1], and their config.json as a dict; ValueError if unfit.
+    """Tuple of DuoAttention's head scores `[L][K]`, clipped to [0, 1], and their config.json as a dict; or ValueError.
 
     `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder, whose `config.json` is
     read, too; without one the config is empty. ValueError names `field` and what is wrong.
@@ -51,7 +51,7 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
 
 
 def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """LU-KV's curves as tuples `[count][L][K]`, from a table or a .npy file; ValueError for anything else.
+    """LU-KV's shares of rows to drop by head, as tuples `[count][L][K]`, of a table or .npy file; ValueError if unfit.
 
     Raises ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of
     numbers from 0 to 1, in each of which some head keeps a share of its rows.
@@ -75,7 +75,7 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
 
 
 def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
-    """Float64 array of a table or {"layer-head": [numbers]}; an empty array if its dtype's kind is not in `kinds`.
+    """Float64 array of a table or {"layer-head": [numbers]}; empty if unfit or if its dtype's kind is not in `kinds`.
 
     Text and bools are no numbers; JAX's 16-bit floats are of numpy's kind "V".
     """
@@ -87,7 +87,7 @@ def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
 
 
 def _file(field: str, given: str | os.PathLike[str], remedy: str) -> str:
-    """Path with "~" expanded; ValueError for a pipe or device, which may never end; folders and missing paths pass."""
+    """Path string with "~" expanded; ValueError for a pipe or device, but not for a folder or a missing path."""
     path = os.path.expanduser(os.fspath(given))
     other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     require(not other, field, given, f"it is no regular file: {remedy}")
@@ -110,7 +110,7 @@ def _text(field: str, path: str | os.PathLike[str], remedy: str) -> str:
 
 
 def _content(field: str, path: str | os.PathLike[str], remedy: str) -> Any:
-    """Parsed content of a JSON file; ValueError if it cannot be read or parsed."""
+    """Parsed content of a JSON file of at most 32 MiB; ValueError if it cannot be read or parsed."""
     try:
         return json.loads(_text(field, path, remedy))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -118,7 +118,7 @@ def _content(field: str, path: str | os.PathLike[str], remedy: str) -> Any:
 
 
 def _of_names(numbers: dict[str, Any]) -> np.ndarray:
-    """Means `[L, H]` of each head's numbers from {"layer-head": [numbers]}; ValueError if a head has none."""
+    """Array `[L, H]` of each head's mean number, from {"layer-head": [numbers]}; ValueError if a head has none."""
     places = [tuple(map(int, name.split("-"))) for name in numbers]
     shape = tuple(max(of_axis) + 1 for of_axis in zip(*places, strict=True))
     if math.prod(shape) != len(places) or not all(map(np.size, numbers.values())):

@@ -29,7 +29,7 @@ class HeadBudgets(Protocol):
 
     @property
     def needs_norms(self) -> bool:
-        """True if `choose` reads `norms`, the norms of values."""
+        """True if `choose` reads `norms`, the norms of value vectors seen through the output projection."""
 
     def choose(
         self,
@@ -39,7 +39,7 @@ class HeadBudgets(Protocol):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of K * base candidates of highest score; ties go to the lowest head, then position.
+        """Mask `[B, K, S]` of the K * base best-scored candidates to keep; ties go to the lowest head, then position.
 
         Args:
             scores: float32, higher stays.
@@ -55,7 +55,7 @@ class HeadBudgets(Protocol):
 
 
 def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:
-    """uint32 sort keys of scores; 0, the lowest key, for rows that are not candidates."""
+    """uint32 sort keys `[B, K, S]` of scores; 0, the lowest key, for rows that are not candidates."""
     return jnp.where(candidates, sortable(scores), jnp.uint32(0))
 
 
@@ -107,7 +107,7 @@ class SharedHeads(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Uneven(_ByKeys):
-    """Base of head budgets under which a layer's kv heads compete for rows and keep different numbers of them."""
+    """Base of head budgets whose kv heads compete for rows: `alpha` is sure to a head, `capacity` limits a device."""
 
     uniform: ClassVar[bool] = False
 
@@ -122,7 +122,7 @@ class _Uneven(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveHeads(_Uneven):
-    """Ada-KV's head budgets: a mask of the layer's best rows, in which each kv head has `alpha` of its even share.
+    """Ada-KV's head budgets: kv heads compete for a layer's rows by score, each sure of `alpha` of its even share.
 
     Attributes:
         alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
@@ -137,7 +137,7 @@ class AdaptiveHeads(_Uneven):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of each head's best rows: `targets` of them, given its number among the layer's best K * base rows."""
+        """Mask `[B, K, S]` of each head's best rows, as many as `targets` gives for its share of the top K * base."""
         batch, heads, slots = keys.shape
         winners = top(keys.reshape(batch, heads * slots), heads * base).reshape(keys.shape)
         return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), base))
@@ -159,12 +159,12 @@ class AdaptiveHeads(_Uneven):
         return floor + extra.astype(jnp.int32)
 
     def most_targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """Upper bound `[B, K]` of `targets` if no head wins more: (1 - alpha) * won + alpha * base, rounded up."""
+        """Upper bound `[B, K]` of `targets` for at most `won` wins: (1 - alpha) * won + alpha * base, rounded up."""
         floor, remainder = self._divided(won, base)
         return floor + (remainder > 0).astype(jnp.int32)
 
     def _divided(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-        """(1 - alpha) * won + alpha * base per head, rounded down, and the remainder times alpha's denominator."""
+        """Two arrays `[B, K]`: (1 - alpha) * won + alpha * base rounded down, and remainders times the denominator."""
         share = Fraction(self.alpha).limit_denominator(1000)
         den, num = share.denominator, share.numerator
         # Split by the denominator first: exact in int32 at any length.
@@ -187,7 +187,7 @@ class AdaptiveHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtectedHeads(_Uneven):
-    """kvpress' safeguard: each kv head keeps its best rows up to `alpha` of its even budget; heads compete for others.
+    """kvpress' head budgets: a kv head keeps its best rows up to `alpha` of its even share; heads compete for the rest.
 
     Attributes:
         alpha: share of a head's budget that is safe, the rows that stay anyway counted first.
@@ -197,7 +197,7 @@ class ProtectedHeads(_Uneven):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of K * base rows: the `floor` best of each head, then the best remaining rows of all heads together."""
+        """Mask `[B, K, S]` of K * base rows: each head's `floor` best, then the best others of all heads together."""
         batch, heads, slots = keys.shape
         safe = top(keys, self.floor(base, forced)[:, None])
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
@@ -205,7 +205,7 @@ class ProtectedHeads(_Uneven):
         return safe | top(rest, left).reshape(keys.shape)
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Guaranteed rows per head `[B]` besides the forced ones: the share `alpha` of a head's budget less `forced`.
+        """Guaranteed rows per head `[B]` besides the forced: max(1, alpha * (base + forced)) - forced, in [0, base].
 
         Args:
             base: rows to choose per head, on average.
@@ -220,7 +220,7 @@ class ProtectedHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsAround(Value):
-    """Base of head budgets that wrap other head budgets, `budgets`, and change the rows which those choose."""
+    """Base of head budgets around inner head budgets, the field `budgets`, whose choice of rows they change."""
 
     budgets: HeadBudgets = UniformHeads()
 
@@ -316,7 +316,7 @@ def needs_layer(heads: HeadBudgets) -> bool:
 
 
 def own_limits(heads: HeadBudgets) -> Int[np.ndarray, "L K"] | None:
-    """Rows `[L, K]` that each kv head's segment grows to under `Evict`; None if its limit follows from the budget."""
+    """Most rows `[L, K]` that each kv head's segment grows to under `Evict`; None if limits follow from the budget."""
     limits = getattr(inner_budgets(heads), "limits", None)
     return None if limits is None else limits()
 
@@ -340,7 +340,7 @@ def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
 
 
 def capacity_of(heads: HeadBudgets) -> float:
-    """Largest ratio of rows of one device's kv heads to their even share; 1 for equal heads, 1000 if unlimited."""
+    """Largest ratio (float) of one device's rows in a layer to an even share; 1 for equal heads, 1000 if unlimited."""
     if inner_budgets(heads).uniform:
         return 1.0
     own = own_budgets(heads)
@@ -348,12 +348,12 @@ def capacity_of(heads: HeadBudgets) -> float:
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
-    """`capacity * even` as integers, rounded down; `capacity` is read as a fraction of denominator 1000 at most."""
+    """`capacity * even` rounded down, int or int array; `capacity` counts as a fraction of denominator 1000 at most."""
     return _part(Fraction(capacity).limit_denominator(1000), even)
 
 
 def _part(share: Fraction, rows: Numbers) -> Numbers:
-    """`share * rows` as integers, rounded down; exact in int32 whenever the result fits."""
+    """`share * rows` rounded down, int or int array; exact in int32 whenever the result fits."""
     # Split by the denominator first: exact in int32 at any length.
     part, rest = rows // share.denominator, rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
@@ -366,7 +366,7 @@ def within_capacity(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Moves chosen rows between heads so that no device holds over `most`; returns the mask and number `[B]` moved.
+    """Tuple of a mask of rows, chosen anew so that no device's heads keep over `most`, and how many `[B]` were moved.
 
     Heads of a device that has too many give up their weakest rows, heads together, but none below `floor`. The best
     candidates of devices that have room take their place, so that the sum stays the same. `keys` are sort keys of all

@@ -55,7 +55,7 @@ class Keep(Value):
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Number `[N]` of rows always kept in texts of these lengths; does not include the share `recent`.
+        """Number `[N]` of rows always kept in each of N texts of these lengths; does not include the share `recent`.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
@@ -103,5 +103,5 @@ class Keep(Value):
 
 
 def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
-    """Mask of the positions that lie in any of the spans `(first, last + 1)`."""
+    """Boolean mask of the shape of `position`, True where a position lies in any of the spans `(first, last + 1)`."""
     return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))

@@ -28,7 +28,7 @@ class LayerBudgets(Protocol):
 
     @property
     def from_scores(self) -> bool:
-        """True if rows per layer depend on all layers' scores: layers then share one pool, packed after the last."""
+        """True if rows per layer depend on all layers' scores: one pool of all layers is packed after the last one."""
         return False
 
     @property
@@ -93,7 +93,7 @@ class LayerBudgets(Protocol):
         return np.asarray(length, np.int64)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """Number `[L, N]` of most recent rows to keep; None, the default, for the share `Keep.recent` of each layer."""
+        """Number `[L, N]` of most recent rows each layer keeps; None, the default, to use the share `Keep.recent`."""
         return None
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
@@ -107,7 +107,7 @@ def sets_rows(layers: LayerBudgets) -> bool:
 
 
 def check_layers(label: str, layers: LayerBudgets) -> None:
-    """Raises TypeError for budgets by scores whose `of_heads` does not take the arguments that the engine gives."""
+    """Raises TypeError if layer budgets by scores have an `of_heads` that cannot take (scores, candidates, seen)."""
     if not layers.from_scores or layers.joint:
         return
     try:
@@ -118,7 +118,7 @@ def check_layers(label: str, layers: LayerBudgets) -> None:
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
-    """Integer rows per layer in [0, most] of sum `total`: real targets shifted by a common constant, then rounded.
+    """Integer rows `[L, N]` in [0, most] of sum `total` over layers: reals shifted by a common constant, then rounded.
 
     `total` lies between 0 and L * most; ties of remainders go to the lowest layer.
     """
@@ -136,7 +136,7 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
 
 
 def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
-    """Rounds reals of sum `total` to integers of the same sum by largest remainder, none above `most`.
+    """Integers `[L, N]` of sum `total` over layers: reals rounded by largest remainder, none above `most`.
 
     Ties of remainders go to the lowest layer.
     """
@@ -152,7 +152,7 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
 
 
 def finite(weights: np.ndarray | Array | None) -> Reals:
-    """Returns layer weights as float64; TypeError if they are None, ValueError if known on the host and not finite."""
+    """Layer weights as a float64 array; TypeError for None, ValueError if they are known on the host and not finite."""
     if weights is None:
         raise TypeError("these layer budgets need every layer's weight")
     xp = namespace(weights)
@@ -182,7 +182,7 @@ class GlobalLayers(UniformLayers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithBeta(LayerBudgets, Value):
-    """Base of pyramid schedules: holds PyramidKV's `beta`, the average rows over the top layer's rows, at least 1."""
+    """Base of pyramid schedules with PyramidKV's `beta`: average rows divided by the top layer's rows, at least 1."""
 
     beta: int | float = 20.0
 
@@ -327,12 +327,12 @@ class _Published(_WithBeta):
     exact: ClassVar[bool] = False
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]` by the published arithmetic, at least the forced rows and at most the prompt."""
+        """Rows per kv head `[L, N]`: `_one` of each prompt, at least the forced rows, at most the prompt's length."""
         columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
         return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
-        """Rows per kv head of each layer `[L]` for one prompt by the published arithmetic, the window included."""
+        """Rows per kv head `[L]` of all layers for one prompt, window included; TypeError unless overridden."""
         raise TypeError(f"{type(self).__name__} has no arithmetic")
 
 

@@ -40,7 +40,7 @@ class LazyLayers(LayerBudgets, Value):
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
-        """Attention `[B, K, G]` of the last queries, per query head, on all rows but the first and most recent ones."""
+        """Mean attention `[B, K, G]` of the last queries, by query head, on all rows but first and most recent ones."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]) -> Float[Array, " G"]:
             index = jnp.arange(p.shape[-1], dtype=jnp.int32)

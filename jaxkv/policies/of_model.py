@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound="FileArrays")
 
 
 class OfModel:
-    """Base of values that fit one model alone, checked by size attributes: `layers`, `heads`, perhaps `embed`, `dim`.
+    """Base of values made for one model, whose sizes (`layers`, `heads`, `embed`, `dim`) are checked against a model's.
 
     Subclasses name the policy's field that holds the value in `of_field`, and what to give there in `wanted`.
     """
@@ -50,7 +50,7 @@ class OfModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileArrays(OfModel, Value, abc.ABC):
-    """Base of arrays of one model, read from safetensors files: their sizes, and a digest, by which they are compared.
+    """Abstract base of one model's arrays from safetensors files: holds sizes and a digest, by which it is compared.
 
     The arrays are no field: programs are kept by a policy's fields, and a saved cache has the digest alone.
 
@@ -71,7 +71,7 @@ class FileArrays(OfModel, Value, abc.ABC):
 
     @classmethod
     def read(cls: type[Kind], name: str, given: Any) -> Kind:
-        """Makes an instance from a safetensors file or a folder of `model.safetensors`; ValueError if it is unfit.
+        """Makes an instance from a safetensors file or a folder, or returns a given instance; ValueError if unfit.
 
         Args:
             name: the field, for error messages.
@@ -97,11 +97,11 @@ class FileArrays(OfModel, Value, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
-        """Makes an instance of a file's tensors, by name; ValueError names a tensor that is missing or does not fit."""
+        """Makes an instance from stored tensors by name; abstract; overrides raise ValueError for unfit tensors."""
 
     @classmethod
     def of_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
-        """Makes an instance of a pytree of arrays and sizes; its digest is SHA-256 of text `heading` and arrays."""
+        """Makes an instance that holds a pytree of arrays; its digest is SHA-256 of text `heading` and arrays."""
         told = hashlib.sha256(heading.encode())
         for leaf in jax.tree.leaves(arrays):
             told.update(np.ascontiguousarray(leaf, np.float32).tobytes())
@@ -117,7 +117,7 @@ class FileArrays(OfModel, Value, abc.ABC):
 
 
 def given(value: Kind | None, kind: type[Any]) -> Kind:
-    """Returns `value`, a gate or filters, unless it is None: then raises ValueError that says what file to give."""
+    """Returns `value`, a gate or filters, unless it is None: then raises ValueError that says which file to give."""
     require(value is not None, kind.of_field, None, f"give {kind.wanted}")
     assert value is not None
     return value
@@ -125,7 +125,7 @@ def given(value: Kind | None, kind: type[Any]) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Stored tensors by name suffix, the beginning that their names share, and the suffixes read so far.
+    """Dataclass of stored tensors by name suffix, the prefix that their names share, and the suffixes read so far.
 
     Attributes:
         beginning: what the tensors' names begin with.
@@ -169,6 +169,6 @@ class NamedTensors:
         return array
 
     def require_all_taken(self) -> None:
-        """Raises ValueError if `take` has not read some tensor: a gate without it would give other scores."""
+        """Raises ValueError that names a stored tensor which `take` has not read; does nothing if all were read."""
         if left := sorted(set(self.stored) - self.taken):
             raise ValueError(f"tensor {self.beginning}{left[0]} belongs to no such gate")

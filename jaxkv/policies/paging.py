@@ -19,7 +19,7 @@ _PAGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedReads(Value):
-    """Quest's reads: at each new token a kv head reads the pages with the largest bounds of q.k, and the last page.
+    """Quest's page config: at each new token a kv head reads the pages of largest bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
     """
@@ -64,7 +64,7 @@ class PagedReads(Value):
         return np.maximum(share_of(lengths, budget), self._least)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config in which layers above the dense ones read pages that they choose themselves."""
+        """Static config `Reading`: layers from `dense_layers` up read pages that each chooses, others every row."""
         return Reading(
             filters=(),
             sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),

@@ -66,7 +66,7 @@ class Ongoing(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts(Value):
-    """All that the engine reads of a policy: scorer, budgets over layers and heads, kept rows, mode after the prompt.
+    """All that the engine reads of a policy: scorer, budgets of layers and heads, kept rows, merger, eviction, store.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
@@ -217,7 +217,7 @@ class Parts(Value):
 
     @property
     def needs(self) -> Needs:
-        """`Needs`: what prefill computes for these parts beyond keys and values, such as attention sums."""
+        """Config `Needs` of what prefill computes for these parts beyond keys and values, such as attention sums."""
         scorer, read = self.scorer, self.read
         asked = 0 if read is None else read.queries
         if scorer is None:
@@ -276,12 +276,12 @@ class Parts(Value):
         )
 
     def reading(self, layers: int, slots: int) -> Reading | None:
-        """Static config of which layers read which rows while decoding; None if all layers read every kept row."""
+        """Static config `Reading` of which rows each layer reads while decoding; None if all read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
     @property
     def reach(self) -> int | None:
-        """Rows that segments of short prompts may grow to: the budget in rows, or the layers' `reach`; else None."""
+        """Rows (int) that short prompts' segments may grow to: the budget in rows, or the layers' `reach`; or None."""
         return self.budget if isinstance(self.budget, int) else getattr(self.layers, "reach", None)
 
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
@@ -291,7 +291,7 @@ class Parts(Value):
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
     ) -> Int[np.ndarray, " B"]:
-        """Average rows per kv head `[B]` to keep of each prompt; below the forced rows, lifted to them, or ValueError.
+        """Average rows per kv head `[B]` to keep of each prompt; below the forced rows, raised to them or ValueError.
 
         `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """

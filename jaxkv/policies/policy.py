@@ -30,7 +30,7 @@ def _declares(cls: type, name: str) -> bool:
 
 
 def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
-    """Method that calls `make`, a class's `parts`, once per instance and caches the result in its `__dict__`."""
+    """Returns a method that calls the given `parts` method once per instance and caches the result in `__dict__`."""
     # By the id of `make`, which this closure keeps alive: a class defined again in a notebook has the same name.
     kept = f"{_KEPT}{id(make)}"
 
@@ -169,7 +169,7 @@ class Method(Value):
         return Parts(scorer=scorer, **(usual | parts))
 
     def meaning(self) -> dict[str, Any]:
-        """Dict by which policies compare and hash: their parts, so that two spellings of one policy are equal."""
+        """Dict that policies are compared and hashed by: their parts, so that two spellings of one policy are equal."""
         return {"parts": self.parts()}
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
