@@ -178,7 +178,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         other: Float[Array, "B K D"] | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
-        """Attention of a token over pool rows; returns output, and row scores plus attention or a `Received` for later.
+        """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`.
 
         Args:
             q: rotated queries.
@@ -249,7 +249,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Rotates a token, appends its row, attends: output, pool, scores; NotImplementedError in this base class.
+        """Rotates a token, appends its row, attends; returns output, pool, scores; NotImplementedError in base class.
 
         Args:
             q: n split-K parts of the queries before rotation; M is B, or more with padding sequences.
@@ -295,7 +295,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evicts a row of segments above their limit: pool and i32 flags; NotImplementedError in this base class.
+        """Evicts a row of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and

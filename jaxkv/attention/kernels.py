@@ -69,7 +69,7 @@ class Kernels(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array]:
-        """A token's attention over pool rows; returns output, and row scores plus attention. `other` is ignored."""
+        """One token per sequence attends to pool rows; returns output, row scores plus attention. Ignores `other`."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         out, _, score = self._kernels.attend(
             q, k, v, start, length, score=score, counts=counts, widest=widest, interpret=self.interpret

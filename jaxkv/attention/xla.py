@@ -258,7 +258,7 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
 def inside_segments(
     row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
 ) -> Bool[Array, "B K P"]:
-    """Mask `bool[B, K, P]`: True where pool row index `row` lies in that kv head's segment."""
+    """Mask `bool[B, K, P]`: True where pool row index `row` lies in the segment of that sequence and kv head."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 
