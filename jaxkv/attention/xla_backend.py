@@ -65,7 +65,7 @@ class Xla(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array | Received]:
-        """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`."""
+        """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
             return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
         out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
