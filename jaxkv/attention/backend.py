@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 class Backend(abc.ABC):
-    """Abstract base class of the attention functions of one kind of device: five required, and optional fused ones.
+    """Abstract base class of a device's attention: prefill, decode, scoring required; fused steps, eviction optional.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
@@ -105,7 +105,7 @@ class Backend(abc.ABC):
         length: Int[Array, " B"],
         first: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B K G S"]:
-        """Attention `f32[B, K, G, S]` that each key receives from T consecutive queries of each prompt, summed.
+        """Attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries of each prompt.
 
         Args:
             q: rotated queries; T divides S.
@@ -126,7 +126,7 @@ class Backend(abc.ABC):
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
     ) -> Float[Array, "B K S"]:
-        """Attention `f32[B, K, S]` that each key receives from a prompt's last w queries, mean over queries and group.
+        """Mean attention `f32[B, K, S]` that keys receive from a prompt's last w queries, over a kv head's query heads.
 
         Args:
             q: rotated queries.
@@ -149,7 +149,7 @@ class Backend(abc.ABC):
         *,
         walk: Walk,
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-        """Attention of R queries per kv head over the rows of that head's segment; returns output and log-sum-exp.
+        """Attention of R queries per kv head over that head's segment of a pool; returns output and log-sum-exp.
 
         Args:
             q: rotated queries; R folds the group and, for several tokens, their number.
@@ -178,7 +178,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         other: Float[Array, "B K D"] | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
-        """Attention of one token per sequence; returns output, and scores plus attention, or a `Received` to add later.
+        """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`.
 
         Args:
             q: rotated queries.
@@ -219,7 +219,7 @@ class Backend(abc.ABC):
         return keys, values, jnp.where(real, source % slots, -1)
 
     def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
-        """Computes a table of the pool rows that each decode kernel program reads. Optional: not implemented here.
+        """Table of the pool rows that each decode kernel program reads; NotImplementedError in this base class.
 
         Args:
             start: first row of each segment.
@@ -250,7 +250,7 @@ class Backend(abc.ABC):
         picks: tuple[Array, ...] | None = None,
         dtype: jnp.dtype | None = None,
     ) -> tuple[Any, ...]:
-        """Rotates a token, appends its row, attends; returns output, pool and scores. Optional: not implemented here.
+        """Rotates a token, appends its row, attends; returns output, pool, scores; NotImplementedError in base class.
 
         Args:
             q: n split-K parts of the queries before rotation; M is B, or more with padding sequences.
@@ -282,7 +282,7 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Adds split-K parts of a product to hidden states; returns sum and RMS norm. Optional: not implemented here.
+        """Adds split-K parts to hidden states; returns sum and RMS norm; NotImplementedError in this base class.
 
         Args:
             x: hidden states.
@@ -297,7 +297,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evicts a row of each segment above its limit; returns pool and flags. Optional: not implemented here.
+        """Evicts a row of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
@@ -310,7 +310,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrites one row of each masked segment by another; returns the pool. Optional: not implemented here.
+        """Overwrites a row of masked segments by another; returns the pool; NotImplementedError in this base class.
 
         Args:
             *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a

@@ -16,7 +16,7 @@ from jaxkv.attention.backend import Backend, Setting
 
 
 class Implementation(enum.Enum):
-    """Enum of attention implementations by name; all but AUTO hold the import path of their `Backend` class.
+    """Enum of attention implementations by name, each but AUTO with the import path of its `Backend` class.
 
     Attributes:
         AUTO: the fastest that the device, the dtype and the head dim allow.
@@ -40,7 +40,7 @@ class Implementation(enum.Enum):
     backend: str
 
     def __new__(cls, value: Any, backend: str = "") -> Any:
-        """Creates a member with the user's name for it as value, and with the import path of its backend class."""
+        """Creates an `Implementation` member with a user's name as value and the import path of its backend class."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member
@@ -54,14 +54,14 @@ _FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
 
 @cache
 def backend_of(implementation: Implementation) -> Backend:
-    """Imports and instantiates the `Backend` of an implementation other than AUTO; cached."""
+    """Imports and returns the `Backend` instance of an `Implementation` other than AUTO; one instance each, cached."""
     backend: Backend = resolve_name(implementation.backend)()
     return backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementations:
-    """Attention implementations chosen for `prefill` of whole prompts and for `decode` over segments."""
+    """Dataclass of two `Implementation` members: one for `prefill` of whole prompts, one for `decode` over segments."""
 
     prefill: Implementation = Implementation.XLA
     decode: Implementation = Implementation.XLA
@@ -73,7 +73,7 @@ class Implementations:
 
 
 def named(asked: Implementation | str) -> Implementation:
-    """`Implementation` of a name or of itself; ValueError for an unknown name."""
+    """`Implementation` member for a name, or the given member itself; ValueError for an unknown name."""
     return choice("implementation", asked, Implementation)
 
 
@@ -85,7 +85,7 @@ def choose(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """`Implementations` for a requested name, dtype, head dim and device; ValueError if that name cannot run there.
+    """Chooses `Implementations` (prefill, decode) for a name, dtype, head dim and device; ValueError if it cannot run.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not run there.

@@ -25,7 +25,7 @@ from jaxkv.attention.xla import (
 
 
 class Received(NamedTuple):
-    """Logits, log-sum-exp and optional key products of one token's attention over a pool, to update scores from later.
+    """Named tuple of one token's logits, log-sum-exp and optional key products over a pool, to update row scores later.
 
     Attributes:
         logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
@@ -44,7 +44,7 @@ def column_sums(
     lse: Float[Array, "K G T"],
     first: Int[Array, ""],
 ) -> Float[Array, "K G S"]:
-    """Attention `f32[K, G, S]` that each key receives from T consecutive queries of a sequence, summed over them.
+    """Attention `f32[K, G, S]` that each key receives, summed over T consecutive queries of known log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
     queries that do not count. Runs in blocks of O(S) memory.
@@ -56,7 +56,7 @@ def column_sums(
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
-        """Attention `f32[G, S]` that the keys of one kv head receive, summed over queries."""
+        """Mapped over kv heads: attention `f32[G, S]` that one head's keys receive, summed over its queries."""
         q_head, k_head, total = inputs
 
         def step(index, sums, *, masked):
@@ -117,7 +117,7 @@ def window_mass(
     reduce: Callable[..., Float[Array, "*n"]],
     *rows: Shaped[Array, "B K ..."],
 ) -> Float[Array, "B K *n"]:
-    """Applies `reduce` to each kv head's attention probabilities `[G, w, S]` over all keys; returns stacked results.
+    """Applies `reduce` to each kv head's attention probabilities `[G, w, S]`; returns results stacked to `[B, K, ...]`.
 
     `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
     array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w.
@@ -125,7 +125,7 @@ def window_mass(
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
-        """Reduced probabilities of one kv head of one sequence."""
+        """Mapped over all kv heads of all sequences: `reduce` applied to one head's attention probabilities."""
         q_head, k_head, position, *others = inputs
         return reduce(probabilities(q_head, k_head, position), position, *others)
 
@@ -142,7 +142,7 @@ def group_logits(q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]) -> Fl
     """
 
     def head(inputs: tuple[Array, Array]) -> Float[Array, "w S"]:
-        """Largest logits of one kv head of one sequence."""
+        """Mapped over all kv heads of all sequences: one head's largest logits `f32[w, S]` over its query heads."""
         q_head, k_head = inputs
         logits = rows_dot(q_head.reshape(-1, q_head.shape[-1]), k_head)
         return logits.reshape(*q_head.shape[:2], -1).max(axis=0) * (1.0 / logit_divisor(q_head.shape[-1]))
@@ -152,7 +152,7 @@ def group_logits(q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]) -> Fl
 
 
 def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Mean of probabilities over the window's queries, `f32[G, S]`; padding queries (position < 0) left out."""
+    """Mean `f32[G, S]` of attention probabilities over a window's queries; padding queries (position < 0) left out."""
     exists = position >= 0
     weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
     # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
@@ -204,7 +204,7 @@ def walk_scored(
     widest: int,
     other: Float[Array, "B K D"] | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
-    """Attention of one token over a shared pool; returns output, and a `Received` to update scores from later.
+    """Attention of one token over a shared pool; returns output, and a `Received` to update row scores from later.
 
     Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
     the keys while they are read.
@@ -223,7 +223,7 @@ def walk_scored(
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Loop body: running softmax maximum, sum and output, and logits and products with one more block written."""
+        """Loop body over blocks of rows: updated softmax maximum, sum, output, stored logits and key products."""
         maximum, total, acc, held, products = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
@@ -258,7 +258,7 @@ def walk_scored(
 def add_received(
     score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """Scores `f32[B, P]` plus one token's attention, mean over the group, for sequences in the mask `counts`."""
+    """Row scores `f32[B, P]` plus a token's attention (mean over query heads) in the sequences of mask `counts`."""
     group, width = received.logits.shape[2:]
     first, _ = span(start, score.shape[1], width)
     lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
@@ -266,13 +266,13 @@ def add_received(
 
 
 def covers(rows: int, widest: int) -> bool:
-    """True if windows of whole blocks in a pool of `rows` rows can cover a segment of `widest` rows, or of all rows."""
+    """True if a window of whole blocks inside a pool of `rows` rows covers a segment of min(`widest`, `rows`) rows."""
     block = min(WALK_BLOCK, rows)
     return min(widest, rows) <= rows // block * block
 
 
 def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:
-    """First rows `i32[B, K]` and common width of windows of a shared pool that each cover one segment.
+    """First rows `i32[B, K]` and common width (int, whole blocks) of windows of a pool that each cover one segment.
 
     The width is in whole blocks; windows that would leave the pool are moved back.
     """
@@ -282,13 +282,13 @@ def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "
 
 
 def _summed(logits, lse, inside):
-    """Attention `f32[B, K, n]` that each row receives, summed over queries; 0 outside of its segment."""
+    """Attention `f32[B, K, n]` that each row receives, exp(logits - lse) summed over queries; 0 outside of segments."""
     weights = jnp.exp(logits - lse[..., None])
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
 def _walk_sums(q, k, lse, start, length, score, rows, weight):
-    """Scores `f32[B, P]` plus `weight` times attention received from queries, in blocks of each segment."""
+    """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 
@@ -306,7 +306,7 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight):
 
 
 def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
-    """Pool leaf with n values per segment added to consecutive elements from `begin` on; windows may overlap."""
+    """Adds n values per segment to a pool array from element `begin` on; returns the new array; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,),

@@ -56,7 +56,7 @@ def causal(
         return jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        """Causal attention by cuDNN of arrays `[B, S, heads, D]`, padding masked by `length`."""
+        """Causal attention output `[B, S, heads, D]` by cuDNN of q, k, v in that layout, padding masked by `length`."""
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -83,7 +83,7 @@ def causal(
 
 
 def _only(kept: list[Array], shape: tuple[int, ...]) -> Array:
-    """The log-sum-exp: the only residual array with `shape`; NotImplementedError if there is not exactly one."""
+    """The one residual array with `shape`, cuDNN's log-sum-exp; NotImplementedError if there is not exactly one."""
     fitting = [leaf for leaf in kept if leaf.shape == shape]
     if len(fitting) != 1:
         raise NotImplementedError(

@@ -18,7 +18,7 @@ _LOGITS = 1 << 24
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
-    """Queries of a filter layer (`q`, `positions`) and their `weights`, by which it scores positions (OmniKV).
+    """Dataclass of a filter layer's queries, their positions and weights, to score token positions by (OmniKV).
 
     Attributes:
         q: `[B, K, G, w, D]` rotated, in any order.
@@ -34,7 +34,7 @@ class Asking:
 def by_row(
     asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, maximum over heads, weighted sum over queries.
+    """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, max over heads, weighted sum over its queries.
 
     Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are
     those of `asked`. On a mesh the maximum is taken over all devices' heads.
@@ -57,7 +57,7 @@ def by_row(
     trips = -(-candidates.max() // block)
 
     def block_of(index: Array) -> tuple[Array, Array]:
-        """First row and keys of block `index`; the last block begins earlier, to stay within the segment."""
+        """First row (index) and keys of block `index`; the last block begins earlier, to stay within the segment."""
         first = jnp.minimum(index * block, rows - block)
         return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
 
@@ -93,7 +93,7 @@ def by_position(
     slots: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Scores `f32[B, S]` of the positions in a pool: attention of `asked`, maximum over heads, weighted sum of queries.
+    """Scores `f32[B, S]` of a pool's token positions: attention of `asked`, max over heads, weighted sum over queries.
 
     The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
     of each segment are scored; `slots` exceeds all positions.
@@ -149,13 +149,13 @@ def by_page(
 
 
 def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` from probabilities: maximum over heads, summed over queries by their weights."""
+    """Scores `f32[B, n]` from attention probabilities: maximum over heads, then weighted sum over queries."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)
 
 
 def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:
-    """Softmax probabilities over the last axis among the rows of a mask; 0 where the mask is empty."""
+    """Softmax probabilities over the last axis within a mask; 0 for masked-out entries and for an empty mask."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(logits - highest), 0.0)

@@ -52,7 +52,7 @@ class Kernels(Backend):
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
     def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment; returns output and log-sum-exp. Ignores `walk`."""
+        """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp. `walk` is ignored."""
         return self._kernels.attend(q, k, v, start, length, interpret=self.interpret)
 
     def attend_scored(
@@ -69,7 +69,7 @@ class Kernels(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Attention of one token per sequence; returns output, and scores plus each row's attention. No `other`."""
+        """One token per sequence attends to pool rows; returns output, row scores plus attention. Ignores `other`."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         out, _, score = self._kernels.attend(
             q, k, v, start, length, score=score, counts=counts, widest=widest, interpret=self.interpret
@@ -77,11 +77,11 @@ class Kernels(Backend):
         return out, score
 
     def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
-        """Gathers one layer's keys and values at `source` by a kernel; returns a pool's keys, values, positions."""
+        """Gathers a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def deal(self, start: Array, length: Array, *, dim: int, itemsize: int) -> Any:
-        """Table of the pool rows that each kernel program of a decode step reads, cut by the segments' lengths."""
+        """Table of the pool rows that each program of a decode kernel reads, from segments' starts and lengths."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
         return self._kernels.deal(start, length, programs=programs)
 
@@ -131,11 +131,11 @@ class Kernels(Backend):
         return self._kernels.add_norm(x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret)
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and flags."""
+        """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and i32 flags."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrites one row of each masked segment by another row, in one kernel; returns the pool's leaves."""
+        """Moves a row of each masked segment over another, in a kernel; returns keys, values, positions, scores."""
         return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 
@@ -145,7 +145,7 @@ class Interpreted(Kernels):
     interpret = True
 
     def refusal(self, setting: Setting) -> str | None:
-        """None: interpreted kernels run on every device."""
+        """Always None, which means no error: interpreted kernels run on every device."""
         return None
 
 

@@ -26,7 +26,7 @@ def merge_with_lse(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> tuple[Float[Array, "*n D"], Float[Array, "*n"]]:
-    """Attention output and log-sum-exp over the union of two disjoint sets of keys; -inf where both are empty."""
+    """Attention output and log-sum-exp over the union of two disjoint key sets; log-sum-exp -inf if both are empty."""
     both = jnp.logaddexp(lse, other_lse)
     nothing = jnp.isneginf(both)
     first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)

@@ -37,7 +37,7 @@ def chunk_peaks(
     by_query, by_row = weights or (jnp.ones((batch, tokens), jnp.float32), jnp.ones((batch, heads, group, rows)))
 
     def head(inputs: tuple[Array, ...]) -> Array:
-        """Largest attention `f32[m]` that each row of one kv head of one sequence receives."""
+        """Mapped over all kv heads of all sequences: largest attention `f32[m]` that each of a head's rows receives."""
         queries, lse, key, row_weight, real, there, query_weight = inputs
         logits = rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
         logits = jnp.where(there, logits, MASKED)

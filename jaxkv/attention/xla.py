@@ -28,7 +28,7 @@ _MANY_QUERIES = 48
 
 
 class Walk(enum.Enum):
-    """Enum of the ways in which XLA attention reads the rows of a pool's segments.
+    """Enum of how attention reads a pool's segments: at fixed strides, all rows masked, or in windows of blocks.
 
     STRIDES: head k's segment begins at row k * P/K, known at trace time.
     WHOLE: every head is multiplied with all rows of the pool, and masked to its segment.
@@ -41,7 +41,7 @@ class Walk(enum.Enum):
 
 
 def logit_divisor(dim: int) -> float:
-    """Square root of the head dim, by which attention logits are divided."""
+    """Square root of the head dim (float), by which attention logits are divided."""
     return math.sqrt(dim)
 
 
@@ -71,11 +71,11 @@ def causal(
     all_keys, all_values = as_bits(k), as_bits(v)
 
     def head(inputs):
-        """Output `f32[G * T, D]` and log-sum-exp of one kv head's queries."""
+        """Mapped over kv heads: output `f32[G * T, D]` and log-sum-exp `f32[G * T]` of one head's queries."""
         q_head, index_of_head = inputs
 
         def rows(bits, begin, dtype):
-            """Block of one kv head's keys or values, from row `begin` on, in their own dtype."""
+            """Slice of `block` keys or values of one kv head from row `begin` on, bitcast back to `dtype`."""
             mine = lax.dynamic_slice(bits, (index_of_head, begin, 0), (1, block, bits.shape[2]))[0]
             return from_bits(mine, dtype)
 
@@ -164,7 +164,7 @@ def _equal(q, k, v, length):
 
 
 def _weighted(weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]) -> Float[Array, "B K R D"]:
-    """Sum of value rows by unnormalised attention weights, `f32[B, K, R, D]`; long sums in chunks for a CPU's cores."""
+    """Sums `f32[B, K, R, D]` of value rows by unnormalised attention weights; long sums in chunks, for CPU cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
@@ -258,7 +258,7 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
 def inside_segments(
     row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
 ) -> Bool[Array, "B K P"]:
-    """Mask `bool[B, K, P]`: True where pool row `row` lies in the segment."""
+    """Mask `bool[B, K, P]`: True where pool row index `row` lies in the segment of that sequence and kv head."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 

@@ -26,7 +26,7 @@ class Xla(Backend):
         """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
-            """Attention output and log-sum-exp of one prompt."""
+            """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             return xla.causal(q, k, v, jnp.int32(0) if first is None else first)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
@@ -36,7 +36,7 @@ class Xla(Backend):
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, given the queries' log-sum-exp."""
 
         def one(q, k, lse, length, first=None):
-            """Attention that each key of one prompt receives, summed over its queries."""
+            """Mapped over prompts: attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
             return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin)
@@ -65,7 +65,7 @@ class Xla(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array | Received]:
-        """Attention of one token per sequence; returns output, and updated scores or a `Received` for later."""
+        """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
             return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
         out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
@@ -74,7 +74,7 @@ class Xla(Backend):
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:
-    """Applies `one` to each sequence of some arrays in a sequential loop; returns the stacked results."""
+    """Applies `one` to each sequence of `arrays` (first axis), one after the other; returns the stacked results."""
     if arrays[0].shape[0] > 1:
         return lax.map(lambda row: one(*row), arrays)
     alone = one(*(each.reshape(each.shape[1:]) for each in arrays))

@@ -22,7 +22,7 @@ _FILTERS, _OF = (2, 8, 18), 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A model of the packaged catalogue: `name`, hub id, aliases, and its `config.json` as a dict (`raw`)."""
+    """A model of the packaged catalogue: `name`, hub id, aliases, parameter count, `config.json` as a dict (`raw`)."""
 
     name: str
     hub_id: str
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every text that selects this catalogue entry: its name, hub id and aliases."""
+        """Tuple of all texts that select this catalogue entry: its name, hub id and aliases."""
         return self.name, self.hub_id, *self.aliases
 
     @property
@@ -59,7 +59,7 @@ class Known:
 
 @functools.cache
 def catalog() -> dict[str, Entry]:
-    """Reads the packaged catalogue of models; returns its entries by model name, cached."""
+    """Reads the packaged catalogue of models; returns a dict of `Entry` by model name, cached."""
     found = {}
     for file in sorted((resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name):
         if file.name.endswith(".json"):
@@ -70,7 +70,7 @@ def catalog() -> dict[str, Entry]:
 
 
 def model_named(given: str | os.PathLike[str]) -> Known:
-    """`Known` of a catalogue name, folder, `.gguf` file or hub id; of a hub id only `config.json` is fetched.
+    """`Known` of a catalogue name, folder, `.gguf` file or hub id (only `config.json` fetched); ValueError if unknown.
 
     ValueError for unknown names, with the nearest ones, and for configs that jaxkv does not build.
     """

@@ -75,7 +75,7 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
 
 
 def _figures(outlook: Outlook) -> list[str]:
-    """Cells of one policy: speed, seconds and requests an hour; the largest batch's requests and tokens; break-even."""
+    """Table cells (texts) of one policy: tokens/s, seconds, requests an hour; largest batch's figures; break-even."""
     speed, asked, best, payback = outlook.speed, outlook.asked, outlook.best, outlook.payback
     return [
         "-" if speed is None else f"{speed.tokens:,.0f}",
@@ -88,14 +88,14 @@ def _figures(outlook: Outlook) -> list[str]:
 
 
 def _served(served: Served | str | None) -> list[str]:
-    """Cells of one policy under an engine: slots, requests a second, longest pause; dashes for unknown figures."""
+    """Table cells (texts) of a policy under an engine: slots, requests a second, longest pause; dashes if unknown."""
     if not isinstance(served, Served):
         return ["-"] * len(_SERVED_HEAD)
     return [f"{served.slots:,}", *("-" if each is None else amount(each) for each in (served.requests, served.pause))]
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a text table: the first column aligned left, the others right."""
+    """List of lines of a text table made from rows of cells: the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -41,7 +41,7 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """XLA's figures of one compiled program: argument, output and temporary bytes of one GPU, collectives, times.
+    """XLA's figures of one compiled program on one GPU: bytes of its arrays, peak, collectives, compile seconds.
 
     Attributes:
         name: its purpose.
@@ -67,7 +67,7 @@ class CompiledProgram:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of one GPU: live arrays, arguments, outputs that are not aliased, temporaries."""
+        """Peak bytes of one GPU, a sum: live arrays, arguments, outputs that are not aliased, temporaries."""
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class CompiledProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """XLA's figures, compiled without a GPU: the `decode` loop, the `prefill` program of highest peak, all programs.
+    """XLA's figures of a plan's decode loop and prefill programs, compiled without a GPU: bytes, register spills.
 
     Attributes:
         decode: the decode loop with all layers.
@@ -124,7 +124,7 @@ class CompiledPlan:
 
 
 def plugin() -> str:
-    """Version of the installed XLA compiler for GPUs; ImportError with the pip command if it does not match jaxlib."""
+    """Version (text) of the installed XLA GPU compiler; ImportError with the pip command if it is not jaxlib's."""
     jaxlib = importlib.metadata.version("jaxlib")
     found = None
     for name in _PLUGINS:
@@ -143,7 +143,7 @@ def plugin() -> str:
 
 
 def compile_plan(setting: Setting) -> CompiledPlan:
-    """Compiles a setting's programs with XLA in a child process, without GPUs; returns a `CompiledPlan`.
+    """Compiles a setting's decode and prefill programs in a child process, without GPUs; returns a `CompiledPlan`.
 
     In a child process, because this process's JAX may be in use on other devices; the child's output is discarded.
     ImportError if the compiler is missing; ValueError if it refuses a program, and for policies with chunked prompts or
@@ -183,7 +183,7 @@ def compile_plan(setting: Setting) -> CompiledPlan:
 
 
 def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
-    """(kernel name, bytes) of the kernels that spill registers, largest first."""
+    """Tuple of (kernel name, spilled bytes) of the kernels that spill registers, largest first."""
     worst = collections.Counter[str]()
     for each in found:
         worst[each.name] = max(worst[each.name], each.spills)

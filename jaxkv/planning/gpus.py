@@ -93,7 +93,7 @@ class GPU:
 
 @functools.cache
 def gpus() -> dict[str, GPU]:
-    """Reads the packaged data sheets; returns every known `GPU` by name, cached."""
+    """Reads the packaged data sheets; returns a dict of every known `GPU` by name, cached."""
     data = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
     found = {}
     for name, given in data.items():
@@ -115,7 +115,7 @@ def gpu_named(name: str) -> GPU:
 
 
 def _spelled(name: str) -> str:
-    """Name of a GPU as the data sheets' file spells it: lower case, with hyphens."""
+    """Text of a GPU's name as the data sheets' file spells it: lower case, with hyphens."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 

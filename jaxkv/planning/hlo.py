@@ -14,7 +14,7 @@ NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32",
 
 
 def arrays_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of each array named in a piece of HLO text, in order."""
+    """List of (dtype, shape) of each array named in a piece of HLO text, in order."""
     return [(kind, tuple(map(int, filter(None, sizes.split(","))))) for kind, sizes in _ARRAY.findall(text)]
 
 

@@ -28,7 +28,7 @@ _MOST_EMBED, _MOST_HIDDEN, _MOST_BATCH = 2048, 8192, 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostRates:
-    """Measured rates of this machine's CPU: FLOP/s of products, attention and its sums, bytes/s of weights and rows.
+    """Measured rates of this machine's CPU: FLOP/s of products, attention and its sums; bytes/s of weights and rows.
 
     Attributes:
         products: matrix products of prefill, FLOP/s.
@@ -46,7 +46,7 @@ class HostRates:
 
 
 def host_rates(config: ModelConfig, dtype: str, batch: int) -> HostRates:
-    """Measures `HostRates` of this machine for a model's shape; each rate once per process, shape and batch."""
+    """Measures this machine's `HostRates` for a model's shape, dtype and batch; each rate cached in this process."""
     embed, hidden = min(_MOST_EMBED, config.embed), min(_MOST_HIDDEN, config.hidden)
     heads, batch = (config.kv_heads, config.group, config.head_dim), min(_MOST_BATCH, 1 << (batch - 1).bit_length())
     return HostRates(
@@ -59,13 +59,13 @@ def host_rates(config: ModelConfig, dtype: str, batch: int) -> HostRates:
 
 
 def forget() -> None:
-    """Forgets all measured rates, so that the next plan measures this machine again, under its load then."""
+    """Clears the caches of measured rates, so that the next plan measures this machine again; returns None."""
     for each in (_products, _attention, _sums, _weights, _rows):
         each.cache_clear()
 
 
 def _filled(dtype: str, *shape: int) -> jax.Array:
-    """Array of a shape, every element 0.01."""
+    """Array of a dtype and a shape, every element 0.01."""
     return jnp.full(shape, 0.01, dtype)
 
 
@@ -74,7 +74,7 @@ def _products(embed: int, hidden: int, dtype: str) -> float:
     """Measures FLOP/s of the MLP of 256 tokens (two products to `hidden`, one back); cached."""
 
     def once(x: Any, up: Any, down: Any) -> Any:
-        """One MLP's output added to its input."""
+        """Timed step: one MLP's output added to its input, which is then the next step's input."""
         gate, wide = jnp.moveaxis(project(x, up), 1, 0)
         return x + project(jax.nn.silu(gate) * wide, down)
 
@@ -87,7 +87,7 @@ def _attention(heads: int, group: int, dim: int, dtype: str) -> float:
     """Measures FLOP/s of causal attention of the last 256 tokens of a text of 1,024; cached."""
 
     def once(q: Any, k: Any) -> Any:
-        """Attention's output, as the next queries."""
+        """Timed step: causal attention's output, the next step's queries."""
         return causal(q, k, k, jnp.int32(_KEYS - _BLOCK))[0]
 
     arrays = _filled(dtype, heads, group, _BLOCK, dim), _filled(dtype, heads, _KEYS, dim)
@@ -99,7 +99,7 @@ def _sums(heads: int, group: int, dim: int, dtype: str) -> float:
     """Measures FLOP/s of summing the attention that 1,024 keys receive from the last 256 tokens; cached."""
 
     def once(q: Any, k: Any, lse: Any) -> Any:
-        """Queries plus a tiny share of the sums, which keeps the compiler from leaving the sums out."""
+        """Timed step: queries plus a tiny share of the attention sums, so that the compiler keeps the sums."""
         return q + (1e-9 * column_sums(q, k, lse, jnp.int32(_KEYS - _BLOCK)).sum()).astype(q.dtype)
 
     arrays = _filled(dtype, heads, group, _BLOCK, dim), _filled(dtype, heads, _KEYS, dim)
@@ -112,7 +112,7 @@ def _weights(embed: int, hidden: int, batch: int, dtype: str) -> float:
     """Measures bytes/s of reading MLP weights, larger than CPU caches, to multiply one token per sequence; cached."""
 
     def once(x: Any, weights: Any) -> Any:
-        """Tokens passed through all MLPs in turn, each MLP's output added to its input."""
+        """Timed step: tokens passed through all MLPs in turn, each MLP's output added to its input."""
         for up, down in weights:
             gate, wide = jnp.moveaxis(project(x, up), 1, 0)
             x = x + project(jax.nn.silu(gate) * wide, down)
@@ -131,7 +131,7 @@ def _rows(heads: int, group: int, dim: int, batch: int, dtype: str) -> float:
     start, length = jnp.tile(begin, (batch, 1)), jnp.full((batch, heads), _KEYS, jnp.int32)
 
     def once(q: Any, pools: Any) -> Any:
-        """Attention over the pool of each layer in turn, each output the next layer's queries."""
+        """Timed step: attention over the pool of each layer in turn, each output the next layer's queries."""
         for k, v in pools:
             q = backend_of(Implementation.XLA).attend(q, k, v, start, length, walk=Walk.STRIDES)[0]
         return q
@@ -143,16 +143,16 @@ def _rows(heads: int, group: int, dim: int, batch: int, dtype: str) -> float:
 
 
 def _pairs() -> int:
-    """Number of (query, key) pairs of one query head in a measurement of attention."""
+    """Number of causal (query, key) pairs of one query head in a measurement: 256 last queries of 1,024 tokens."""
     return _BLOCK * _KEYS - _BLOCK * (_BLOCK - 1) // 2
 
 
 def _seconds(once: Callable[..., Any], x: Any, *others: Any) -> float:
-    """Median seconds of one `x = once(x, *others)` under jit, from 7 timed loops of about 20 ms each."""
+    """Median seconds of one call `x = once(x, *others)` under jit, from 7 timed loops of about 20 ms each."""
 
     @jax.jit
     def often(x: Any, count: Any, *others: Any) -> Any:
-        """`once` applied `count` times."""
+        """Jitted loop that applies `once` to `x` `count` times; returns the last result."""
         return lax.fori_loop(0, count, lambda _, x: once(x, *others), x)
 
     def took(count: int) -> float:

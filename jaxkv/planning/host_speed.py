@@ -13,7 +13,7 @@ _KEYS_AGAIN = 0.5
 
 
 def host_estimate(setting: HostSetting, weights: int) -> Speed | None:
-    """Estimates the `Speed` of a request on this machine's CPU; None if rows are offloaded.
+    """Estimated `Speed` (decode and prefill seconds, tokens/s) of a request on this CPU; None if rows are offloaded.
 
     `weights` is the bytes of the parameters. The first call in a process measures the machine for some seconds.
     """

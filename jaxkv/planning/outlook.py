@@ -30,17 +30,17 @@ class Service:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a request: prefill and decode of its batch."""
+        """Seconds that a request takes, as its whole batch: prefill plus decode."""
         return self.prefill + self.decode
 
     @property
     def requests(self) -> float:
-        """Requests an hour, one batch after the other."""
+        """Requests per hour if batches run one after the other, as a float."""
         return 3600 * self.batch / self.seconds
 
     @property
     def tokens(self) -> float:
-        """New tokens an hour, of all requests."""
+        """New tokens per hour of all requests together, as a float."""
         return self.requests * self.new
 
     @property
@@ -87,7 +87,7 @@ def service_of(speed: Speed, batch: int, new: int, price: float | None) -> Servi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Payback:
-    """Extra prefill seconds and seconds saved per answer of a compressed document against its full cache.
+    """Break-even of compression against the full cache: extra prefill seconds, and seconds saved per answer.
 
     Attributes:
         extra: seconds that prefill takes more than with the full cache; None if the full cache does not fit.
@@ -99,7 +99,7 @@ class Payback:
 
     @property
     def answers(self) -> int | None:
-        """Number of answers from which on compression saves time; 1 if the full cache does not fit, None for never."""
+        """Number of answers from which on compression saves time: 1 if the full cache does not fit, None for never."""
         if self.extra is None or self.saved is None:
             return 1
         if self.saved <= 0:
@@ -130,7 +130,7 @@ class Payback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Speed, requests an hour, break-even and quality of a plan; None for each that is unknown.
+    """Estimated speed, requests an hour, break-even, quality and served slots of a plan; None for each that is unknown.
 
     Attributes:
         speed: of the batch asked for, if it fits.
@@ -157,7 +157,7 @@ class Outlook:
         return self.asked if self.most is None else self.most
 
     def lines(self, estimated: str) -> list[str]:
-        """Text lines of a report: speed, requests, assumptions, break-even, quality; `estimated` begins the speed's."""
+        """List of report lines: speed, requests, slots, break-even, quality; `estimated` begins the line on speed."""
         lines = [f"No estimate of speed: {self.silent}."] if self.silent else []
         if self.speed is not None:
             step = f"{self.speed.tokens:,.0f} tokens/s ({self.speed.step * 1e3:.1f} ms a step)"
@@ -174,7 +174,7 @@ class Outlook:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Dict for JSON: speed, requests of the batch and of the largest batch, break-even and quality."""
+        """Dict for JSON: speed, requests of the batch and of the largest batch, break-even, quality, any slots."""
         parts = {"requests": self.asked, "requests_of_largest_batch": self.best, "pays": self.payback}
         found = {name: None if each is None else each.as_dict() for name, each in parts.items()}
         speed = None if self.speed is None else dataclasses.asdict(self.speed)

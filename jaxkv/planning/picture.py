@@ -14,14 +14,14 @@ _LEAST, _POINTS = 1024, 15
 
 
 def kind_of(name: str) -> str:
-    """Suffix of a picture's file name, one of `KINDS`; ValueError for any other."""
+    """File format of a picture's name by its suffix, as text: png, svg or pdf; ValueError for any other."""
     suffix = name.rpartition(".")[2].lower() if "." in name else ""
     require(suffix in KINDS, "--plot", name, f"give a file that ends in .{', .'.join(KINDS)}")
     return suffix
 
 
 def peaks(setting: Setting) -> list[tuple[int, int]]:
-    """(context, peak bytes of one GPU) for contexts up to the model's positions; refused budgets are left out."""
+    """List of (context, peak bytes of one GPU) up to the model's positions; contexts that a budget refuses left out."""
     limit = setting.config.max_positions
     lengths = sorted({limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))})
     found = []

@@ -76,7 +76,7 @@ def plan(
     serve: bool = False,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plans memory and speed for `batch` prompts of `context` tokens on GPUs, present or not, or on this CPU.
+    """Plans memory and speed of prompts on GPUs, present or not, or on this CPU; returns a `Plan` or `MachinePlan`.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
@@ -142,7 +142,7 @@ def setting_of(
     new: int,
     dtype: Any,
 ) -> tuple[Setting | HostSetting, tuple[str, ...]]:
-    """Checks `plan`'s arguments; returns a `Setting` for GPUs or a `HostSetting`, and notes on assumptions."""
+    """Checks `plan`'s arguments; returns a `Setting` (GPUs) or `HostSetting` (CPU), and texts on assumptions."""
     here = isinstance(gpus, str) and gpus.strip().lower() == "cpu"
     filters, given, notes = known.filters, as_policy(policy), list[str]()
     if filters is None and getattr(given, "filter_layers", ()) is None:
@@ -168,7 +168,7 @@ def setting_of(
 
 
 def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups of a mesh such as `2x4` or (2, 4), 1 for None; ValueError unless of `count`."""
+    """Number of data-parallel groups of a mesh such as `2x4`, 1 for None; ValueError unless it has `count` GPUs."""
     if mesh is None:
         return 1
     parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []
@@ -188,9 +188,9 @@ def planned(
     serve: bool = False,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """`Plan` or `MachinePlan` of a setting: bytes, largest batch and context, remedies, speed; XLA's if `compile`.
+    """`Plan` (GPUs) or `MachinePlan` (CPU) of a setting: bytes, largest batch and context, remedies, speed.
 
-    `price` is of one device for an hour; `serve` plans the slots of an engine.
+    `price` is of one device for an hour; `serve` plans the slots of an engine; `compile` adds XLA's figures for GPUs.
     """
     most = largest_batch(setting)
     outlook = outlook_of(setting, most, price=price, quality=quality)
@@ -227,7 +227,10 @@ _FROM_HOST = "rows come from host memory, which is another machine's part"
 def outlook_of(
     setting: Setting | HostSetting, most: int, *, price: int | float | None = None, quality: Quality | None = None
 ) -> Outlook:
-    """`Outlook` of a setting and its largest batch `most`; no speed if it does not fit or rows are offloaded."""
+    """`Outlook` (speed, requests an hour, break-even, quality) of a setting's batch and of its largest batch `most`.
+
+    There is no speed if the batch does not fit, or if rows are offloaded or in fewer bits.
+    """
     count = setting.gpus if isinstance(setting, Setting) else 1
     hourly, fitting = None if price is None else price * count, fits(setting)
     here = isinstance(setting, HostSetting)
@@ -256,7 +259,7 @@ def outlook_of(
 
 
 def served_of(setting: Setting | HostSetting, price: int | float | None = None) -> Served | str:
-    """`Served` of prompts like the setting's: slots of an engine that fit, and their speed; text on why there are none.
+    """`Served` (engine slots that fit, their speed) for a setting's prompts; error text if slots refuse the policy.
 
     `price` is of one device for an hour.
     """
@@ -281,9 +284,9 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` of a setting, on GPUs by data sheets and here by measured rates; None where it is unknown.
+    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None for offloaded rows, and for rows that steps decode.
 
-    It is for rows in host memory, and for rows in fewer bits that no kernel reads as they are stored.
+    No arithmetic covers rows that come from host memory, or rows that each step has to decode first.
     """
     if not _rows_are_read(setting):
         return None
@@ -299,7 +302,7 @@ def _rows_are_read(setting: Setting | HostSetting) -> bool:
 
 
 def fits(setting: Setting | HostSetting) -> bool:
-    """True if a setting's peak is within its memory or that is unknown; False also for a budget that cannot be kept."""
+    """True if a setting's peak bytes fit its memory, or that is unknown; False if its budget cannot be kept."""
     try:
         if isinstance(setting, Setting):
             return sizes_of(setting).peak <= setting.memory
@@ -322,13 +325,13 @@ def largest_batch(setting: Setting | HostSetting) -> int:
 
 
 def largest_context(setting: Setting | HostSetting) -> int:
-    """Largest prompt length, the model's limit or a bucket's end, at which the setting's batch fits; 0 if none does."""
+    """Largest prompt length, the model's limit or a bucket's size, that fits with the setting's batch; 0 if none."""
     lengths = lengths_below(setting.config.max_positions)
     return next((length for length in lengths if fits(dataclasses.replace(setting, context=length))), 0)
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
-    """Yields `Remedy` values, changed settings that fit: a smaller budget, another policy, more GPUs."""
+    """Yields `Remedy` values, changed settings that fit into memory: a smaller budget, another policy, more GPUs."""
     policy, budget = setting.policy, setting.policy.parts().budget
     if isinstance(budget, int):
         smaller = _with_smaller_budget(setting, policy, budget)

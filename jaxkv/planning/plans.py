@@ -46,18 +46,18 @@ def machine_title(setting: HostSetting) -> str:
 
 
 def prompts(request: Request) -> str:
-    """Text such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
+    """Text on a request's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
     return f"{_count_of_prompts(request)} of {request.context:,} tokens, {request.new:,} new tokens each"
 
 
 def _count_of_prompts(request: Request) -> str:
-    """Text such as `1 prompt` or `8 prompts`."""
+    """Number of a request's prompts as text, such as `1 prompt` or `8 prompts`."""
     return f"{request.batch} prompt{'s' * (request.batch > 1)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A changed setting that fits: `about` it as text, the `setting`, and its peak bytes on one GPU."""
+    """A changed setting that fits into memory: text that describes it (`about`), the `setting`, peak bytes of a GPU."""
 
     about: str
     setting: Setting
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def speed(self) -> Speed | None:
-        """Estimated speed; None if the plan does not fit, or if rows come from host memory."""
+        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or quantised."""
         return self.outlook.speed
 
     @property
@@ -158,7 +158,7 @@ class Plan:
         printer.text(str(self))
 
     def _verdict(self) -> str:
-        """Sentence: the plan fits, with bytes to spare; or does not, with the peak bytes needed of a GPU's memory."""
+        """Sentence as text: fits, with bytes to spare on each GPU; or not, with the bytes prefill or decode needs."""
         peak, memory = self.sizes.peak, self.setting.memory
         if self.fits:
             return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each GPU"
@@ -181,7 +181,7 @@ class Plan:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as a dict for JSON; sizes in bytes."""
+        """Dict for JSON of the whole plan: request, sizes in bytes, whether it fits, remedies, speed, notes."""
         setting, sizes = self.setting, self.sizes
         found: dict[str, Any] = {
             "model": setting.model,
@@ -220,7 +220,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachinePlan:
-    """Result of `plan` for a process on this machine's CPU: its bytes by part, the largest batch and context.
+    """Result of `plan` for this machine's CPU: a process's bytes by part, the largest batch and context, speed.
 
     Attributes:
         setting: the checked request, with the bytes that are free now.
@@ -240,7 +240,7 @@ class MachinePlan:
 
     @property
     def speed(self) -> Speed | None:
-        """Estimated speed; None if the plan does not fit, or if rows come from host memory."""
+        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or quantised."""
         return self.outlook.speed
 
     @property
@@ -283,7 +283,7 @@ class MachinePlan:
         printer.text(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan for this machine as a dict for JSON; sizes in bytes."""
+        """Dict for JSON of the whole plan for this machine: request, sizes in bytes, whether it fits, speed, notes."""
         setting, made = self.setting, self.process
         return {
             **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "dtype")},

@@ -64,7 +64,7 @@ class Process:
 
     @property
     def first_peak(self) -> int:
-        """Peak bytes of a process that compiles its programs."""
+        """Peak bytes of a process in its first run, in which it compiles its programs."""
         return self.peak + self.compiling
 
 
@@ -75,7 +75,7 @@ def host_weights(request: Request) -> int:
 
 
 def process_of(request: Request) -> Process:
-    """Estimated memory of a CPU process for a request, by part; ValueError if the policy's budget cannot be kept."""
+    """`Process` (bytes by part) estimated for a request on a CPU; ValueError if the policy's budget cannot be kept."""
     config, policy, dtype = request.config, request.policy, request.dtype
     parts, lengths, item = policy.parts(), np.full(request.batch, request.context), jnp.dtype(dtype).itemsize
     room = first_room(parts, config.layers, lengths, request.new) if request.new else 0

@@ -51,7 +51,7 @@ def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | 
     graph, leaves = nnx.split(decoder)
 
     def placed(path: Any, leaf: Any) -> Any:
-        """Abstract array of one parameter, with its sharding on the mesh."""
+        """Mapped over all parameters: a parameter's abstract array with its sharding on the mesh."""
         name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
         return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
 
@@ -67,7 +67,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Abstract model, policy, sampler, and numbers of prompts, tokens, new tokens and end ids, for which is traced."""
+    """Inputs to trace the engine's programs with: abstract model, policy, sampler, numbers of prompts and tokens."""
 
     flat: Flat
     policy: Method
@@ -100,12 +100,12 @@ class Work:
 
     @cached_property
     def prefill(self) -> Prefilled:
-        """Traces the engine's prefill of these prompts on abstract arrays; returns its program calls and cache."""
+        """Traces the engine's prefill on abstract arrays; returns `Prefilled` (program calls, cache); computed once."""
         flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
         numbers = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.layers)
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
-            """Runs prefill; returns the cache, logits and prompt arrays, all of which live to the end of prefill."""
+            """Recorded function: runs prefill; returns cache, logits and prompt arrays, alive to the end of prefill."""
             prompts = Prompts(flat, tokens, lengths, self.policy, needed, numbers, key, self.implementation)
             cache = finished(read(prompts))
             logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
@@ -123,10 +123,10 @@ class Work:
         return Prefilled(calls, cache)
 
     def placed(self, tree: Any) -> Any:
-        """Tree with an abstract array in place of each array; with `sharding`, where that is set (off a mesh)."""
+        """Pytree with each array replaced by its `ShapeDtypeStruct`, with this work's `sharding` if there is one."""
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Abstract array (`ShapeDtypeStruct`) of one array."""
+            """Mapped over the pytree: `ShapeDtypeStruct` of one array, with the work's `sharding` if there is one."""
             known = isinstance(leaf, jax.ShapeDtypeStruct)
             made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
             return made if self.sharding is None else made.update(sharding=self.sharding)
@@ -135,7 +135,7 @@ class Work:
 
 
 def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
-    """Traced decode loop for abstract arrays, and the abstract pools that it updates in place."""
+    """Traces the decode loop on abstract arrays; returns the traced program, and the abstract pools that it updates."""
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
     if flat.axes is None:
@@ -150,7 +150,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: Work) -> Iterator[Call]:
-    """Yields a prefill's program calls, tiny ones left out; of equal purpose and argument tree only the largest."""
+    """Yields the recorded `Call`s of a prefill's programs, the largest of each purpose; tiny programs are left out."""
     heaviest = dict[Any, Call]()
     for call in work.prefill.calls:
         if call.name not in SMALL:

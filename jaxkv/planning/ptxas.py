@@ -28,7 +28,7 @@ def ptxas() -> str | None:
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
-    """Assembles the PTX files in `folder` with ptxas; returns their kernels; RuntimeError if ptxas refuses a file."""
+    """Assembles the PTX files in `folder` with ptxas; returns a list of `Kernel`; RuntimeError if it refuses one."""
     found = list[Kernel]()
     for path in sorted(glob.glob(f"{folder}/**/*.ptx", recursive=True)):
         # XLA also dumps empty files for the remainders of modules that it split.
@@ -43,7 +43,7 @@ def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kerne
 
 
 def said(text: str, path: str = "") -> list[Kernel]:
-    """Parses the standard error of `ptxas -v`; returns each kernel's registers, shared memory and spills."""
+    """Parses the standard error of `ptxas -v`; returns a list of `Kernel`: registers, shared memory and spills."""
     found, entries = [], re.split(r"Compiling entry function '([^']+)'", text)
     for name, report in zip(entries[1::2], entries[2::2], strict=True):
         spills = _sum_of(r"(\d+) bytes spill stores", report) + _sum_of(r"(\d+) bytes spill loads", report)

@@ -14,7 +14,7 @@ _OTHER_LENGTH = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Mean score of a policy in an evaluation, as text with its unit, and what it was measured on.
+    """Mean score of a policy in an evaluation: texts of score, interval and unit, number of samples, task and model.
 
     Attributes:
         row: the policy's row in the evaluation, such as "adakv@128".
@@ -48,7 +48,7 @@ class Quality:
         return self.score + "*" * (self.samples < self.of)
 
     def __str__(self) -> str:
-        """One sentence of text: score, interval, and what it was measured on."""
+        """One sentence of text: score and interval, and the task, samples, prompts and model measured."""
         some = f"{self.samples:,} samples" if self.samples >= self.of else f"{self.samples:,} of {self.of:,} samples"
         prompts = "" if self.tokens is None else f" of {self.tokens:,.0f} tokens on average"
         better = "higher" if self.higher else "lower"
@@ -60,7 +60,7 @@ class Quality:
 def qualities(
     folder: str | os.PathLike[str] | None, settings: Sequence[Request], given: Sequence[Method]
 ) -> tuple[list[Quality | None], tuple[str, ...]]:
-    """List of each setting's `Quality`, None without a row in the evaluation in `folder`; and notes, as texts.
+    """Reads an evaluation's `folder`; returns each setting's `Quality` (None if it has no score), and notes as texts.
 
     `given` are the policies as users wrote them; a setting's may have learned of the model since. An unfinished
     evaluation counts as far as it goes. Without a folder there is none. ValueError if the folder holds no evaluation.

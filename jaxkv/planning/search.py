@@ -6,7 +6,7 @@ from jaxkv.engine.lengths import buckets
 
 
 def largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
-    """Largest integer up to `most` for which the monotone predicate `sound` holds, by doubling and bisection.
+    """Largest integer up to `most` where the monotone predicate `sound` holds, by doubling and bisection; else `low`.
 
     `low` is returned where it holds for nothing larger.
     """

@@ -15,7 +15,7 @@ from jaxkv.serving.room import ahead_of, most_slots
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """Slots of an engine that fit, and estimated times of requests that never stop coming; None for unknown speeds.
+    """Slots of a serving engine that fit, and estimated times under a constant stream of requests, None if unknown.
 
     Attributes:
         slots: largest number of slots that fit on all devices; 0 where none does.
@@ -39,19 +39,19 @@ class Served:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the devices' time per request: its prefill, and its share of the steps that all slots take."""
+        """Device seconds per request: prefill and a share of the steps of all slots; None without slots or speed."""
         if not self.slots or self.prefill is None or self.step is None:
             return None
         return self.prefill + self.new * self.step / self.slots
 
     @property
     def requests(self) -> float | None:
-        """Requests a second, one after the other for ever."""
+        """Requests per second that all slots answer under a constant stream; None without slots or speed."""
         return None if not self.seconds else 1 / self.seconds
 
     @property
     def pause(self) -> float | None:
-        """Seconds between two tokens of a request while prompts arrive: at most two layers' prefill and a step."""
+        """Most seconds between two tokens while prompts arrive: two layers' prefill and a step; None if unknown."""
         return None if self.prefill is None or self.step is None else 2 * self.prefill / self.layers + self.step
 
     @property
@@ -93,14 +93,14 @@ def _megabytes(size: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Bytes of one slot on a device (`nbytes`), for the prompts of a setting."""
+    """Size of a serving slot on one device: bytes (`nbytes`) that it takes for prompts of `setting`."""
 
     setting: Setting | HostSetting
     nbytes: int
 
     @classmethod
     def of(cls, setting: Setting | HostSetting) -> "Slot":
-        """Computes the bytes of a slot for a setting's prompts; ValueError for policies that slots do not take."""
+        """`Slot` for a setting's prompts, with its bytes computed; ValueError for policies that slots do not take."""
         parts, config = setting.policy.parts(), setting.config
         stretches = setting.mesh.shape["kv"] if isinstance(setting, Setting) else 1
         new = max(1, setting.new)

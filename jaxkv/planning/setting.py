@@ -37,7 +37,7 @@ def tokens_of(given: Any, name: str = "context") -> Any:
 
 
 def _dtype_name(given: Any) -> str | None:
-    """Name of a dtype given as text, numpy or JAX type; None for anything else."""
+    """Name of a dtype given as numpy or JAX type; text is returned unchanged, None for anything else."""
     given = plain(given)
     try:
         return given if isinstance(given, str) else jnp.dtype(given).name
@@ -94,14 +94,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostSetting(Request):
-    """A request on this machine's CPU; `memory` is its free bytes, None if unknown."""
+    """A `Request` on this machine's CPU; `memory` is the machine's free bytes, None if unknown."""
 
     memory: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting(Request):
-    """A request on `gpus` GPUs of one kind, in `data` groups, each with the whole model and a part of the prompts."""
+    """A `Request` on `gpus` GPUs of one kind in `data` groups; each has the whole model and a part of the prompts."""
 
     gpu: GPU
     gpus: int = 1
@@ -134,7 +134,7 @@ class Setting(Request):
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
-        """Abstract mesh with the axes "data", "kv" and "rep", as `sharding.model_mesh` makes it."""
+        """`AbstractMesh` of the GPUs: axes "data" (prompts), "kv" (kv heads) and "rep" (a kv head's query heads)."""
         return abstract_mesh(self.data, self.split, self.config)
 
     @property

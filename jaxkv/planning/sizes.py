@@ -42,7 +42,7 @@ class CacheParts:
 
     @property
     def beyond(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes) of the parts beside the budget's rows that take a hundredth of the cache or more."""
+        """Tuple of (name, bytes) of the cache's parts, its budget's rows left out, that take 1% of it or more."""
         total = self.rows + self.room + self.spare + self.state
         named = (("room", self.room), (self.why, self.spare), ("tables and state", self.state))
         return tuple((name, size) for name, size in named if size >= total / 100 and size > 0)
@@ -121,7 +121,7 @@ def sizes_of(setting: Setting) -> Sizes:
 
 
 def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CacheParts:
-    """`CacheParts` of a prefill's plan, on one of `kv` devices that share a prompt's kv heads."""
+    """`CacheParts` (bytes by purpose) of a prefill's plan, on one of `kv` devices that share a prompt's kv heads."""
     config, parts = request.config, request.policy.parts()
     row = row_bytes(config, parts, jnp.dtype(request.dtype).itemsize)
     pools = row * request.sequences * sum(planned.pool_rows(config.kv_heads, kv))
@@ -162,7 +162,7 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
 
 
 class Parameter(NamedTuple):
-    """A parameter array of the model: its name, its shape, and in how many blocks it occurs (`copies`)."""
+    """Named tuple of a parameter array of the model: `name`, `shape`, and number of blocks with one (`copies`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -171,7 +171,7 @@ class Parameter(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(config: ModelConfig) -> tuple[Parameter, ...]:
-    """Names, shapes and copies of a model's parameter arrays: those of one block, embedding, head and norm."""
+    """Tuple of `Parameter` (name, shape, copies) of a model: a block's, embedding, head and norm; cached."""
     decoder = Decoder(dataclasses.replace(config, layers=1), dtype="float32")
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(decoder, nnx.Param)):

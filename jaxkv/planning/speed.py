@@ -91,7 +91,7 @@ class Speed:
 
 
 def estimate(setting: Setting, weights: int) -> Speed | None:
-    """Estimates a setting's speed, as a `Speed`, from one GPU's bytes of weights; None if rows are offloaded."""
+    """Estimates a setting's `Speed` by arithmetic, from one GPU's bytes of `weights`; None if rows are offloaded."""
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
     reading = parts.reading(setting.config.layers, bucket(setting.context))
     if reading is not None and reading.offloaded:
@@ -160,7 +160,7 @@ def _launches(setting: Setting) -> Launches:
 
 
 def _products(setting: Setting) -> float:
-    """FLOP/s of the GPU's data sheet for the setting's dtype; float32 runs as TF32, at half the speed of 16 bits."""
+    """Data sheet's FLOP/s of matrix products for the setting's dtype; half for float32, which runs as TF32."""
     return setting.gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
 
 

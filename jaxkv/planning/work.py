@@ -21,7 +21,7 @@ class PrefillWork:
 
 
 def rows_read(request: Request) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows per kv head `[L]` that a decode step reads midway through the answer, and indices of filter layers."""
+    """Rows per kv head `[L]` that a decode step reads midway through an answer, and a tuple of filter layer indices."""
     parts, layers, behind = request.policy.parts(), request.config.layers, request.new // 2
     planned = plan_prefill(request.config, request.policy, [request.context], dtype=request.dtype)
     # Budgets over layers that depend on the prompt are taken as uniform.
@@ -57,7 +57,7 @@ def weights_read(request: Request, weights: int) -> tuple[float, float]:
 
 
 def prefill_work(request: Request, weights: int) -> PrefillWork:
-    """`PrefillWork` of one device's prompts; `weights` is the bytes of the parameters that it holds."""
+    """`PrefillWork` (FLOP by kind) of one device's prompts; `weights` is the bytes of the parameters that it holds."""
     local, item, needs = request.local, jnp.dtype(request.dtype).itemsize, request.policy.parts().needs
     # Only the last tokens are multiplied by the head.
     used = weights_read(request, weights)[1] / item - local.vocab * local.embed

@@ -54,7 +54,7 @@ def on_gpus(setting: Setting) -> Iterator[Work]:
 
 
 def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float = 0.0) -> tuple[CompiledProgram, str]:
-    """Lowers and compiles a traced program for GPUs; returns its figures and its HLO text.
+    """Lowers and compiles a traced program for GPUs; returns its figures as a `CompiledProgram`, and its HLO text.
 
     `beside` is the bytes of live arrays that are not its arguments, `seconds` the time that tracing took.
     """
@@ -83,7 +83,7 @@ def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float 
 
 
 def programs_of(setting: Setting) -> dict[str, Any]:
-    """Compiles a setting's programs; returns a dict with `decode`, `prefill`, `weights`, or `program` and `error`."""
+    """Compiles a setting's programs; returns a dict of `decode`, `prefill`, `weights`, or of `program` and `error`."""
     name = "such GPUs"
     try:
         with on_gpus(setting) as work:
