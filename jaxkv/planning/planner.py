@@ -284,7 +284,7 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None for offloaded rows, and for rows that steps decode.
+    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None if rows are offloaded or decoded in steps.
 
     No arithmetic covers rows that come from host memory, or rows that each step has to decode first.
     """

@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def speed(self) -> Speed | None:
-        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or quantised."""
+        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or decoded."""
         return self.outlook.speed
 
     @property
@@ -240,7 +240,7 @@ class MachinePlan:
 
     @property
     def speed(self) -> Speed | None:
-        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or quantised."""
+        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or decoded."""
         return self.outlook.speed
 
     @property
