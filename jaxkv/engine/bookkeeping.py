@@ -34,7 +34,7 @@ class Scratch:
 
 
 def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None) -> Segments:
-    """Makes the `Segments` (start, length, limit, ...) of one layer, or of a slice of layers, from a cache's tables."""
+    """Makes `Segments` (first pool row, length, row limit per kv head) of one or several layers from `tables`."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
     none = jnp.zeros(tables.seen.shape, jnp.int32)
@@ -55,7 +55,7 @@ def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] |
 def within_limits(
     cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, spec: Spec
 ) -> tuple[Cache, Scratch | None]:
-    """Evicts the lowest-ranked row of each segment over its limit, after one token; returns the cache and scratch.
+    """Evicts the lowest-ranked row of each segment over its limit; returns the cache, and updated `Scratch` or None.
 
     Layers that share a pool are handled at once. `outs` are one number of each head's attention output per layer, which
     orders writes behind reads; `products` are each layer's keys times the predicted row's key (see `Received`), empty
@@ -111,13 +111,13 @@ def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"
 
 
 def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
-    """Adds attention that a layer's rows received to the pool's scores, for sequences in mask `counts`; returns it."""
+    """`Pool` with attention that a layer's rows received added to its scores, for the sequences in mask `counts`."""
     assert pool.score is not None  # Only scored pools receive.
     return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
 
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
-    """Pools with scores averaged over devices that share a kv head's query heads; unchanged off a mesh or unscored."""
+    """List of pools, scores averaged over devices that share a kv head's query heads; unchanged without a mesh."""
     if not spec.scored:
         return pools
 
@@ -129,7 +129,7 @@ def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
 
 
 def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
-    """First `Scratch` of the step loop, computed from the norms of the cache's keys; None if no norms are needed."""
+    """Makes the token loop's first `Scratch`: key norms of the pools, rows likely evicted next; None if not needed."""
     if not spec.knows_norms:
         return None
     norms = tuple(row_norms(pool.k) for pool in cache.pools)
@@ -142,7 +142,7 @@ def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple[Pool, ...]:
-    """Pools with every score times decay ** `count`, the sequence's number of new tokens; unchanged without a decay."""
+    """Tuple of pools with scores times decay ** `count`, a sequence's new tokens; unchanged without a decay."""
     decay = decay_of(spec)
     if decay is None or decay == 1:
         return pools

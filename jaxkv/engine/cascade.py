@@ -41,9 +41,9 @@ class Survivors:
 
 
 def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None) -> Walk[Compressed]:
-    """Generator: compresses layers that share a budget, buffering at most `rows` rows per device; returns `Compressed`.
+    """Generator: compresses layers under one budget via a buffer of `rows` rows; yields progress, returns `Compressed`.
 
-    Returns the same `Compressed`; yields 1 after each layer that was scored, 0 after all were packed.
+    Yields 1 after each layer that was scored, 0 after all were packed. On a mesh, each device has such a buffer.
     """
     indices, axes, layers = source.indices, source.axes, len(source.indices)
     wanted, recent = (table[0] for table in source.wanted(indices, []))
@@ -75,7 +75,7 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
 
 
 def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None) -> Survivors:
-    """Makes empty `Survivors`: a buffer of `rows` free rows; zero scores (and norms) for `layers` times `layer`."""
+    """Makes empty `Survivors`: a buffer of `rows` free rows, and zero scores (and norms) for all layers' heads."""
     assert layer.scores is not None
     batch, heads, slots = layer.scores.shape
     shape = batch, heads * layers, slots
@@ -99,7 +99,7 @@ def thinned(
     heads: Typed,
     axes: Axes | None,
 ) -> Survivors:
-    """Compiled: `Survivors` (donated) with a layer's scores and rows added, and rows that cannot be kept dropped.
+    """Compiled: `Survivors` (donated) plus a layer's scores and rows, less the rows that can no longer be chosen.
 
     `rows` and `recent` are those of `choose`. Every device looks at its own heads alone.
     """
@@ -140,7 +140,7 @@ def thinned(
 def counted(
     mask: Bool[Array, "B J S"], cut: Int[Array, "B J"] | None, *, layers: int, axes: Axes | None = None
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Compiled: counts kept rows `[L, B, K]` of a mask over K * L heads, and sums cut rows to `[B, K]` or None."""
+    """Compiled: counts `[L, B, K]` of rows kept in a mask over K * L heads; `cut` counts summed to `[B, K]` or None."""
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     kept = jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
     return kept, None if cut is None else cut.reshape(len(cut), -1, layers).sum(axis=-1, dtype=jnp.int32)

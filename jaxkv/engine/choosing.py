@@ -49,7 +49,7 @@ class Candidates:
 
 @jax.jit
 def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
-    """Makes the `Candidates` of one layer of a prompt: positions 0 to S - 1 for every head, no norms, no claim."""
+    """Makes the `Candidates` of one layer of right-padded prompts: scores, masks of real and forced rows, positions."""
     positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
@@ -65,7 +65,7 @@ class Tally(NamedTuple):
     cut: Int[Array, "B K"] | None = None
 
     def plus(self, other: "Tally") -> "Tally":
-        """Sums of two tallies, field by field: None counts as zero, but None plus None is None."""
+        """Sum of two tallies, field by field, as a `Tally`; None counts as zero, but None plus None is None."""
         pairs = zip(self, other, strict=True)
         return Tally(*(its if mine is None else mine if its is None else mine + its for mine, its in pairs))
 
@@ -80,7 +80,7 @@ class Choice(NamedTuple):
 def limits_of(
     heads: HeadBudgets, kept: Int[Array, "L B K"], usual: Int[Array, "L B K"], axes: Axes | None
 ) -> Int[Array, "L B K"]:
-    """Row limits of segments: the `usual` ones; for heads with limits of their own, that limit or `kept` if more."""
+    """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`."""
     own_of = own_limits(heads)
     if own_of is None:
         return usual
@@ -99,7 +99,7 @@ def choose(
     axes: Axes | None = None,
     index: int = 0,
 ) -> Choice:
-    """Masks of the rows to keep by score, one per layer (layers may share a budget), and counts of rows moved and cut.
+    """Chooses the rows to keep by score; returns `Choice`: a mask `[B, K, S]` per layer, counts of rows moved and cut.
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
@@ -177,7 +177,7 @@ def surviving(
     heads: HeadBudgets,
     most: int,
 ) -> Bool[Array, "B K S"]:
-    """Mask of one device's rows that `choose` may still keep after all layers; at most `most` rows per sequence.
+    """Mask `[B, K, S]` of one device's rows that may still be kept once all layers ran; at most `most` per sequence.
 
     `layer` has the heads of all layers; those not `there` have no rows yet. The other arguments are those of `choose`.
     """
@@ -199,7 +199,7 @@ def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "
 
 
 def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) -> Float[Array, "B K S"]:
-    """Scores `[B, K, S]` of prompts' rows as `choose` compares them: infinite for rows of the scorer's first stage."""
+    """Scores `[B, K, S]`, infinite for the rows that a two-stage scorer takes first; unchanged for other scorers."""
     assert layer.scores is not None
     forced = _forced(layer, recent)
     return _first_above(layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0])
@@ -225,7 +225,7 @@ def _per_head(
 
 
 def _joined(layers: tuple[Candidates, ...]) -> Candidates:
-    """One `Candidates` with K * L heads from those of L layers with K heads each, so that all heads compete.
+    """Joins the `Candidates` of L layers into a single one with K * L heads, so that the heads of all layers compete.
 
     The layers of one head lie side by side: on a mesh, a device's heads stay together.
     """
@@ -253,7 +253,7 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """List of scores, masks of real and of forced rows, norms, first ranks; with `axes`, gathered from all devices."""
+    """List of a layer's scores, masks of real and forced rows, norms, ranks; with `axes`, gathered from all devices."""
     known = [layer.scores, layer.inside, layer.forced, layer.norms, layer.first]
     if axes is None or layer.scores is None:
         return known

@@ -36,7 +36,7 @@ Walk = Generator[float, None, Result]
 
 
 class Source(abc.ABC):
-    """Abstract source of layers for `compress`; each layer is scored, then packed, once and in order.
+    """Abstract base: gives `compress` each layer's candidates with scores, rows to keep, pool size, keys and values.
 
     Attributes:
         indices: indices of the layers in the model.
@@ -54,7 +54,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
+        """Two counts `[n, B]` for a group of n layers: rows to keep per kv head, and most recent rows among them."""
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
@@ -86,7 +86,7 @@ def finished(walk: Generator[Any, None, Result], tick: Callable[[Any], object] =
 
 
 def uncounted(walk: Walk[Result]) -> Walk[Result]:
-    """Generator: runs another one step by step and returns its result; yields 0 in place of each value it yields."""
+    """Generator: runs another generator and returns the same result, but yields 0 in place of every value."""
     while True:
         try:
             next(walk)
@@ -170,7 +170,7 @@ def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
 ) -> Walk[tuple[list[Array], Tally]]:
-    """Generator: scores a group's layers; returns masks of rows to keep, and counts of rows moved and cut (`Tally`).
+    """Generator: scores a group's layers, yielding 1 after each; returns masks of rows to keep, `Tally` counts.
 
     `below` are the positions that the layer below kept, of which a nested policy chooses.
     """
@@ -258,7 +258,7 @@ def merged(
     merge: Merger,
     axes: Axes | None = None,
 ) -> Unpacked:
-    """Copy of one layer's rows with dropped rows merged into those of mask `kept`, and new merging thresholds.
+    """One layer's `Unpacked` rows after merging dropped rows into rows of mask `kept`, with updated merging thresholds.
 
     Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
     and dtype is refused with a TypeError.

@@ -42,7 +42,7 @@ class Beside(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Result of `step`: logits `f32[B, V]` after each sequence's last real token, cache, updated tails or scratch."""
+    """Result of `step`: logits `f32[B, V]` after the last real tokens, new cache, and new tails, `Scratch` or None."""
 
     logits: Float[Array, "B V"]
     cache: Cache
@@ -59,7 +59,7 @@ def step(
     spec: Spec,
     beside: Beside | Scratch | None = None,
 ) -> Step:
-    """Runs N new tokens per sequence through the model; returns last tokens' logits, the cache, and tails or scratch.
+    """Runs N new tokens per sequence through all layers; returns `Step`: last logits, new cache, tails or scratch.
 
     Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
     room for N rows behind every segment, unless a single token's row joins the tails in `beside`. Otherwise `beside` is
@@ -122,7 +122,7 @@ def step(
 
 
 def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
-    """Row chunks that each program of a fused decode kernel reads, for all layers; None if steps are not fused."""
+    """`Dealt` table of row chunks that programs of a fused decode kernel read, for all layers; None if not fused."""
     if spec.rolling or not spec.streams(new.positions.shape[1]):
         return None
     tables, picked, rest = cache.tables, None, None
@@ -203,5 +203,5 @@ def read_on_top(
 def newest(
     after: Float[Array, "B V"], before: Float[Array, "B V"], count: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B V"]:
-    """Logits of each sequence: `after` a block if it had tokens in that block (`count` > 0), else `before` it."""
+    """Compiled: logits `[B, V]` of each sequence: `after` a block if it had tokens there, else `before`."""
     return jnp.where((count > 0)[:, None], after, before)

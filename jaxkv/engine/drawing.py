@@ -21,7 +21,7 @@ from jaxkv.sharding.mesh import host, place
 
 
 class Drawing:
-    """Draws tokens on top of a cache that it owns and whose buffers it writes; makes room for rows when there is none.
+    """Draws blocks of tokens on top of a cache that it owns and overwrites; makes room in the pools when they are full.
 
     Attributes:
         left: tokens still to be drawn of those it was made for.
@@ -128,7 +128,7 @@ class Drawing:
             self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, padding=True))
 
     def _placed(self, of_each: np.ndarray, *, padding: Any) -> Array:
-        """Device array of one host number per sequence, `padding` appended for the sequences that fill up a mesh."""
+        """Device array of a host array of one number per sequence, with `padding` for sequences that fill a mesh."""
         return place(np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes)
 
     def close(self) -> KVCache:

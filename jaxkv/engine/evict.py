@@ -61,7 +61,7 @@ class Evicted(NamedTuple):
 def weakest(
     pool: Pool, segments: Segments, how: Eviction
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: lowest-ranked evictable row (index, -1 for none), mask of those found, row likely evicted next.
+    """Per segment: index of the lowest-ranked evictable row (-1 for none), mask of rows found, row likely evicted next.
 
     Ties go to the latest position. The row likely evicted next is the lowest-ranked of the others, -1 for none; where
     segments are reduced in windows, of those in the same window. Scores of the pool must be up to date.
@@ -122,7 +122,7 @@ def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[
 
 
 class _Writes(NamedTuple):
-    """Rows that eviction writes: in segments `over`, `newest` in place of the dropped row; and rows changed by merging.
+    """Rows to write in an eviction: the newest rows for the dropped rows' places in segments `over`, and merged rows.
 
     `newest` and `merged` have the names "k" and "v"; merged rows come with their indices, and an index of P or more
     writes nothing.
@@ -179,7 +179,7 @@ def evict(
 
 
 def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
-    """Float32 key and value of one row per segment, given its pool row index."""
+    """`Row` (float32 key and value `[B, K, D]`) of one cached token per segment, given pool row indices."""
     k, v = pool.store.take(row).view()
     return Row(k.astype(jnp.float32), v.astype(jnp.float32))
 
@@ -194,7 +194,7 @@ def _merging_dropped(
     products: Float[Array, "B K n"] | None,
     norms: Float[Array, "B P"] | None,
 ) -> _Writes:
-    """`_Writes` with the merger's added: a dropped row may be folded into the most similar row of its segment."""
+    """`_Writes` with dropped rows folded into the most similar row of their segment, wherever the merger decides so."""
 
     def by_layer(array: Array) -> Array:
         """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""

@@ -64,7 +64,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
 
 
 def remember(session: Session, batch: Batch) -> None:
-    """Records seconds for `planned`: a batch's first compile time, last running time; ignores batches with copies.
+    """Stores a batch's first compile and last running seconds on the model, for `planned`; skips batches with copies.
 
     The session has run this batch and nothing else.
     """

@@ -22,7 +22,7 @@ MOST_AHEAD = 2048
 
 
 def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
-    """Free rows `[L]` to leave behind a layer's segments for `new` tokens, up to `MOST_AHEAD` or `grown`; bucketed.
+    """Number of free rows `[L]` to leave behind each segment for `new` tokens, up to `MOST_AHEAD` or `grown`; bucketed.
 
     One if each new row evicts one; the rows until the policy compresses again; or one for each new token, up to
     `MOST_AHEAD`, or up to the rows that the cache has `grown` by if that is more. `left` are the rows that a layer's
@@ -41,7 +41,7 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
 def first_room(
     parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
-    """Tuple of free rows to leave behind each segment of a layer at prefill, for up to `most` of `new` tokens to draw.
+    """Free rows to leave behind each segment at prefill, for up to `most` of the `new` tokens: a tuple, one per layer.
 
     There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
     """
@@ -68,7 +68,7 @@ def steps_that_fit(cache: KVCache) -> int:
 
 
 def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Cache to draw on: due sequences compressed again, others as they are; `extended` flag brought up to date.
+    """Cache ready to draw on: sequences that are due are compressed again, flag `extended` is cleared if outdated.
 
     The result is `extended` only if a segment may still hold more rows than the policy's bound on prompts.
     """
@@ -82,7 +82,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Returns the cache (donated) with room for at least one new token: as it is, compressed, or in larger buffers.
+    """Cache with room for at least one new token: unchanged, compressed again, or in larger pools (old ones deleted).
 
     At least one of the `new` tokens can be drawn on the result.
     """
@@ -140,5 +140,5 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
 
 
 def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """Rows each segment may still gain before its `limit` (negative beyond it); real sequences only."""
+    """Count `[L, B, K]` of rows each segment may still gain before its limit, negative beyond; no padding sequences."""
     return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

@@ -144,7 +144,7 @@ def run_layers(
 
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
-    """Runs one block over N new tokens, appends their rows and attends; returns `Stepped`: hidden states, rows, ..."""
+    """Runs one block over N new tokens, appends their rows; returns `Stepped`: hidden states, rows, filter's choice."""
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
@@ -179,7 +179,7 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
 
 
 def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> LayerRows:
-    """`LayerRows` of a layer with its field `pages` set: the rows of the pages chosen for one new token."""
+    """Chooses the pages that one new token reads; returns the layer's `LayerRows` with their rows in field `pages`."""
     bounds = rows.pool.bounds
     assert bounds is not None and new.candidates is not None
     length, budget = rows.segments.length, new.candidates.budget
@@ -295,7 +295,7 @@ def _several_scores(
     lse: Float[Array, "B K G N"],
     score: Float[Array, "B P"],
 ) -> tuple[Float[Array, "B P"], Float[Array, "B K N"]]:
-    """Updated scores of older rows and first scores of new ones: attention received from several new tokens."""
+    """Scores `[B, P]` of older rows and `[B, K, N]` of new rows, attention received from the N new tokens included."""
     tokens, group = token.q.shape[3], token.q.shape[2]
     index = jnp.arange(tokens, dtype=jnp.int32)
     whole = jnp.where((index < count[:, None])[:, None, None], lse, jnp.inf)
@@ -366,7 +366,7 @@ def _over_older(
 def remembered(
     ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
 ) -> Float[Array, "B K G R D"]:
-    """Ring of last queries with the real new tokens' queries written in, position p at slot p % R."""
+    """Ring buffer of last queries with the real new tokens' queries written in, position p at index p % R."""
     batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
     offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
     # Of more queries than the ring holds only the last ones count.

@@ -28,7 +28,7 @@ LOOK = 8
 
 
 def bucket(length: int) -> int:
-    """Bucket size: number of slots that a prompt of `length` >= 1 tokens is padded to.
+    """Bucket size: padded length, in tokens, for a prompt of `length` >= 1 tokens.
 
     A power of two up to 256, a multiple of 256 up to 1024, then four steps to the octave.
     """
@@ -41,7 +41,7 @@ def bucket(length: int) -> int:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """List of `(shortest prompt length, slots)` of each bucket for prompts of up to `longest` tokens, ascending."""
+    """List of `(shortest prompt length, padded length)` per bucket for prompts up to `longest` tokens, ascending."""
     found, slots = list[tuple[int, int]](), 0
     while slots < longest:
         shortest, slots = slots + 1, bucket(slots + 1)
@@ -60,14 +60,14 @@ def block_size(slots: int, sizes: Iterable[int]) -> int:
 
 
 def long_block(slots: int, batch: int) -> int:
-    """Block length, a divisor of `slots`, for projections and MLP when all `batch` prompts are computed together."""
+    """Tokens per block, dividing `slots`, for projections and MLP when all `batch` prompts are computed together."""
     # Long blocks fill a GPU; the MLP's float32 product of a block, 2 F wide, bounds them.
     sizes = [size for size in (2048, 1024, 512) if size * batch <= _TOKENS_AT_ONCE]
     return block_size(slots, [*sizes, QUERY_BLOCK])
 
 
 def ring_rows(queries: int) -> int:
-    """Size R of a ring of last queries: the window's `queries`, plus `LOOK` for tokens that stop strings roll back."""
+    """Size R of a ring buffer of last queries: `queries` to look back on, plus `LOOK` for tokens rolled back."""
     return queries + LOOK
 
 
@@ -126,7 +126,7 @@ def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers,
 def rows_by_claims(
     parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any
 ) -> tuple[Table, Table]:
-    """Counts `[L, B]`: rows per kv head of each layer, from its claim on the budget, and most recent rows that stay.
+    """Two counts `[L, B]` from layers' claims on a budget: rows to keep per kv head, and most recent rows that stay.
 
     `claims` are `f32[L, B]`.
     Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.

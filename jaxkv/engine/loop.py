@@ -62,7 +62,7 @@ class Running:
 
 
 def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) -> Running:
-    """Makes the `Running` state of a cache: with new empty tails of `size` rows if the spec uses tails.
+    """Makes the token loop's `Running` state from a cache, with new empty tails of `size` rows if the spec uses tails.
 
     Otherwise the cache needs room for `size` rows behind every segment.
     """
@@ -192,7 +192,7 @@ def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | N
 
 @program(static=("axes",))
 def next_tokens(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None) -> Drawn:
-    """Compiled `drawn`: samples the next token of every sequence; returns `Drawn` (ids, mask of ended ones, ...)."""
+    """Compiled: samples the next token of every sequence; returns `Drawn` (token ids, mask of ended sequences)."""
     return drawn(draw, seen, sampling, axes)
 
 
@@ -253,7 +253,7 @@ def _loop(
     spec: Spec,
     size: int,
 ) -> tuple[tuple[Any, ...], Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Compiled token loop: returns the pools or tails written, other loop state, sampling state, ids, steps run.
+    """Compiled token loop: returns pools or tails written (donated), other loop state, sampling state, ids, steps run.
 
     It writes pools, or tails beside pools that it only reads.
     `still` are the arrays that are not donated; `limits` are the number of steps, and the number of ended sequences

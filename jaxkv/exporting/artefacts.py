@@ -24,7 +24,7 @@ class Artefact(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Manifest names of the parameters of the `ends`, of each block, and of a sampler's numbers."""
+    """Manifest names (tuples) of the embedding's and head's parameters (`ends`), each block's, and sampler fields."""
 
     ends: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ class Names(NamedTuple):
 def artefact(
     door: Door, *args: Any, spec: BucketSpec, names: Names, platform: str, batch: int, sampling: tuple[str, ...] = ()
 ) -> Artefact:
-    """Traces and serialises a program for some arguments; returns its bytes, manifest entry and abstract results."""
+    """Traces and serialises a program by `jax.export`; returns `Artefact`: bytes, manifest entry, abstract results."""
     run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     names = names._replace(sampling=sampling)
@@ -74,7 +74,7 @@ def artefact(
 
 
 def abstract(tree: Any) -> Any:
-    """Tree with each array replaced by an abstract one; dataclasses are rebuilt without running their checks."""
+    """Pytree with each array replaced by a `ShapeDtypeStruct`; dataclasses are rebuilt without running their checks."""
     if tree is None or jax.tree_util.all_leaves([tree]):
         return _abstract(tree) if hasattr(tree, "dtype") else tree
     if dataclasses.is_dataclass(tree):
@@ -87,7 +87,7 @@ def abstract(tree: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Abstract array (`ShapeDtypeStruct`) of an array, with its sharding if it lies on a mesh."""
+    """`ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array lies on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None)
@@ -112,7 +112,7 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
 
 
 def _entry(name: str, leaf: Any, letters: str | None) -> dict[str, Any]:
-    """Manifest entry of an array: name, dtype and shape, with "B" as the size of the axis of sequences."""
+    """Manifest entry (dict) of an array: name, dtype and shape, with "B" as the size of the batch axis."""
     axes = (letters or "").split()
     sequences = axes.index("B") if "B" in axes else None
     shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]

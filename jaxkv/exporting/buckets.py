@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 
 def table(parts: Parts, layers: int, slots: int) -> Table:
-    """Tabulates a policy's budgets and row counts for prompts of 1 to `slots` tokens; ValueError if all are refused."""
+    """`Table` of a policy's budgets for prompts of 1 to `slots` tokens; ValueError if all lengths are refused."""
     lengths = np.arange(1, slots + 1)
     allowed = lengths[_allowed(lambda some: _numbers(parts, some, layers), lengths)]
     if not allowed.size:
@@ -60,7 +60,7 @@ def table(parts: Parts, layers: int, slots: int) -> Table:
 
 
 def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], layers: int) -> ByLength:
-    """The policy's budgets and row counts for some prompt lengths; ValueError if it refuses one of them."""
+    """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is refused."""
     known = by_length(parts, lengths, layers)
     if parts.claims:
         rows_by_claims(parts, known.budget, lengths, known.forced, np.ones((layers, len(lengths))))
@@ -130,7 +130,7 @@ def _room(parts: Parts, known: Table, bare: PrefillPlan, layers: int, limits: Li
 
 
 def require_exportable(policy: Method, layers: int, slots: int) -> None:
-    """Raises ValueError for policies not to be exported: offload, chunks, second passes, gates, numpy budgets."""
+    """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
     parts, name = policy.parts(), type(policy).__name__
     read = parts.read
     if read is not None:
@@ -150,7 +150,7 @@ def require_exportable(policy: Method, layers: int, slots: int) -> None:
 
 
 def require_positions(parts: Parts, known: Table, limits: Limits, positions: int) -> None:
-    """Raises ValueError if a cache's rows can exceed the model's positions, for policies whose positions are rows."""
+    """Raises ValueError if rows can outgrow the model's positions, for policies whose positions count cached rows."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return

@@ -16,7 +16,7 @@ _MOST_BYTES = 4 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes arrays into one or several `name*.safetensors`; returns each file's bytes and checksum by file name."""
+    """Writes arrays into one or more safetensors files; returns a dict of file name to size in bytes and SHA-256."""
     parts = list(_parts(arrays))
     files = {}
     for at, names in enumerate(parts):

@@ -139,7 +139,7 @@ def export(
 
 
 def _counts(name: str, given: Any) -> tuple[int, ...]:
-    """Checks one positive integer or several; returns them as an ascending tuple without repetitions."""
+    """Ascending tuple without repetitions of one or several positive integers; ValueError for anything else."""
     listed = given if isinstance(given, (list, tuple, np.ndarray)) else (given,)
     numbers = [plain(each) for each in listed]
     sound = bool(numbers) and all(is_whole(each, 1) for each in numbers)
@@ -148,7 +148,7 @@ def _counts(name: str, given: Any) -> tuple[int, ...]:
 
 
 def _samplings(given: Any) -> tuple[Sampling, ...]:
-    """Checked samplers to export: Greedy() and the given ones, one of each class."""
+    """Tuple of samplers to export: Greedy() and the given ones; ValueError for two of one class."""
     listed = given if isinstance(given, (list, tuple)) else (given,)
     samplings = (Greedy(), *(as_sampling(each) for each in listed if type(each) is not Greedy))
     names = {type(each).__name__ for each in samplings}
@@ -185,7 +185,7 @@ class _Job:
 
 
 def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
-    """Dotted names of a module's parameters, each after `prefix`, in the order of its leaves."""
+    """Tuple of dotted names of a module's parameters, each after `prefix`, in the order of the module's leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.split(module)[1])[0]
     return tuple(prefix + ".".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in leaves)
 
@@ -221,7 +221,7 @@ def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -
     made = functools.partial(artefact, spec=spec, names=job.names, platform=platform, batch=batch)
 
     def array(dtype: Any, *shape: int) -> Any:
-        """Abstract array of a dtype and a shape."""
+        """`ShapeDtypeStruct` of a dtype and a shape."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weights = abstract((flat.ends, flat.blocks))
@@ -253,7 +253,7 @@ def _as_numbers(sampling: Any) -> Any:
 
 
 def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
-    """Writes all files but the programs: manifest, weights, tables of budgets, tokenizer and `runtime.py`."""
+    """Writes the export's other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
     manifest = _manifest(part, job, made)
     if weights:
         names, flat = job.names, job.params.flat
@@ -272,7 +272,7 @@ def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
 
 
 def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
-    """The export's manifest as a dict for JSON, without weights, tables and text."""
+    """The export's manifest as a dict for JSON, without the entries of weights, budget tables and tokenizer."""
     params, names, parts = job.params, job.names, job.policy.parts()
     config, axes = params.config, params.axes
     today, unstable = datetime.date.today(), bool(backend_of(job.implementation).custom_calls)
