@@ -1,6 +1,8 @@
 """Rows in 8 and 4 bits: each rounding by a numpy oracle, and every policy's choices, caches and answers over them."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import chex
 import jax
@@ -13,7 +15,7 @@ import tiny
 from policy_table import DECODED
 
 import jaxkv
-from jaxkv.cache import Int4, Int8, Mixed
+from jaxkv.cache import Dense, Int4, Int8, Mixed
 from jaxkv.engine.slots import Slots
 from jaxkv.exporting import runtime
 
@@ -202,6 +204,16 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     slots = Slots(jaxkv.Session(model, jaxkv.KNorm(budget=16, store="int8")), count=2, max_prompt=32, max_new_tokens=8)
     with pytest.raises(ValueError, match="policy"):
         slots.begin(dense, max_new_tokens=2)
+
+
+def test_the_page_says_what_a_row_takes():
+    """Bytes of a row of 128 elements with its position, as docs/policies.md lists them, are those of a cache."""
+    page = (Path(__file__).parents[1] / "docs" / "policies.md").read_text()
+    listed = dict(re.findall(r'^\| `"(dense|int8|mixed|int4)"` \|.*\| (\d+)(?: bytes in bfloat16)? \|$', page, re.M))
+    k = jnp.zeros((1, 1, 128), jnp.bfloat16)
+    for name, store in {"dense": Dense, **KINDS}.items():
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(store.of(k, k)))
+        assert int(listed[name]) == held + 4 == store.row_bytes(128, 2) + 4
 
 
 def test_plans_count_narrow_rows_and_what_reads_them():
