@@ -54,7 +54,7 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
 
 
 def as_task(task: Task | str) -> Task:
-    """Returns `task` itself, or the task of that name with default settings; refuses names without such a task."""
+    """Returns `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
     if isinstance(task, Task):
         return task
     if not isinstance(task, str):
