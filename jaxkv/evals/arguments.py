@@ -81,7 +81,7 @@ def described(task: type[Task]) -> str:
 
 
 def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
-    """Dict {row name: policy fitted to the model's layers}, from policies, classes or names; refuses odd row names."""
+    """Dict {row name: policy fitted to the model's layers} from policies, classes or names; raises for odd names."""
     if not isinstance(policies, Mapping):
         raise TypeError(f"policies={type(policies).__name__}: give them by name, {{'snapkv': SnapKV(budget=128)}}")
     require(bool(policies), "policies", {}, "give at least one")

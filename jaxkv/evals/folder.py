@@ -37,7 +37,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Context manager: makes the folder, locks it, removes leftover temporary files; refuses a locked folder."""
+    """Context manager: makes the folder, locks it, removes leftover temporary files; ValueError if it is locked."""
     import filelock  # 50 ms
 
     try:

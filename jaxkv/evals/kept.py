@@ -97,7 +97,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Contents of `kept.json`: which tokens of one sample's prompt each policy keeps.
+    """Contents of `kept.json`: texts of one sample's prompt tokens, and how many kv heads keep each under each policy.
 
     Attributes:
         sample: id of the sample.
@@ -137,7 +137,7 @@ class Kept:
 
 
 def _joined(pairs: Sequence[tuple[str, int]]) -> list[Passage]:
-    """List of `Passage` from (token text, kv heads) pairs; joins neighbours of equal heads, and empty texts to the next."""
+    """List of `Passage` from (token text, kv heads) pairs: equal neighbours joined, empty texts to the next."""
     found: list[Passage] = []
     waiting: list[int] = []
     for at, (text, count) in enumerate(pairs):

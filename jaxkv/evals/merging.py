@@ -55,7 +55,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
 
 
 def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
-    """Merges shards' settings, given as (folder, `Run`), to the whole evaluation's `Run`; ValueError if any is missing."""
+    """Merges (folder, `Run`) pairs of shards to the whole evaluation's `Run`; ValueError if one is missing."""
     first_folder, first = shards[0]
     for folder, run in shards:
         # Policies may have been added in another order.

@@ -229,7 +229,7 @@ def found_number(prediction: str, answer: str) -> float:
 
 
 def values_in_a_row(prediction: str, answer: str) -> float:
-    """Share of the answer's numbers (a JSON list) that the prediction gives, in order, before its first wrong one.
+    """Share in [0, 1] of the answer's numbers (a JSON list) that the prediction gives in order before a wrong one.
 
     Signs do not count, as in the official function.
     """

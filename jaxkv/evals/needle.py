@@ -51,7 +51,7 @@ class Story(Recipe):
     answer: str
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt`: the needle at `depth` of `size` words, from the text's start or, if `index`, a random place."""
+        """Makes a `Prompt`: the needle at `depth` of `size` words, from the text's start (`index` 0) or at random."""
         start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]

@@ -226,7 +226,7 @@ class _Job:
         )
 
     def fill(self, lines: Lines, run: Run, progress: bool | None) -> None:
-        """Runs all batches without lines in `samples.jsonl` and appends one line per policy and sample, with a bar."""
+        """Runs all batches without lines in `samples.jsonl` and appends a line per sample, with a progress bar."""
         todo = [(name, [self.samples[at] for at in batch]) for name in run.policies for batch in run.batches()]
         skipped = self._skip(lines, todo)
         shown = sys.stderr.isatty() if progress is None else progress
@@ -252,7 +252,7 @@ class _Job:
                 bar.update(len(batch))
 
     def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
-        """Number of batches whose lines are all in the file; truncates it after these; ValueError for others."""
+        """Number of batches whose lines are all in the file; truncates it after these; ValueError for wrong lines."""
         expected = [(name, sample.id) for name, batch in todo for sample in batch]
         for at, (record, (name, sample)) in enumerate(zip(lines.records, expected, strict=False), start=1):
             remedy = f"the line of {name}, {sample} is expected: remove it and those behind it, or give another folder"

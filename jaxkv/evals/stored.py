@@ -98,7 +98,7 @@ class StoredTask(QuestionTask):
         """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
 
     def raw(self, name: str) -> bool:
-        """True if the prompts of benchmark part `name` get no chat template; by default of every part."""
+        """True if the prompts of benchmark part `name` get no chat template; by default always True."""
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
@@ -161,7 +161,7 @@ def _fetched(name: str, hub: Hub) -> Path:
 
 
 def json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """List of the first `count` rows (0: all), as dicts, of a JSON-lines file; ValueError if any lacks one of `keys`."""
+    """List of the first `count` rows (0: all), as dicts, of a JSON-lines file; ValueError if one lacks a key."""
     with path.open("rb") as file:
         return _rows(file, str(path), keys, count)
 

@@ -94,7 +94,7 @@ class Turns(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per conversation, its turns joined in `context`; refuses one too long for the model."""
+        """Makes a list of one sample per conversation, its turns joined in `context`; ValueError for one too long."""
         tokenizer = tokenizer_of(params)
         talks = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
         made, most = [], params.config.max_positions
@@ -150,7 +150,7 @@ class Turns(Task):
 def _hold(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
 ) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
-    """Runs conversations turn by turn; returns answers, arrays [L, B, K] of rows after each turn, and the last cache."""
+    """Runs conversations turn by turn; returns answers, arrays [L, B, K] of rows after each turn, and the cache."""
     tokenizer = tokenizer_of(params)
     turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None

@@ -117,7 +117,7 @@ class JaxKVLM(TemplateLM):
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """List of a text's token ids; the tokenizer's bos token, if any, leads unless `add_special_tokens` is False."""
+        """List of a text's token ids, with the tokenizer's bos token, if any, unless `add_special_tokens` is False."""
         return self.text.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -99,7 +99,9 @@ class Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frequent(Recipe):
-    """Recipe of RULER's frequent words extraction: prompts that ask for the three top words of a zeta distribution.
+    """Recipe of RULER's frequent words extraction: prompts that ask for a coded text's three most frequent words.
+
+    Counts by rank follow a zeta distribution with exponent 2.
 
     Attributes:
         vocabulary: different words, the dots included.

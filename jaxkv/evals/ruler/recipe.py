@@ -66,7 +66,7 @@ class Recipe(abc.ABC):
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; refuses if none.
+    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; else ValueError.
 
     A `length` that not even the smallest haystack fits is refused.
     """
