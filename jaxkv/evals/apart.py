@@ -16,20 +16,20 @@ _STEP, _FARTHEST = 3.0, 9.0
 
 
 class Line(NamedTuple):
-    """Points of one line of a plot, ascending in x; of a line that is horizontal throughout the plot, any point."""
+    """One line of a plot: x (ascending) and y of its points, and True if it is horizontal across the whole plot."""
 
     x: Float[np.ndarray, " n"]
     y: Float[np.ndarray, " n"]
     horizontal: bool = False
 
     def at(self, x: Float[np.ndarray, " n"], reach: float) -> Float[np.ndarray, " n"]:
-        """Values of the line at `x`; NaN farther than `reach` from its ends."""
+        """Array of the line's interpolated y at `x`; NaN farther than `reach` from its ends, unless horizontal."""
         inside = (x >= self.x[0] - reach) & (x <= self.x[-1] + reach)
         return np.where(inside | self.horizontal, np.interp(x, self.x, self.y), np.nan)
 
 
 def apart(lines: Sequence[Line], unit: float) -> list[Float[np.ndarray, " n"]]:
-    """Values at which to draw each line: its own, or beside those of lines that it coincides with, in their order.
+    """List of arrays of y at which to draw lines: their own values, shifted a little where lines coincide.
 
     Horizontal lines stay horizontal, and make way for one another only.
 
@@ -54,13 +54,13 @@ def apart(lines: Sequence[Line], unit: float) -> list[Float[np.ndarray, " n"]]:
 
 
 def _place(at: int, near: Bool[np.ndarray, " lines"], slots: Mapping[int, int]) -> int:
-    """Place of line `at` among the lines that it coincides with; `slots` are the places of horizontal ones."""
+    """Offset, in whole steps, at which to draw line `at` at one point, given the mask of lines that coincide there."""
     there = [int(n) for n in np.flatnonzero(near)]
     others = [n for n in there if n not in slots]
     return _free([slots[n] for n in there if n in slots], len(others))[others.index(at)]
 
 
 def _free(taken: Sequence[int], count: int) -> list[int]:
-    """The `count` whole numbers nearest to 0 that are not taken, descending: earlier lines are drawn above."""
+    """Descending list of the `count` integers nearest to 0 that are not in `taken`."""
     nearest = (sign * distance for distance in itertools.count() for sign in ((-1, 1) if distance else (1,)))
     return sorted(itertools.islice((each for each in nearest if each not in taken), count), reverse=True)

@@ -54,7 +54,7 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
 
 
 def as_task(task: Task | str) -> Task:
-    """Returns `task` itself, or the task of that name with default settings; refuses names without such a task."""
+    """Returns `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
     if isinstance(task, Task):
         return task
     if not isinstance(task, str):
@@ -81,7 +81,7 @@ def described(task: type[Task]) -> str:
 
 
 def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
-    """Dict {row name: policy fitted to the model's layers}, from policies, classes or names; refuses odd row names."""
+    """Dict {row name: policy fitted to the model's layers} from policies, classes or names; raises for odd names."""
     if not isinstance(policies, Mapping):
         raise TypeError(f"policies={type(policies).__name__}: give them by name, {{'snapkv': SnapKV(budget=128)}}")
     require(bool(policies), "policies", {}, "give at least one")

@@ -51,7 +51,7 @@ class QuestionTask(Task):
         """
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Draws the answers to one batch of prompts and returns one Outcome per sample: score, text, rows and bytes."""
+        """Generates the answers to a batch of samples; returns an `Outcome` per sample: score, text, rows and bytes."""
         drawn = asked(params, policy, samples, how, shared=self.shares_contexts)
         return [
             Outcome(
@@ -111,14 +111,14 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
 
 
 def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
-    """Draws a model's answers to a batch of samples over compressed caches and returns their texts."""
+    """Draws a model's answers to a batch of samples over compressed caches; returns a list of their texts."""
     return [answer.text for answer in asked(params, policy, samples, how)]
 
 
 def asked(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How, *, shared: bool = False
 ) -> list[Answer]:
-    """Draws a model's answers to a batch of samples over compressed caches; returns one `Answer` per sample.
+    """Draws a model's answers to a batch of samples over compressed caches; returns a list of one `Answer` per sample.
 
     Args:
         params: from `jaxkv.load`.
@@ -148,7 +148,7 @@ def asked(
 
 
 class _Group(NamedTuple):
-    """Samples of equal `new_tokens`, token ids of their contexts and questions (`pairs`), model, policy and seed.
+    """Samples of equal `new_tokens` with token ids, model, policy and seed; methods draw one `Answer` per sample.
 
     `watch` looks at the prefilled cache of one of them.
     """
@@ -161,7 +161,7 @@ class _Group(NamedTuple):
     watch: Watch | None
 
     def together(self, size: int, *, agnostic: bool) -> list[Answer]:
-        """Draws an `Answer` per sample in a batch filled up to `size` prompts; `agnostic` compresses contexts alone."""
+        """List of one `Answer` per sample, in one batch padded to `size`; `agnostic` compresses contexts alone."""
         at = [*range(len(self.samples))]
         # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
         at += at[-1:] * (size - len(at))
@@ -173,7 +173,7 @@ class _Group(NamedTuple):
 
     @settled
     def _generated(self, prompts: Sequence[list[int]]) -> Generation:
-        """Answers prompts, given as token ids, as `generate` does; the watch looks at the cache before decoding."""
+        """Answers prompts of token ids as `generate` does, as a `Generation`; the watch sees the prefilled cache."""
         session, new = Session(self.params, self.policy, key=self.key), self.samples[0].new_tokens
         encoded = encode(list(prompts), self.params.text, self.params.config, close=True)
         require_fits(self.params.config, session.policy, encoded.lengths, new, None)
@@ -192,7 +192,7 @@ class _Group(NamedTuple):
         return finished(answered(call))
 
     def by_context(self) -> list[Answer]:
-        """Draws one `Answer` per sample: compresses each distinct context once, for all questions on it."""
+        """List of one `Answer` per sample; compresses each distinct context once, for all questions on it."""
         first = {sample.id: number for number, sample in reversed([*enumerate(self.samples)])}
         asks: dict[tuple[int, ...], list[int]] = {}
         for number in sorted(first.values()):
@@ -207,20 +207,20 @@ class _Group(NamedTuple):
         return [found[first[sample.id]] for sample in self.samples]
 
     def _prefilled(self, contexts: Sequence[list[int]]) -> KVCache:
-        """Prefills contexts, given as token ids; returns their compressed cache."""
+        """Prefills contexts of token ids and returns their compressed cache, which the watch, if any, has seen."""
         cache = prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
         if self.watch is not None:
             self.watch(cache, contexts)
         return cache
 
     def _draw(self, at: Sequence[int], cache: KVCache) -> list[Answer]:
-        """Draws answers to the questions of samples `at`, the n-th on top of the n-th context in `cache`."""
+        """List of an `Answer` for each sample index in `at`: its question, answered over its context in `cache`."""
         questions, new = [self.pairs[n][1] for n in at], self.samples[0].new_tokens
         out = generate(self.params, questions, cache=cache, max_new_tokens=new, key=self.key, progress=False)
         return self._answers(at, out, [self.pairs[n][0] for n in at])
 
     def _answers(self, at: Sequence[int], out: Generation, compressed: Sequence[Sequence[int]]) -> list[Answer]:
-        """One `Answer` for each sample `at`: text of its drawn tokens, cut at stop strings, with rows and bytes.
+        """List of an `Answer` for each sample index in `at`: drawn text, cut at stop strings, with rows and bytes kept.
 
         `compressed` are the token ids that each was compressed of.
         """

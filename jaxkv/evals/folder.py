@@ -12,7 +12,7 @@ from jaxkv.evals.records import RUN, SAMPLES, Record, read_record, whole_lines
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
-    """`out` as a Path; refuses files, unwritable places and folders with other contents. Writes nothing."""
+    """Returns `out` as a Path; ValueError for files, unwritable places, folders with other contents; writes nothing."""
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(f"{name}={out!r}: give a folder")
     require("\0" not in str(out), name, str(out), "give a folder: no name has this character")
@@ -37,7 +37,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Context manager: makes the folder, locks it, removes leftover temporary files; refuses a locked folder."""
+    """Context manager: makes the folder, locks it, removes leftover temporary files; ValueError if it is locked."""
     import filelock  # 50 ms
 
     try:

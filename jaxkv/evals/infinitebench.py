@@ -40,7 +40,7 @@ class InfiniteBench(StoredTask):
     keys = ("context", "input", "answer")
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Dict {field: text} for the prompt template: question, options, ...; refuses rows of another format."""
+        """Dict {placeholder: text} for the prompt template from a row: question, options, call; checks the format."""
         asked, options = str(row["input"]), row.get("options") or ()
         fields = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
         fields |= {"question": asked, "input": asked}
@@ -58,7 +58,7 @@ class InfiniteBench(StoredTask):
         return fields
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of right answers as texts: numbers as JSON, a choice as option and letter; refuses other formats."""
+        """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter; checks them."""
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
         sound = bool(several) and all(isinstance(each, (str, int, float, list)) for each in several)

@@ -51,14 +51,14 @@ class Held:
 
 
 class Watch:
-    """Looks at a prefilled cache for one of its prompts, once: call it with the cache, then read `held`."""
+    """Callable on a prefilled cache: for one prompt, stores in `held` how many kv heads hold each of its tokens."""
 
     def __init__(self, ids: Sequence[int]):
         self.ids = [*ids]
         self.held: Held | None = None
 
     def __call__(self, cache: KVCache, prompts: Sequence[Sequence[int]]) -> None:
-        """Counts the kv heads that hold each token of the prompt; `prompts` are those of the cache, in order."""
+        """Stores in `held` the number of kv heads that hold each token of the prompt in a cache of `prompts`."""
         parts, at = cache.policy.parts(), [[*each] for each in prompts].index(self.ids)
         drops = parts.scorer is not None
         self.held = Held(
@@ -80,7 +80,7 @@ class Passage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Number of kv heads that hold each token under one policy, and how the policy goes on: an entry of `kept.json`.
+    """Entry of `kept.json` for one policy: number of kv heads that hold each shown token, and flags of the policy.
 
     Attributes:
         counts: for each shown token the number of kv heads that hold its row; None if the policy drops nothing.
@@ -97,7 +97,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Contents of `kept.json`: which tokens of one sample's prompt each policy keeps.
+    """Contents of `kept.json`: texts of one sample's prompt tokens, and how many kv heads keep each under each policy.
 
     Attributes:
         sample: id of the sample.
@@ -115,21 +115,21 @@ class Kept:
 
     @property
     def left_out(self) -> int:
-        """Number of tokens in the middle that are not shown."""
+        """Number of tokens in the middle of the prompt that the report does not show."""
         return self.tokens - len(self.pieces)
 
     def share(self, entry: Entry) -> float:
-        """Share in [0, 1] of all pairs of a token and a kv head that a policy keeps."""
+        """Share in [0, 1] of all (token, kv head) pairs whose row a policy keeps."""
         return 1.0 if entry.counts is None else (sum(entry.counts) + entry.between) / (self.heads * self.tokens)
 
     def tally(self, entry: Entry) -> tuple[int, int, int]:
-        """Numbers of shown tokens that all kv heads hold, that some hold, and that none holds."""
+        """Three ints: numbers of shown tokens that all kv heads hold, that some hold, and that none holds."""
         counts = np.asarray([self.heads] * len(self.pieces) if entry.counts is None else entry.counts)
         every, none = int((counts == self.heads).sum()), int((counts == 0).sum())
         return every, len(counts) - every - none, none
 
     def passages(self, entry: Entry) -> list[list[Passage]]:
-        """The shown text as one list of `Passage`, or two lists, before and after the tokens that are left out."""
+        """List of the shown text's lists of `Passage`: one, or two around middle tokens that are left out."""
         assert entry.counts is not None
         pairs = [*zip(self.pieces, entry.counts, strict=True)]
         half = len(pairs) // 2
@@ -137,7 +137,7 @@ class Kept:
 
 
 def _joined(pairs: Sequence[tuple[str, int]]) -> list[Passage]:
-    """List of `Passage` from (text, count) pairs; tokens without a text are parts of the next one's character."""
+    """List of `Passage` from (token text, kv heads) pairs: equal neighbours joined, empty texts to the next."""
     found: list[Passage] = []
     waiting: list[int] = []
     for at, (text, count) in enumerate(pairs):
@@ -154,7 +154,7 @@ def _joined(pairs: Sequence[tuple[str, int]]) -> list[Passage]:
 
 
 def read_kept(folder: Path) -> Kept | None:
-    """`Kept` from a folder's `kept.json`; None if there is none, as of older versions; refuses a changed file."""
+    """`Kept` from a folder's `kept.json`; None if there is no such file; ValueError if the file was changed."""
     path = folder / KEPT
     found = read_json(path, _REMEDY)
     if found is None:
@@ -173,12 +173,12 @@ def read_kept(folder: Path) -> Kept | None:
 
 
 def _entry(counts: Sequence[int] | None, **others: Any) -> Entry:
-    """Makes an `Entry` from its values in a file."""
+    """Makes an `Entry` from one policy's values in `kept.json`, with counts as a tuple."""
     return Entry(counts=None if counts is None else tuple(counts), **others)
 
 
 def _fits(entry: Entry, kept: Kept) -> bool:
-    """True if an entry read from a file has a number of heads for each token that is shown."""
+    """True if an entry of `kept.json` has a valid number of kv heads for each token that is shown."""
     if entry.counts is None:
         return True
     numbers = len(entry.counts) == len(kept.pieces) and all(is_whole(each) for each in (*entry.counts, entry.between))
@@ -186,7 +186,7 @@ def _fits(entry: Entry, kept: Kept) -> bool:
 
 
 def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> None:
-    """Adds one policy's entry to the folder's `kept.json`; an entry of that name is replaced."""
+    """Adds one policy's entry to the folder's `kept.json`, or replaces the one of that name; returns None."""
     there, count = read_kept(folder), len(held.ids)
     ends = [slice(count)] if count <= 2 * _EITHER_END else [slice(_EITHER_END), slice(count - _EITHER_END, count)]
     counts = None if held.counts is None else tuple(each for end in ends for each in held.counts[end])
@@ -199,5 +199,5 @@ def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> No
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Writes `kept.json` to a folder, as a whole or not at all."""
+    """Writes a `Kept` to the folder's `kept.json`, atomically; returns None."""
     write_whole(folder / KEPT, (dumped({"format": _FORMAT, **dataclasses.asdict(kept)}) + "\n").encode())

@@ -37,7 +37,7 @@ class LongBench(StoredTask):
     keys = ("input", "context", "answers", "all_classes")
 
     def raw(self, name: str) -> bool:
-        """True for the few-shot and code data sets, whose prompts get no chat template."""
+        """True if a data set's prompts get no chat template: the few-shot and code ones."""
         return name in _RAW
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
@@ -45,7 +45,7 @@ class LongBench(StoredTask):
         return {"input": row["input"]}
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of all right answers of a row; refuses rows of another format."""
+        """Tuple of all right answers of a row as texts; ValueError for a row of another format."""
         right = row["answers"]
         texts = isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
         require(texts, "data", right, f"{name} has a list of texts as its answers: is it the official file?")

@@ -55,7 +55,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
 
 
 def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
-    """`Run` of the unsharded evaluation, from (folder, run) of its sorted shards; refuses other or missing shards."""
+    """Merges (folder, `Run`) pairs of shards to the whole evaluation's `Run`; ValueError if one is missing."""
     first_folder, first = shards[0]
     for folder, run in shards:
         # Policies may have been added in another order.
@@ -83,7 +83,7 @@ def _compared(run: Run) -> dict[str, object]:
 
 
 def _in_order(run: Run, shards: Sequence[Evaluation]) -> list[Record]:
-    """Records of all shards as one list, in the order of an unsharded run: by policy, then by batch."""
+    """List of all shards' records in the order of an unsharded run: by policy, then by batch."""
     records = list[Record]()
     for policy in run.policies:
         rest = [iter(each.of(policy)) for each in shards]

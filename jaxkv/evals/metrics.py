@@ -43,7 +43,7 @@ def f1(said: Sequence[str], right: Sequence[str]) -> float:
 
 
 def answer_f1(prediction: str, answer: str) -> float:
-    """F1 of the words in common, in [0, 1]; case, punctuation and articles do not count, as in SQuAD."""
+    """F1 of the words that prediction and answer share, in [0, 1], without case, punctuation and articles (SQuAD)."""
     return f1(words_of(prediction), words_of(answer))
 
 
@@ -104,7 +104,7 @@ def choice(prediction: str, choices: Sequence[str], right: int) -> float:
 
 
 def chinese_f1(prediction: str, answer: str) -> float:
-    """F1 of the characters in common, in [0, 1]; case, spaces and punctuation (Chinese, too) do not count."""
+    """F1 of the characters that prediction and answer share, in [0, 1]; case, spaces and punctuation do not count."""
     said, right = ("".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer))
     return f1(said, right)
 
@@ -131,7 +131,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common(right: list[str], said: list[str]) -> list[str]:
-    """Words of a longest common subsequence of two sentences, last word first; ties as in the package rouge."""
+    """List of the words of two sentences' longest common subsequence, last word first; ties as in the package rouge."""
     table = [[0] * (len(said) + 1)]
     for mine in right:
         above, row = table[-1], [0]
@@ -170,13 +170,13 @@ def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """Share of the numbers (runs of digits) in the prediction that equal `number`; 0 if it has no number."""
+    """Share in [0, 1] of the prediction's numbers (runs of digits) that equal `number`; 0 if it has no number."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def paragraph(prediction: str, answer: str) -> float:
-    """Share of the numbers in the prediction that equal the number in an answer such as "Paragraph 7"."""
+    """Share in [0, 1] of the prediction's numbers that equal the number in an answer such as "Paragraph 7"."""
     return share_of_numbers(prediction, PARAGRAPH.findall(answer)[0])
 
 
@@ -229,7 +229,7 @@ def found_number(prediction: str, answer: str) -> float:
 
 
 def values_in_a_row(prediction: str, answer: str) -> float:
-    """Share of the answer's numbers (a JSON list) that the prediction gives, in order, before its first wrong one.
+    """Share in [0, 1] of the answer's numbers (a JSON list) that the prediction gives in order before a wrong one.
 
     Signs do not count, as in the official function.
     """
@@ -241,7 +241,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction starts with the right letter ("B."), or has it or the name right after "is:" or "answer:"."""
+    """1 if the prediction begins with the right letter ("B.") or has it or the name after "is:", "answer:"; else 0."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):

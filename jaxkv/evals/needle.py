@@ -32,7 +32,7 @@ _LENGTHS = (512, 1024, 2048, 4096)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Story(Recipe):
-    """Recipe of prompts with one sentence (the needle) hidden in a text; the haystack's size is its number of words.
+    """Recipe (it makes prompts) for one sentence, the needle, hidden in a text; haystack sizes are numbers of words.
 
     Attributes:
         wording: the text.
@@ -51,7 +51,7 @@ class Story(Recipe):
     answer: str
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with the needle at `depth` in `size` words of the text, from its first (`index` 0) or a random one."""
+        """Makes a `Prompt`: the needle at `depth` of `size` words, from the text's start (`index` 0) or at random."""
         start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
@@ -125,12 +125,12 @@ class Needle(QuestionTask):
 
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of the names of settings that the small wording ignores; empty for the official wording."""
+        """Tuple of the names of settings without effect: the official wording's if `wording` is small, else none."""
         official = ("needle", "question", "prefix", "answer", "haystack", "new_tokens")
         return () if settings.get("wording") == "official" else official
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of samples, `count` for each length and depth."""
+        """Makes a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""
         lengths = lengths_for(params, self.lengths, usual=_LENGTHS)
         wording, count, made = read_wording(self), counter(params), []
         for length in lengths:
@@ -144,17 +144,14 @@ class Needle(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Share of the answer's words in the prediction's first line; small wording: 1 if its number occurs, else 0.
-
-        With the small wording, 1 if the needle's number occurs in the prediction.
-        """
+        """Share in [0, 1] of the answer's words in the first line; small wording: 1 if the number occurs, else 0."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]
         return len(wanted & set(line.lower().split())) / len(wanted)
 
     def _recipe(self, wording: Wording, depth: float) -> Recipe:
-        """Recipe of prompts whose needle stands at `depth` of the text, from 0 (the beginning) to 1 (the end)."""
+        """Recipe (it makes prompts) with the needle at `depth`, 0 to 1: `Story`, or `Needles` for the small wording."""
         if not isinstance(wording, Official):
             return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
         return Story(

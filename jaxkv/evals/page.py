@@ -46,12 +46,12 @@ def report(folder: str | os.PathLike[str], *, samples: int = 200) -> Path:
 
 @functools.cache
 def data_file(name: str) -> str:
-    """Text of a file in `jaxkv/evals/data`."""
+    """Text of a packaged file in `jaxkv/evals/data`, by its name; cached."""
     return (resources.files("jaxkv.evals") / "data" / name).read_text("utf-8")
 
 
 def _page(evaluation: Evaluation, samples: int) -> str:
-    """HTML text of an evaluation's report, with at most `samples` samples of each policy."""
+    """HTML text of an evaluation's report: tables, plots, settings and at most `samples` samples of each policy."""
     import jinja2
     import markupsafe
 
@@ -83,14 +83,14 @@ def _page(evaluation: Evaluation, samples: int) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """`value` as text, with unprintable characters escaped; markup is returned unchanged."""
+    """Text of `value` with unprintable characters escaped, for HTML templates; markup is returned unchanged."""
     if hasattr(value, "__html__"):
         return value
     return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in str(value))
 
 
 def _pictures(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """List of (caption, base64-encoded SVG) of every plot of the evaluation."""
+    """List of (caption, base64 text of the SVG) pairs, one for each plot of the evaluation."""
     drawn = draw(evaluation, ("svg",)).items()
     return [(name.removesuffix(".svg").replace("_", " "), base64.b64encode(data).decode()) for name, data in drawn]
 

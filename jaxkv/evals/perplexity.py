@@ -59,7 +59,7 @@ class Perplexity(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per text; refuses texts of fewer than `prefix + tokens` tokens."""
+        """Makes a list of one sample per text; ValueError for texts of fewer than `prefix + tokens` tokens."""
         texts, need = texts_of(self.data, self.count), self.prefix + self.tokens
         lengths = _lengths(params, texts)
         short = {title: length for title, length in lengths.items() if length < need}
@@ -72,7 +72,7 @@ class Perplexity(Task):
         return self.prefix
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Reads a batch of texts, token by token after the prefix; one `Outcome` per text: mean loss, curve, rows."""
+        """Reads texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
         tokenizer = tokenizer_of(params)
         ids = [tokenizer.encode(each.context, bos=True) for each in samples]
         ends = [self.prefix_of(len(each), params.config.max_positions) for each in ids]
@@ -140,7 +140,7 @@ class OwnTexts(Perplexity):
     tokens: int = 128
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per text, longest first; refuses texts of fewer than twice `tokens` tokens."""
+        """Makes a list of one sample per text, longest first; ValueError for texts of under twice `tokens` tokens."""
         texts, most = texts_of(self.data, self.count), params.config.max_positions
         require(2 * self.tokens <= most, "tokens", self.tokens, f"more than half of the model's {most} positions")
         lengths = _lengths(params, texts)
@@ -157,7 +157,7 @@ class OwnTexts(Perplexity):
 
 
 def _lengths(params: LanguageModel, texts: Mapping[str, str]) -> dict[str, int]:
-    """Dict {title: number of the text's tokens}."""
+    """Dict {title: number of the text's tokens, bos included}."""
     return {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
 
 
@@ -187,7 +187,7 @@ def losses_of(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> Read:
-    """Losses of the token ids `after` prefixes, read one by one over their compressed cache, with rows and bytes.
+    """`Read` with losses [B, T] in nats of the ids `after` prefixes, read one by one over their compressed cache.
 
     The `Watch` looks at this cache before the first of them is read.
     """
@@ -208,7 +208,7 @@ def losses_of(
 
 
 def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
-    """Cache with one more token (or none) per sequence, read as if just drawn: may evict or, by `every`, recompress."""
+    """New cache after reading one more token (or none) per sequence, as in decoding: may evict rows, or recompress."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
     period = session.policy.parts().every
     return session.compress_again(cache, room=period) if period else cache
@@ -216,5 +216,5 @@ def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache
 
 @jax.jit
 def _loss(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Negative log-probability of one token per sequence, in nats."""
+    """Array [B]: negative log-probability in nats of one token per sequence, from logits [B, V]."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]

@@ -51,7 +51,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
 
 
 def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
-    """Dict {policy name without budget: names of its rows of the table}, which a plot joins to one line."""
+    """Dict {policy without budget: list of its row names, such as "adakv@128"}; plots join each list to one line."""
     lines: dict[str, list[str]] = {}
     for policy in evaluation.policies:
         lines.setdefault(policy.rpartition("@")[0] or policy, []).append(policy)
@@ -59,7 +59,7 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Rows at which a policy stands on plots' x axis: its budget, or for a share the mean rows kept; None without."""
+    """Float x of a policy in plots, in rows: its budget, or the mean rows kept if that is a share; None without."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
         # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.
@@ -68,7 +68,7 @@ def _size(evaluation: Evaluation, policy: str) -> float | None:
 
 
 def _marks(sizes: Iterable[float]) -> list[float]:
-    """Sizes that get a tick label on the budget axis, ascending; those too close above the last labelled one do not."""
+    """Ascending list of the sizes that get a tick label on the budget axis, without those too close to the last one."""
     marks: list[float] = []
     for size in sorted(sizes):
         if not marks or size > marks[-1] * _APART:
@@ -82,7 +82,7 @@ def _percent(evaluation: Evaluation) -> int:
 
 
 def _score_axis(axes: Any, evaluation: Evaluation) -> None:
-    """Labels the y axis with the unit of the scores; its range is 0 to 100, with a margin, for shares."""
+    """Labels a plot's y axis with the unit of the scores; for shares also sets its range to about 0 to 100."""
     axes.set_ylabel(evaluation.run.unit)
     if evaluation.run.unit == "%":
         drawn = [value for line in axes.lines for value in line.get_ydata()]
@@ -90,7 +90,7 @@ def _score_axis(axes: Any, evaluation: Evaluation) -> None:
 
 
 def _apart(lines: Sequence[Line], height: float, *, percent: bool = False) -> tuple[list[np.ndarray], float]:
-    """Values at which to draw lines in axes of this height in inches, and how far at most these are from their own."""
+    """Arrays of y values that draw coinciding lines side by side, one per line, and the largest shift of a value."""
     ends = [end for line in lines for end in (line.y.min(), line.y.max())]
     # Axes have a margin of a twentieth at either end.
     wide = 108.0 if percent else 1.1 * (max(ends) - min(ends)) or 1.0
@@ -114,7 +114,7 @@ class _Curve(NamedTuple):
 
 
 def _curves_of(evaluation: Evaluation) -> list[_Curve]:
-    """The lines of a plot of scores: those of policies with budgets, and a horizontal one for each without."""
+    """List of `_Curve`, the lines of a score plot: one per policy over its budgets, a horizontal one without budget."""
     found = []
     for at, (label, policies) in enumerate(_lines(evaluation).items()):
         sizes = {policy: _size(evaluation, policy) for policy in policies}
@@ -158,7 +158,7 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
 
 
 def _beside(curves: Sequence[_Curve], marks: Sequence[float], point: float) -> list[float]:
-    """Factor on the sizes of each curve, so that error bars of one budget stand side by side, with gaps.
+    """List of factors on x, one per curve, that put the curves' error bars at one budget side by side.
 
     `point` is the length of 1/72 inch on the axis of budgets, in octaves.
     """
@@ -176,7 +176,7 @@ def _panel(
     beside: Sequence[float],
     height: float,
 ) -> float:
-    """Draws curves of scores, whose points are `cells`, on axes of this height; returns how far off at most.
+    """Draws score curves with error bars on one panel; returns the largest distance of a drawn point from its value.
 
     `beside` are factors on the curves' sizes.
     """
@@ -250,7 +250,7 @@ def _lengths(evaluation: Evaluation) -> Any:
 
 
 def _step(values: Sequence[Any]) -> int:
-    """The n for which labelling every n-th value of an axis makes at most `_MOST_TICKS` labels."""
+    """Smallest n for which a label at every n-th value of an axis makes at most `_MOST_TICKS` (11) labels."""
     return -(-len(values) // _MOST_TICKS)
 
 
@@ -260,7 +260,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_map(evaluation: Evaluation) -> bool:
-    """True if scores are shares and all samples have a length and a depth: two pairs or more, few enough lengths."""
+    """True if a heat map of length and depth can be drawn: scores are shares, every sample has both tags as numbers."""
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))
@@ -301,7 +301,7 @@ def _map(evaluation: Evaluation) -> Any:
 
 
 def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
-    """Mean score of records by depth (rounded down to one of `depths`) and length, as an array; NaN without samples."""
+    """Array [depths, lengths] of the records' mean scores, each depth rounded down to one of `depths`; NaN if none."""
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
         depth = max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
@@ -350,7 +350,7 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
 
 
 def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]:
-    """New figure, and a list of its `count` axes, each of this size in inches, at most five side by side."""
+    """New figure and the list of its `count` axes, each of this size in inches, at most five side by side."""
     across = min(count, 5 if count > 4 else max(1, math.ceil(math.sqrt(count))))
     down = -(-count // across)
     figure = sheet(width * across + 1.5, height * down + 0.6)

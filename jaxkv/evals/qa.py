@@ -71,7 +71,7 @@ class DocumentQuestions(QuestionTask):
         require(ordered, "prompt", self.prompt, "name {document}, and {question} behind it, once each")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per question, document by document; refuses a prompt that the model is too short for."""
+        """Makes a list of one sample per question, by document; ValueError if a prompt exceeds the positions."""
         before, rest = self.prompt.split(_FIELDS[0])
         between, after = rest.split(_FIELDS[1])
         made = []
@@ -125,7 +125,7 @@ class _Document(NamedTuple):
 
 
 def _documents(data: str, count: int) -> Iterator[_Document]:
-    """Yields the documents of a file of JSON lines; lines of one id, or successive ones of one text, are one."""
+    """Yields the documents of a JSON-lines file; lines of one id, or successive lines of one text, are one document."""
     path = Path(data).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"data={data!r}: no such file; give {_FORM}")
@@ -186,7 +186,7 @@ def _questions(row: Mapping[str, Any], where: str) -> tuple[_Asked, ...]:
 
 
 def _asked(given: Any, group: Any, where: str) -> _Asked:
-    """One question of the file, parsed and checked; its choices are appended to its text, each with a letter."""
+    """Question (`_Asked`) of the file, parsed and checked; its choices, if any, are appended to its text by letter."""
     fits = isinstance(given, dict) and _is_text(given.get("question"))
     require(fits, "data", where, f'it has no text as its "question": give {_FORM}')
     right = given.get("answers", given.get("answer"))

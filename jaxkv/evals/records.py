@@ -67,7 +67,7 @@ class Run:
     made_with: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Dict of the run's fields as JSON values and the format's number, as `run.json` stores it."""
+        """Dict of the run's fields as JSON values and the file format's version, as `run.json` stores it."""
         return {"format": _FORMAT, **as_json(dataclasses.asdict(self))}
 
     def batches(self) -> list[range]:
@@ -155,7 +155,7 @@ _FIELDS = {field.name for field in dataclasses.fields(Record)}
 
 
 def as_json(value: Any, name: str = "value") -> Any:
-    """`value` as `json.loads` would return it; refuses NaN, infinities and types that JSON lacks.
+    """Returns `value` as plain JSON types (dict, list, str, number, bool, None); raises for NaN, infinities and others.
 
     Numpy's numbers and arrays become plain ones, tuples lists, mappings dicts and paths texts.
     """
@@ -177,7 +177,7 @@ def as_json(value: Any, name: str = "value") -> Any:
 
 
 def _key(key: Any, name: str) -> str:
-    """Key of a mapping as a text: a text unchanged, a number, bool or None as its JSON; refuses other types."""
+    """Key of a mapping as text: a text unchanged, a number, bool or None as its JSON; TypeError for other types."""
     if not (key is None or isinstance(key, (str, int, float))):
         raise TypeError(f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings")
     return key if isinstance(key, str) else json.dumps(as_json(key, name))
@@ -195,7 +195,7 @@ def dumped(value: Any, *, indent: int | None = None) -> str:
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Value of a JSON file in an evaluation's folder; None without a file; ValueError, with `remedy`, for no JSON."""
+    """Parsed content of a JSON file; None if it does not exist; ValueError, with `remedy`, for null or invalid JSON."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_run(folder: Path) -> Run | None:
-    """`Run` from a folder's `run.json`, or None if there is no such file; refuses a file of another format."""
+    """`Run` (settings) from a folder's `run.json`; None if there is no such file; ValueError for another format."""
     path = folder / RUN
     found = read_json(path, _REMEDY)
     if found is None:
@@ -257,7 +257,7 @@ def differences(
 
 
 def whole_lines(folder: Path) -> list[bytes]:
-    """Complete lines of a folder's `samples.jsonl`, as bytes with line feeds; a truncated last line is left out."""
+    """List of the complete lines, as bytes, of a folder's `samples.jsonl`: no truncated last one; [] without file."""
     try:
         whole, end, _ = (folder / SAMPLES).read_bytes().rpartition(b"\n")
     except FileNotFoundError:
@@ -266,7 +266,7 @@ def whole_lines(folder: Path) -> list[bytes]:
 
 
 def read_record(line: bytes, where: str) -> Record:
-    """`Record` from one line of `samples.jsonl`; refuses other lines, with `where` in the error."""
+    """`Record` parsed from one line (bytes) of `samples.jsonl`; ValueError, beginning with `where`, for other lines."""
     try:
         found = json.loads(line)
         fits = isinstance(found, dict) and found.keys() | {"question"} == _FIELDS

@@ -35,23 +35,23 @@ class Question:
     size: int
 
     def found_in(self, output: str) -> bool:
-        """True if the answer occurs in the output, in any case and also inside a word, as in the paper."""
+        """True if the answer occurs in the output text, in any case and also inside a word, as in the paper."""
         return _found(self.answer, output)
 
 
 def _found(answer: str, output: str) -> bool:
-    """True if the answer occurs in the output, in any case and also inside a word."""
+    """True if the answer occurs in the output text, in any case and also inside a word."""
     return answer.lower() in output.lower()
 
 
 def _check(count: int, sizes: tuple[int, ...]) -> None:
-    """Refuses a `count` below 1, an empty `sizes`, and dictionaries of fewer than three entries."""
+    """Raises ValueError for a `count` below 1, an empty `sizes`, and dictionaries of fewer than three entries."""
     require(count >= 1, "count", count, "make at least 1 case")
     require(bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries")
 
 
 def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False) -> list[Question]:
-    """Makes questions of 2StageRetr: each has a dictionary and a sum, whose result is the key to look up.
+    """Makes a list of 2StageRetr questions: each has a dictionary and a sum, whose result is the key to look up.
 
     Args:
         count: number of questions.
@@ -114,7 +114,7 @@ class TwoStage(QuestionTask):
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per question: the dictionary is its context, the equation its question."""
+        """Makes a list of one sample per question: the dictionary is its context, the equation its question."""
         cases = two_stage(self.count, seed=self.seed, sizes=self.sizes, reason=self.reason)
         return [
             Sample(

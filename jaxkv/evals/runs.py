@@ -98,7 +98,7 @@ def evaluate(
 
 
 def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
-    """Returns a folder's `Run`, None if it has none; refuses one that differs from `asked`, (part of) a `Run.as_dict`.
+    """`Run` (settings) of a folder, None if it has none; ValueError if `asked` differs by more than new policies.
 
     More policies than the folder has are no difference: they are run, too.
     """
@@ -113,7 +113,7 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """Writes a locked folder's `run.json`, or adds new policies to it; returns its `Run`; refuses another evaluation's.
+    """Writes a folder's `run.json`, or adds new policies to it, and returns its `Run`; ValueError if settings differ.
 
     Policies that an earlier run of the folder had come first, in its order, so that its lines stay as they are.
     """
@@ -128,7 +128,7 @@ def begin(folder: Path, run: Run) -> Run:
 
 
 def finish(evaluation: Evaluation) -> None:
-    """Writes a finished evaluation's table, and its plots if matplotlib is installed, to its folder."""
+    """Writes `table.md`, and plots (SVG, PNG) if matplotlib is installed, to a finished evaluation's folder."""
     write_whole(evaluation.folder / TABLE, (evaluation.table() + "\n").encode())
     if not PLOTS_MISSING:
         for name, data in draw(evaluation, ("svg", "png")).items():
@@ -136,7 +136,7 @@ def finish(evaluation: Evaluation) -> None:
 
 
 def _samples(params: LanguageModel, task: Task) -> list[Sample]:
-    """List of the task's samples; refuses an empty list, other objects, and ids that occur twice."""
+    """List of the task's samples; raises if there are none, for objects other than `Sample`, and for repeated ids."""
     samples = list(task.samples(params))
     odd = next((each for each in samples if not isinstance(each, Sample)), None)
     if odd is not None:
@@ -149,7 +149,7 @@ def _samples(params: LanguageModel, task: Task) -> list[Sample]:
 
 
 def _digest(samples: Sequence[Sample]) -> str:
-    """SHA-256 of the samples: its first 16 hexadecimal digits."""
+    """Text of 16 hexadecimal digits: the beginning of the SHA-256 of all samples."""
     digest = hashlib.sha256()
     for sample in samples:
         try:
@@ -160,7 +160,7 @@ def _digest(samples: Sequence[Sample]) -> str:
 
 
 def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
-    """Returns a shard (i, n) as two ints, or None for the whole evaluation; refuses i >= n and n > `batches`."""
+    """Shard (i, n) as two ints, or None for the whole evaluation; ValueError if i >= n or n > `batches`."""
     if shard is None:
         return None
     pair = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else ()
@@ -185,7 +185,7 @@ def _made_with(params: LanguageModel) -> dict[str, str]:
 
 
 def _free_programs() -> None:
-    """Drops all compiled programs above 30,000 memory mappings; at Linux' limit of 65,530 XLA crashes."""
+    """Clears JAX's compiled programs if the process has over 30,000 memory mappings, as Linux allows only 65,530."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
@@ -193,7 +193,7 @@ def _free_programs() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Checked arguments of `evaluate`: model, task, samples, seed and such (`how`), folder, and each row's policy."""
+    """Checked arguments of `evaluate` (model, task, policies, samples, settings, folder) and methods that run them."""
 
     params: LanguageModel
     task: Task
@@ -203,7 +203,7 @@ class _Job:
     folder: Path
 
     def run(self, batch: int, shard: Any) -> Run:
-        """`Run` of this job: what `run.json` stores of it."""
+        """Makes the `Run`, the settings that `run.json` stores, with hashes of weights and samples; runs nothing."""
         task, params = self.task, self.params
         return Run(
             task=name_of(task),
@@ -226,7 +226,7 @@ class _Job:
         )
 
     def fill(self, lines: Lines, run: Run, progress: bool | None) -> None:
-        """Runs the batches that have no lines in the file yet, and appends one line per sample."""
+        """Runs all batches without lines in `samples.jsonl` and appends a line per sample, with a progress bar."""
         todo = [(name, [self.samples[at] for at in batch]) for name in run.policies for batch in run.batches()]
         skipped = self._skip(lines, todo)
         shown = sys.stderr.isatty() if progress is None else progress
@@ -252,7 +252,7 @@ class _Job:
                 bar.update(len(batch))
 
     def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
-        """Number of batches with complete lines in the file; cuts off lines after them, refuses unexpected ones."""
+        """Number of batches whose lines are all in the file; truncates it after these; ValueError for wrong lines."""
         expected = [(name, sample.id) for name, batch in todo for sample in batch]
         for at, (record, (name, sample)) in enumerate(zip(lines.records, expected, strict=False), start=1):
             remedy = f"the line of {name}, {sample} is expected: remove it and those behind it, or give another folder"
@@ -269,7 +269,7 @@ class _Job:
         return whole
 
     def _records(self, run: Run, name: str, batch: Sequence[Sample], done: int) -> list[Record]:
-        """Runs one batch under one policy and returns its records; raises `Failed` with the number of lines `done`."""
+        """Runs one batch under one policy and returns a list of `Record`; raises `Failed`, naming its samples."""
         ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
         kept = f"{done} lines are in {self.folder}, and the same call goes on from there"
         try:
@@ -291,7 +291,7 @@ class _Job:
         return records
 
     def _outcomes(self, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
-        """Outcomes of a batch; a policy that draws random numbers runs sample by sample, each with its own seed."""
+        """List of a batch's outcomes; a policy that draws random numbers runs sample by sample, each with its seed."""
         how = dataclasses.replace(self.how, shown=self.samples[0].id)
         if not policy.parts().draws:
             return self.task.run(self.params, policy, batch, how)
@@ -300,7 +300,7 @@ class _Job:
 
 
 def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
-    """`Record` of one sample's outcome; refuses a score that is not finite, or for shares not in [0, 1]."""
+    """Makes the `Record` of one sample's outcome; ValueError for a score not finite, or for shares not in [0, 1]."""
     score, shares = float(outcome.score), run.unit == "%"
     fits = math.isfinite(score) and (not shares or -_ROUNDING <= score <= 1 + _ROUNDING)
     require(fits, "score", score, f"{run.task} owes {'a share in [0, 1]' if shares else 'a finite number'}")

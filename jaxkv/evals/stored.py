@@ -83,7 +83,7 @@ class StoredTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of samples: those of each part, in the order of its file."""
+        """Makes a list of all samples of the benchmark's chosen parts, each part in the order of its file."""
         names = self.tasks or tuple(table(self.benchmark))
         # Missing files are reported before hours of tokenizing.
         rows = {name: rows_of(name, self.data, self.hub, self.keys, self.count) for name in names}
@@ -98,11 +98,11 @@ class StoredTask(QuestionTask):
         """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
 
     def raw(self, name: str) -> bool:
-        """True if the prompts of benchmark part `name` get no chat template; by default of every part."""
+        """True if the prompts of benchmark part `name` get no chat template; by default always True."""
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
-        """Makes the sample of row `number` of a part, its prompt cut to the model's length."""
+        """Makes the `Sample` of row `number` of a benchmark part, its prompt cut to the model's length."""
         for key in ("context", "input"):
             remedy = f"row {number + 1} of {name} has no text as its {key}: is it the official file?"
             require(isinstance(row[key], str), "data", row[key], remedy)
@@ -125,12 +125,12 @@ class StoredTask(QuestionTask):
 
 
 def _filled(prompt: str, fields: Mapping[str, str]) -> str:
-    """The prompt template with each "{name}" replaced by its text; these texts may contain braces."""
+    """Text of the prompt template with each "{name}" replaced by its field's text, which may contain braces."""
     return re.sub(r"\{(\w+)\}", lambda name: fields[name[1]], prompt)
 
 
 def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """First `count` rows (0: all), as dicts, of `<name>.jsonl` in the folder `data`, or on the hub if it is None.
+    """List of the first `count` rows (0: all), as dicts, of `<name>.jsonl` in folder `data`, or on the hub if None.
 
     A missing file is a FileNotFoundError that says what to put where; rows without one of `keys` are refused.
     """
@@ -161,13 +161,13 @@ def _fetched(name: str, hub: Hub) -> Path:
 
 
 def json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """First `count` rows (0: all) of a JSON-lines file; refuses lines that are no JSON, or lack any of `keys`."""
+    """List of the first `count` rows (0: all), as dicts, of a JSON-lines file; ValueError if one lacks a key."""
     with path.open("rb") as file:
         return _rows(file, str(path), keys, count)
 
 
 def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -> list[dict[str, Any]]:
-    """Parses JSON lines to a list of dicts, `count` of them (0: all); refuses rows that lack any of `keys`.
+    """Parses JSON lines to a list of dicts, `count` of them (0: all); ValueError for bad JSON or missing `keys`.
 
     Lines end with a line feed alone; empty lines are skipped, a leading byte order mark too.
     """
@@ -191,7 +191,7 @@ def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -
 def _fitted(
     params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """Context, question, token count; cuts the middle of prompts over `longest`; ValueError for one that cannot fit.
+    """Context text, question text, token count; cuts the middle of prompts over `longest`; ValueError if none can fit.
 
     `longest` is the most tokens of the prompt, 0 for what the model's positions leave beside `new_tokens`.
     """

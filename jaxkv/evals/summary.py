@@ -120,7 +120,7 @@ def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[fl
 
 
 def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    """95% interval of a mean of independent means, from theirs (Zou and Donner 2008, "MOVER"); None if any is None."""
+    """95% interval (low, high) of the mean of independent means, from their intervals (MOVER); None if one has none."""
     known = [each for each in ends if each is not None]
     if len(known) < len(ends):
         return None
@@ -154,7 +154,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "Evaluation":
-        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote; refuses others.
+        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote; else ValueError.
 
         Args:
             folder: the folder that was given as `out`.
@@ -181,7 +181,7 @@ class Evaluation:
 
     @classmethod
     def begun(cls, folder: str | os.PathLike[str], field: str = "folder") -> "Evaluation":
-        """Reads an evaluation, finished or not, with the records of its complete lines; refuses folders of none.
+        """Reads an evaluation, finished or not, with the records of its complete lines; ValueError if there is none.
 
         Args:
             folder: the folder that was given as `out`.
@@ -208,24 +208,24 @@ class Evaluation:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the table's rows, such as "adakv@128", in order."""
+        """Tuple of the names of the table's rows, such as "adakv@128", in order."""
         return tuple(self.run.policies)
 
     @functools.cached_property
     def groups(self) -> tuple[str, ...]:
-        """Distinct names of the groups, in the order in which they first occur."""
+        """Tuple of the distinct names of the records' groups, in the order in which they first occur."""
         return tuple(dict.fromkeys(record.group for record in self.records))
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Distinct prompt lengths (tag "length"), ascending; empty if any is missing, or if there are not 2 to 25."""
+        """Ascending tuple of distinct prompt lengths (tag "length"); empty if any is missing, or not 2 to 25."""
         given: list[Any] = [record.tags.get("length") for record in self.records]
         found = sorted(set(given)) if all(isinstance(each, int) for each in given) else []
         return tuple(found) if 1 < len(found) <= _MOST_LENGTHS else ()
 
     @functools.cached_property
     def _by(self) -> dict[str, list[Record]]:
-        """Dict {row name: its records}."""
+        """Dict {policy's row name: list of its records}."""
         by: dict[str, list[Record]] = collections.defaultdict(list)
         for record in self.records:
             by[record.policy].append(record)
@@ -254,7 +254,7 @@ class Evaluation:
         return found
 
     def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
-        """Array of one policy's scores, in the order of the samples; arguments as for `of`."""
+        """Array of one policy's scores, one per sample in order, filtered by group and tags."""
         return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
 
     def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
@@ -336,7 +336,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def sections(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Rows of the score tables by group and length: {table: {row label: keyword arguments of `cell`}}."""
+        """Dict {"group" or "length": {row label: keyword arguments of `cell`}}, the rows of the score tables."""
         tables: dict[str, dict[str, dict[str, Any]]] = {}
         if len(self.groups) > 1:
             tables["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
@@ -346,7 +346,7 @@ class Evaluation:
 
     @property
     def raised(self) -> str:
-        """One line of text with the numbers of samples whose budget was raised to what must stay; empty for none."""
+        """One line of text: per policy, number of samples whose budget was raised to sinks and window; "" for none."""
         counts = {policy: sum(RAISED in each.figures for each in self.of(policy)) for policy in self.policies}
         told = ", ".join(f"{policy} {count}" for policy, count in counts.items() if count)
         about = "Samples so short that their budget, a share, was raised to what must stay (sinks, window)"
@@ -362,7 +362,7 @@ class Evaluation:
 
     @property
     def scale(self) -> str:
-        """Text with the unit of the scores: "score, %, higher is better"."""
+        """One line of text with the unit of the scores: "score, %, higher is better"."""
         return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
 
     def shown(self, score: float | None) -> str:
@@ -374,7 +374,7 @@ class Evaluation:
         return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
     def blocks(self) -> list[list[str]]:
-        """Row names for the columns of each score table, a list per budget: those without a budget, then this one's."""
+        """List of lists of row names, one per budget, as columns of score tables; rows without budget are in each."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
         return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]

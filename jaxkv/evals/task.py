@@ -161,7 +161,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes all samples, in order; they are the same for the same settings and tokenizer.
+        """Makes all `Sample`s of the task as a sequence, the same for the same settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
@@ -195,19 +195,19 @@ def must_be_given(field: dataclasses.Field) -> bool:
 
 
 def tokenizer_of(params: LanguageModel) -> Text:
-    """The model's tokenizer; refuses a model that has none."""
+    """Tokenizer of a model; ValueError if it has none."""
     return require_text(params.text)
 
 
 def require_text(text: Text | None) -> Text:
-    """The tokenizer; refuses None, which a model without one has."""
+    """Returns the given tokenizer unchanged; ValueError if it is None, as of a model without one."""
     if text is None:
         raise refusal("params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
     return text
 
 
 def _setting(hint: Any, value: Any, name: str) -> Any:
-    """A field's value, checked and made the plain bool, int, float, text or tuple of its annotation `hint`, if one."""
+    """Value of a task's setting, checked and converted to its annotation: a bool, int, float, text or tuple."""
     value = plain(value)
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):

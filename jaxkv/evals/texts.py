@@ -33,7 +33,7 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
 
 
 def text_of_file(path: Path) -> str:
-    """Text of a UTF-8 file; refuses other encodings."""
+    """Text of a UTF-8 file, without byte order mark; ValueError for other encodings."""
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -94,7 +94,7 @@ class Turns(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes one sample per conversation, its turns joined in `context`; refuses one too long for the model."""
+        """Makes a list of one sample per conversation, its turns joined in `context`; ValueError for one too long."""
         tokenizer = tokenizer_of(params)
         talks = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
         made, most = [], params.config.max_positions
@@ -115,7 +115,7 @@ class Turns(Task):
         return made
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Runs a batch of conversations; returns one `Outcome` each: mean score, answers, and rows after each turn."""
+        """Runs a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
         outcomes: dict[int, Outcome] = {}
         # Conversations with equally many turns run as one batch.
         lengths = [sample.context.count(_NEXT) for sample in samples]
@@ -132,7 +132,7 @@ class Turns(Task):
         return [outcomes[number] for number in range(len(samples))]
 
     def _outcome(self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]) -> Outcome:
-        """Outcome of one conversation: mean score of its answers, and numbers of rows after each turn as figures."""
+        """`Outcome` of one conversation: mean score of its answers, and numbers of rows after each turn as figures."""
         scores = [self._score(text, right) for text, right in zip(spoken, sample.answers, strict=True) if right]
         rows = [float(each.mean()) for each in kept]
         return Outcome(
@@ -150,7 +150,7 @@ class Turns(Task):
 def _hold(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
 ) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
-    """Runs conversations of equally many turns; returns answers by turn, numbers of rows after each, the last cache."""
+    """Runs conversations turn by turn; returns answers, arrays [L, B, K] of rows after each turn, and the cache."""
     tokenizer = tokenizer_of(params)
     turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None

@@ -58,7 +58,7 @@ class Visible(Task):
         require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes samples of 2StageRetr, with dictionary sizes spread over its usual ones."""
+        """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
         sizes = TwoStage().sizes
         # Small dictionaries and large ones, however few there are.
         few = min(self.count, len(sizes))
@@ -67,7 +67,7 @@ class Visible(Task):
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Measures visible attention at the tokens that full attention draws; returns one Outcome per sample."""
+        """One `Outcome` per sample: full attention's share on rows that the policy can see, mean and by token."""
         prompts = [sum(ids_of(params.text, sample, raw=how.raw), []) for sample in samples]
         drawn = generate(params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False).tokens
         out = []
@@ -82,7 +82,7 @@ class Visible(Task):
 def visible_attention(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], *, key: int = 0
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """Share of full attention's probability on rows that a policy can see, per answer token; and mean rows kept.
+    """Array of full attention's share on rows that a policy can see, per answer token, and mean rows kept (or read).
 
     Args:
         params: from `jaxkv.load`.
@@ -125,7 +125,7 @@ def visible_attention(
 def _held(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Mask of the rows that a policy's cache holds at each of n answer tokens, the token's own row included."""
+    """Mask [n, L, K, S] of the rows that a policy's cache holds at each of n answer tokens, and the token's own row."""
     config = params.config
     now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
@@ -142,7 +142,7 @@ def _held(
 
 
 def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
-    """`_Choice` for a policy with filter layers, None for one without; refuses one that chooses pages or drops rows."""
+    """`_Choice` (masks of chosen rows) for a policy with filter layers, else None; ValueError if not measurable."""
     parts, layers = policy.parts(), params.config.layers
     reading, name = parts.reading(layers, bucket(prompt)), type(policy).__name__
     remedy = f"{name} chooses pages in every layer, which is not measured: give a policy with filter layers, or none"
@@ -157,14 +157,14 @@ def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slot
 
 
 class _Choice:
-    """Masks of rows that filter layers choose by full attention's queries; call `layer` for each layer in order."""
+    """Computes which rows filter layers choose by full attention's queries, and keeps these masks for later layers."""
 
     def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
         self.reading, self.prompt, self.steps, self.budget, self.slots = reading, prompt, steps, budget, slots
         self.masks: dict[int, np.ndarray] = {}
 
     def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
-        """Mask of the rows of layer `index` that are seen at each token; first stores a filter layer's choice."""
+        """Mask [n, K, S] of the rows a layer sees at each of n answer tokens; stores a filter layer's choice."""
         now, position = self.prompt + np.arange(self.steps)[:, None], np.arange(self.slots)
         if index in self.reading.filters:
             self.masks[index] = np.stack([self._choose(out, step) for step in range(self.steps)])
@@ -176,7 +176,7 @@ class _Choice:
         return np.repeat(seen[:, None], out.k.shape[1], axis=1)
 
     def _choose(self, out: LayerOut, step: int) -> Bool[np.ndarray, " S"]:
-        """Mask of the rows that a filter layer chooses for the token of one step."""
+        """Mask [S] of the rows that a filter layer chooses for the answer token of one step."""
         reading, now = self.reading, self.prompt + step
         # The newest query first, as weights go by age.
         window = slice(step, step + reading.window)

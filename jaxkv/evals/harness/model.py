@@ -90,7 +90,7 @@ class JaxKVLM(TemplateLM):
 
     @property
     def text(self) -> Text:
-        """The model's tokenizer; `__init__` refuses models without one."""
+        """Tokenizer of the model, never None."""
         assert self.params.text is not None
         return self.params.text
 
@@ -117,7 +117,7 @@ class JaxKVLM(TemplateLM):
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Token ids of a text; the tokenizer's bos token, if any, is left out if `add_special_tokens` is False."""
+        """List of a text's token ids, with the tokenizer's bos token, if any, unless `add_special_tokens` is False."""
         return self.text.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -125,7 +125,7 @@ class JaxKVLM(TemplateLM):
         return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Draws one text per request, in request order, up to a stop string or token limit; truncates long contexts."""
+        """List of one generated text per request, in order, up to a stop string or token limit; cuts long contexts."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
         # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.
@@ -141,7 +141,7 @@ class JaxKVLM(TemplateLM):
         return [answers[at] for at in range(len(asked))]
 
     def _draw(self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int) -> list[str]:
-        """Draws one text per context with the same arguments; a sampled one's seed depends on the request `number`."""
+        """List of one generated text per context, by the same arguments; sampling seeds depend on request `number`."""
         stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
         require(room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer")
@@ -158,7 +158,7 @@ class JaxKVLM(TemplateLM):
         return out.text
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """List of the log-probability of each request's text, read token by token after a context of one token.
+        """List of the log-probability of each request's whole text, read token by token after a context of one token.
 
         A policy that compresses prompts alone has nothing to drop there.
         """
@@ -172,12 +172,12 @@ class JaxKVLM(TemplateLM):
         return sums
 
     def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Splits a text's ids into (context, continuation) pairs within the model's length; each id is scored once."""
+        """Splits a text's ids into a list of (context, continuation) that fit the model; each id is scored once."""
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
         return list(map(make_disjoint_window, windows))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each request: its continuation's log-probability, and True if greedy decoding would draw it."""
+        """List per request of (log-probability of its continuation, True if greedy decoding would draw it)."""
         # After an empty context the harness takes a continuation's first token, which an empty one lacks.
         for request in requests:
             require(bool(request.args[1]), "continuation", request.args[1], "it adds no token to its context")
@@ -189,7 +189,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """For each request, as token ids: its continuation's log-probability, and if greedy decoding would draw it."""
+        """List per request of token ids of (continuation's log-probability, True if greedy decoding would draw it)."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
@@ -203,7 +203,7 @@ class JaxKVLM(TemplateLM):
         return results
 
     def _judge(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """For each (context, continuation): its log-probability, and True if greedy decoding would draw it."""
+        """List per (context, continuation) pair of (log-probability, True if greedy decoding would draw it)."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at, (context, _) in enumerate(pairs):
@@ -222,7 +222,7 @@ class JaxKVLM(TemplateLM):
 
     @property
     def _contexts_together(self) -> int:
-        """Number of contexts in a batch: `batch_size`, or 1 if the policy draws numbers, which a batch would share."""
+        """Number of contexts that run in one batch: `batch_size`, or 1 if the policy draws random numbers."""
         return 1 if self.policy.parts().draws else self.batch_size
 
     def _key(self, ids: Sequence[int]) -> int:
@@ -232,7 +232,7 @@ class JaxKVLM(TemplateLM):
     def _score(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Log-probability of each continuation, and a mask of those that greedy decoding would draw.
+        """Arrays [B] over continuations: log-probability, and True if greedy decoding would draw it; prefills contexts.
 
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
@@ -251,7 +251,7 @@ class JaxKVLM(TemplateLM):
 def _read(
     session: Session, cache: KVCache, continuations: Sequence[list[int]], *, shared: bool
 ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-    """Log-probability of each continuation, read token by token over a cache; mask of those greedy decoding would draw.
+    """Arrays [B] over continuations: log-probability, read token by token over a cache, and True if greedy draws it.
 
     Tokens are read one by one, as if each had been drawn. The cache is donated unless it is `shared`.
     """
@@ -276,7 +276,7 @@ def _read(
 
 @jax.jit
 def _of_token(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Log-probability of one token per sequence, and a mask of sequences where it is the likeliest token."""
+    """Arrays [B] from logits [B, V]: log-probability of one token per sequence, and True where it is the likeliest."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return value, logits.argmax(axis=1) == tokens
 
@@ -287,7 +287,7 @@ def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
 
 
 def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
-    """Stop strings, number of new tokens and sampling from lm-eval's generation arguments; refuses unknown ones."""
+    """Stop strings, number of new tokens and sampling, from lm-eval's generation arguments; ValueError for others."""
     unknown = [name for name in arguments if name not in _KNOWN]
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
     until = arguments.get("until") or ()

@@ -51,7 +51,7 @@ class Chains(Recipe):
         return self.hops + 1
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with one chain hidden in `size` lines of noise; a solved example goes before it if `shot` is set."""
+        """Makes a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
         shot = self.draw(self.shot, rng, short=True) if self.shot else None
         return self.write(self.draw(size, rng), shot)
 

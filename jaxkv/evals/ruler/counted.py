@@ -38,7 +38,7 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common(Recipe):
-    """Recipe of RULER's common words extraction; a haystack's size is its number of distinct words.
+    """Recipe of RULER's common words extraction: prompts that ask for a list's common words; size is distinct words.
 
     Attributes:
         often: occurrences of each common word.
@@ -63,7 +63,7 @@ class Common(Recipe):
         return self.wording.words_to_count
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with a list of `size` distinct words; a solved example goes before it if `shot` is set."""
+        """Makes a `Prompt`: a list of `size` distinct words with repeats, after a solved example if `shot` is set."""
         shot = self.draw(*self.shot, rng) if self.shot else None
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
@@ -99,7 +99,9 @@ class Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frequent(Recipe):
-    """Recipe of RULER's frequent words extraction: counts by rank follow a zeta distribution with exponent 2.
+    """Recipe of RULER's frequent words extraction: prompts that ask for a coded text's three most frequent words.
+
+    Counts by rank follow a zeta distribution with exponent 2.
 
     Attributes:
         vocabulary: different words, the dots included.
@@ -113,11 +115,11 @@ class Frequent(Recipe):
         return _LEAST_CODED
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt that asks for the most frequent of at most `size` coded words, a few less by rounding."""
+        """Makes a `Prompt` that asks for the most frequent of at most `size` coded words, a few less by rounding."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Coded:
-        """Draws a coded text of at most `size` words in random order; the count of each rank is rounded down."""
+        """Draws a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
         text = [word for word, often in zip(ranks, times.tolist(), strict=True) for _ in range(often)]
@@ -137,5 +139,5 @@ class Frequent(Recipe):
 
 
 def _numbered(words: tuple[str, ...]) -> str:
-    """Words in one line of text, each after its number: "1. apple 2. boat"."""
+    """One line of text with the words, each after its number: "1. apple 2. boat"."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))

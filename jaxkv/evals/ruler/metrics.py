@@ -12,7 +12,7 @@ def cleaned(prediction: str) -> str:
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """Share of the references that occur in the prediction, in any case and also inside a word."""
+    """Share in [0, 1] of the references that occur in the prediction, in any case and also inside a word."""
     text = cleaned(prediction).lower()
     return sum(each.lower() in text for each in references) / len(references)
 

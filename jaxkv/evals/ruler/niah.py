@@ -78,7 +78,7 @@ class Needles(Recipe):
         return max(self.keys, self.queries) * self.values
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with needles hidden in a haystack of `size` units: words of an essay, or else lines."""
+        """Makes a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Draw:
@@ -133,7 +133,7 @@ class Needles(Recipe):
         ]
 
     def _places(self, size: int, count: int, rng: np.random.Generator) -> list[int]:
-        """For each needle, ascending: index of the sentence or line of the haystack that it stands before."""
+        """Ascending list, one per needle: index of the haystack's sentence or line before which the needle is put."""
         if self.depth is not None:
             return [round(self.depth * size)] * count
         if self.haystack == "essay":
@@ -157,7 +157,7 @@ class Needles(Recipe):
 
 
 def places_at(depths: list[int], size: int) -> list[int]:
-    """Sorted indices, among `size` sentences, of those at the given depths in percent; rounded down as in RULER."""
+    """Sorted list of sentence indices, among `size` sentences, at the given depths in percent; rounded down."""
     return sorted(int(size * (depth / 100)) for depth in depths)
 
 

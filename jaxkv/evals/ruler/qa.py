@@ -59,14 +59,14 @@ class Documents(Recipe):
         return max(len(each.context) for each in self.data.questions)
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with question `index` of the file (refused beyond its end) and `size` documents in random order."""
+        """Makes a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
         have = len(self.data.questions)
         require(index < have, "count", index + 1, f"the file has {have} questions: ask for so many at most")
         asked = self.data.questions[index]
         return self.write(asked, self.draw(asked, size, rng))
 
     def draw(self, asked: Asked, size: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """Indices of `size` documents in random order, the question's among them; repeated if there are too few."""
+        """Tuple of `size` document indices in random order, the question's own included; repeats if too few."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]
@@ -93,7 +93,7 @@ class Documents(Recipe):
 
 
 def read(folder: str | None, name: str) -> DataSet:
-    """`DataSet` from a task's file in `folder`: "qa_1" is SQuAD 2.0, "qa_2" HotpotQA with distractors.
+    """Reads the `DataSet` (questions, documents) of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a file in `folder`.
 
     A missing file is a FileNotFoundError that says what to put where; a file of another format is refused.
     """
@@ -114,7 +114,7 @@ def read(folder: str | None, name: str) -> DataSet:
 
 @functools.lru_cache(maxsize=2)
 def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
-    """`DataSet` from a file, checked and cached; a change of the file's size or time is a new cache entry."""
+    """`DataSet` (questions, documents) parsed from a file and checked; cached by the file's path, size and time."""
     content = json.loads(path.read_text("utf-8-sig"))
     found = _squad(content) if name == "qa_1" else _hotpot(content)
     texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
@@ -158,5 +158,5 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
 
 
 def _some(places: Sequence[int], count: int, rng: np.random.Generator) -> list[int]:
-    """Draws `count` of the given indices without replacement, in random order."""
+    """List of `count` of the given indices, drawn without replacement, in random order."""
     return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

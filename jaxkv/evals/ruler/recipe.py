@@ -59,20 +59,20 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a prompt whose haystack has `size` units: words, lines or documents.
+        """Makes a `Prompt` whose haystack has `size` units: words, lines or documents.
 
         `index` is the number of the sample, for recipes that read samples from a file.
         """
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; refuses if none.
+    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; else ValueError.
 
     A `length` that not even the smallest haystack fits is refused.
     """
 
     def taken(size: int) -> int:
-        """Number of tokens of a prompt with a haystack of `size` units and of its answer."""
+        """Number of tokens of a prompt with a haystack of `size` units and its answer; `fit` searches sizes by it."""
         return count(recipe.make(size, np.random.default_rng(0))) + recipe.new_tokens
 
     low = recipe.least
@@ -93,7 +93,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Makes prompts of one recipe that, with answers, take at most `length` tokens; `size` is that of haystacks."""
+    """Makes a recipe's prompts of at most `length` tokens, answers included, by a token counter and haystack size."""
 
     recipe: Recipe
     length: int
@@ -106,7 +106,7 @@ class Cell:
         return cls(recipe, length, count, fit(recipe, length, count))
 
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt of at most `length` tokens with its answer; makes the haystack smaller for long samples.
+        """Makes a `Prompt` of at most `length` tokens with its answer, shrinking the haystack; ValueError if none fits.
 
         A sample that does not fit with the smallest haystack is refused.
         """

@@ -63,7 +63,7 @@ class Ruler(QuestionTask):
         check_grid(self)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of samples, `count` for each task and length."""
+        """Makes a list of samples, `count` for each of the chosen RULER tasks at each prompt length."""
         lengths = lengths_for(params, self.lengths, usual=(4096,))
         wording, count, made = read_wording(self), counter(params), []
         for name in self.tasks:
@@ -79,13 +79,13 @@ class Ruler(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Share of the right answers that occur in the prediction; for qa_1 and qa_2 1 if any occurs, else 0."""
+        """Share in [0, 1] of the right answers that occur in the prediction; qa_1 and qa_2: 1 if any occurs, else 0."""
         metric = string_match_part if sample.group in FILES else string_match_all
         return metric(prediction, sample.answers)
 
 
 def check_grid(settings: Any) -> None:
-    """Refuses a wrong count, seed, wording or list of lengths, and a haystack file for the small wording."""
+    """Raises ValueError for a wrong count, seed, wording or length, and for a haystack file with the small wording."""
     require(settings.count >= 1, "count", settings.count, "make at least 1 sample")
     lengths = settings.lengths
     if lengths is not None:
@@ -99,7 +99,7 @@ def check_grid(settings: Any) -> None:
 
 
 def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]) -> tuple[int, ...]:
-    """Prompt lengths in tokens: `given`, or if that is None the `usual` ones within the model's positions.
+    """Tuple of prompt lengths in tokens: `given`, or if that is None the `usual` ones within the model's positions.
 
     If all usual lengths are longer, the model's number of positions. Given lengths that are longer are refused.
     """
@@ -111,7 +111,7 @@ def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Se
 
 
 def read_wording(settings: Any) -> Wording:
-    """`Wording` that a task's settings name, with the text of their haystack file if there is one.
+    """`Wording` (it draws prompts' random texts) that a task's settings name, with their haystack file's text, if any.
 
     A missing file is a FileNotFoundError; one without text is refused.
     """
@@ -129,7 +129,7 @@ def read_wording(settings: Any) -> Wording:
 
 
 def counter(params: LanguageModel) -> Counter:
-    """Function that counts the tokens of a `Prompt`, those of the chat template included."""
+    """Returns a function that counts the tokens of a `Prompt`, those of the chat template included."""
 
     def count(prompt: Prompt) -> int:
         return sum(map(len, ids_of(params.text, as_sample("count", "count", prompt, 1))))

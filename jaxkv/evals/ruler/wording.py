@@ -58,7 +58,7 @@ def pieces(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Splits a text into sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
+    """Splits a text into a list of sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
 
     RULER uses NLTK's Punkt, which needs a data file; on English prose, nearly all sentences are the same.
     """
@@ -82,36 +82,36 @@ class Wording(abc.ABC):
     words_to_count: ClassVar[int | float] = math.inf
 
     def draw(self, rng: np.random.Generator, kind: str, count: int) -> list[str]:
-        """Draws `count` texts of a kind ("words", "numbers" or "uuids"); words are distinct while there are enough."""
+        """Draws a list of `count` texts of a kind: "words" (distinct while there are enough), "numbers" or "uuids"."""
         return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
 
     @abc.abstractmethod
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` words; distinct while the wording has enough."""
+        """Draws a list of `count` random words; distinct while the wording has enough."""
 
     @abc.abstractmethod
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` numbers as texts; they may repeat."""
+        """Draws a list of `count` random numbers as texts; they may repeat."""
 
     @abc.abstractmethod
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` random identifiers as texts: UUIDs, or shorter ones in the small wording."""
+        """Draws a list of `count` random identifiers as texts: UUIDs, or shorter ones in the small wording."""
 
     @abc.abstractmethod
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct words, for lists in which words are counted."""
+        """Draws a list of `count` distinct random words, for prompts in which words are counted."""
 
     @abc.abstractmethod
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct words for coded texts."""
+        """Draws a list of `count` distinct random words, for coded texts."""
 
     @abc.abstractmethod
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Draws `count` names of variables; `short` ones are for solved examples."""
+        """Draws a list of `count` random names of variables; `short` ones are for solved examples."""
 
     @abc.abstractmethod
     def amount(self, rng: np.random.Generator) -> str:
-        """Draws one number, as text, that a variable is assigned."""
+        """Draws one random number, as text, that a variable is assigned."""
 
     @abc.abstractmethod
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
@@ -127,40 +127,40 @@ class Small(Wording):
     words_to_count = len(SMALL_WORDS)
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` nouns, distinct while the list lasts."""
+        """Draws a list of `count` random nouns, distinct while there are enough."""
         drawn: list[int] = []
         while len(drawn) < count:
             drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
         return [SMALL_WORDS[each] for each in drawn]
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` four-digit numbers as texts; the first digit is not 0."""
+        """Draws a list of `count` four-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(1000, 10000, count).tolist()]
 
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` texts of four digits, a hyphen and four digits."""
+        """Draws a list of `count` texts of four digits, a hyphen and four digits."""
         return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct nouns; refuses more than the list has."""
+        """Draws a list of `count` distinct nouns; ValueError if there are fewer."""
         few = "the small wording has no more words: ask for fewer tokens, or take the official one"
         require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
         return self.words(rng, count)
 
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct nouns; refuses more than the list has."""
+        """Draws a list of `count` distinct nouns; ValueError if there are fewer."""
         return self.plain(rng, count)
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Draws `count` nouns in capitals, as names of variables; `short` changes nothing."""
+        """Draws a list of `count` nouns in capitals, as names of variables; `short` changes nothing."""
         return [each.upper() for each in self.words(rng, count)]
 
     def amount(self, rng: np.random.Generator) -> str:
-        """Draws one four-digit number, as text."""
+        """Draws one four-digit number, as text, that a variable is assigned."""
         return self.numbers(rng, 1)[0]
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """Makes `size` sentences with random nouns of the list."""
+        """Makes a list of `size` sentences with random nouns."""
         forms = rng.integers(0, len(SENTENCES), size).tolist()
         nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
         return [
@@ -192,7 +192,7 @@ class Official(Wording):
         return " ".join((self._units * times)[at : at + size])
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct words made of an adjective, a hyphen and a noun."""
+        """Draws a list of `count` distinct words, each made of an adjective, a hyphen and a noun."""
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
@@ -200,29 +200,29 @@ class Official(Wording):
         return list(drawn)
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct nouns, adjectives and verbs; when those are used up, adjectives with nouns."""
+        """Draws a list of `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
         every = _every_word()
         drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return drawn + self.words(rng, count - len(drawn))
 
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` distinct words of six random lower-case letters."""
+        """Draws a list of `count` distinct words of six random lower-case letters."""
         return _letters(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` seven-digit numbers as texts; the first digit is not 0."""
+        """Draws a list of `count` seven-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(10**6, 10**7, count).tolist()]
 
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` version 4 UUIDs as texts."""
+        """Draws a list of `count` version 4 UUIDs as texts."""
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Draws `count` distinct names of five random capital letters, or of three if `short`."""
+        """Draws a list of `count` distinct names of five random capital letters, or of three if `short`."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
     def amount(self, rng: np.random.Generator) -> str:
-        """Draws one five-digit number, as text."""
+        """Draws one five-digit number, as text, that a variable is assigned."""
         return str(int(rng.integers(10000, 99999)))
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
@@ -237,7 +237,7 @@ def shipped(name: str) -> str:
 
 @functools.cache
 def word_lists() -> dict[str, list[str]]:
-    """Dict of the word lists that RULER draws from: "nouns", "adjectives" and "verbs"."""
+    """Dict of the word lists (nouns, adjectives, verbs) that RULER draws from, read from a packaged file; cached."""
     return json.loads(shipped("words.json.gz"))
 
 
@@ -248,7 +248,7 @@ def _every_word() -> list[str]:
 
 
 def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> list[str]:
-    """Draws `count` distinct strings of `size` random letters of `alphabet`."""
+    """Draws a list of `count` distinct strings of `size` random letters of `alphabet`."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
@@ -256,7 +256,7 @@ def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> 
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
-    """`Wording` named "official", whose essays are cut from `text`, or "small", which takes no text."""
+    """Makes the `Wording` named "official", with essays cut from `text`, or "small", without text; else ValueError."""
     require(name in ("official", "small"), "wording", name, "take 'official', or 'small' for tiny models")
     if name == "small":
         require(text is None, "wording", name, "its haystacks are made of its own words: take 'official' with a text")
