@@ -75,21 +75,21 @@ class OmniKV(Method):
 
     @property
     def _reads(self) -> FilteredReads:
-        """The part `read`: `FilteredReads` made of this policy's fields of the same names."""
+        """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
         return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
     @functools.cached_property
     def inner(self) -> Method | None:
-        """The base policy as an instance; None without a base."""
+        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, with filter layers that choose what is read."""
+        """Returns the base's `Parts`, or `Parts` that keep every row, plus `read`: filter layers choose tokens."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Returns this policy with `found` as filter layers if it has none, its base fitted; ValueError if unfit."""
+        """Returns this policy, base fitted, with filter layers (`found` if it has none); ValueError if unfit."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -131,7 +131,7 @@ class BrutalOffload(Method):
 
     @property
     def _reads(self) -> LoadedReads:
-        """The part `read`: `LoadedReads` made of `resident_layers` and `ahead`."""
+        """Makes `LoadedReads`, the config of upper layers' rows in host memory, of this policy's two fields."""
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:
