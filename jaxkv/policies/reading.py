@@ -82,7 +82,7 @@ class Reading:
 
     @property
     def loaded(self) -> int:
-        """Largest number of rows per kv head, over all layers, loaded from host memory at once; 0 if none offloads."""
+        """Largest number of rows per kv head, summed over layers, loaded from host memory at a time; 0 if none is."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -96,7 +96,7 @@ class Reading:
 
 
 def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Tuple of the layers that read every row: those below the first filter, filters, `adjacent` above each filter.
+    """Tuple of layers that read every row: all below the first filter, the filters, `adjacent` above each filter.
 
     Hao et al., OmniKV, section 4.1: (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
@@ -112,7 +112,7 @@ def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, 
 
 @runtime_checkable
 class Reads(Protocol):
-    """Protocol of the part `read`: while decoding, layers read chosen rows only, or rows held in host memory."""
+    """Protocol of a policy's config `read`: which rows layers read while decoding, and which lie in host memory."""
 
     @property
     def queries(self) -> int:
@@ -214,12 +214,12 @@ class FilteredReads(Value):
 
     @property
     def _least(self) -> int:
-        """Least number of tokens that a layer reads: the window's, or 1 with `Selector.LAST`."""
+        """Least number of tokens that a layer reads: `window`, or 1 with `Selector.LAST`."""
         return 1 if self.selector is Selector.LAST else self.window
 
     @property
     def queries(self) -> int:
-        """Number of a prompt's last queries that the cache stores: the window's; 0 with `Selector.LAST`."""
+        """Number of a prompt's last queries that the cache stores: `window`, or 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
     @property
@@ -255,7 +255,7 @@ class FilteredReads(Value):
 
     @property
     def _filters(self) -> tuple[int, ...]:
-        """Indices of the filter layers; raises ValueError if they are None."""
+        """Tuple of the filter layers' indices; raises ValueError if they are None."""
         remedy = "give them, such as (2, 8, 18); `generate` and `prefill` take those found for the model"
         require(self.filter_layers is not None, "filter_layers", None, remedy)
         return self.filter_layers or ()

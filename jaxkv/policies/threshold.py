@@ -15,7 +15,7 @@ _LARGEST, _REMEDY = 1e30, "give the least score of a row that stays"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThresholdHeads(HeadsAround):
-    """Head budgets by KVzap's rule: of the rows that inner `budgets` choose, keeps scores of at least `threshold`.
+    """Head budgets by KVzap's rule: of the rows that inner `budgets` choose, keep all scored at least `threshold`.
 
     Attributes:
         threshold: the least score of a row that stays. Rows that stay anyway, such as the window, may have less.
@@ -59,7 +59,7 @@ class ThresholdHeads(HeadsAround):
     def above(
         self, chosen: Bool[Array, "B K S"], scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
-        """Mask `[B, K, S]` of chosen rows at or above the threshold; number `[B, K]` of other candidates there."""
+        """Mask `[B, K, S]` of chosen rows scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
         high = scores >= jnp.float32(self.threshold)
         return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
 

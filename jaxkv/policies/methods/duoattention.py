@@ -58,7 +58,7 @@ class DuoAttention(Method):
         field(self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0)
 
     def kinds(self) -> tuple[tuple[bool, ...], ...]:
-        """Nested tuple of bools `[L][K]`, True for retrieval heads, the top of `pattern`; () without a pattern."""
+        """Nested tuple of bools `[L][K]`, True for retrieval heads (highest `pattern` numbers); () without any."""
         if self.pattern is None:
             return ()
         numbers = np.asarray(self.pattern)

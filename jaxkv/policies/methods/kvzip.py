@@ -86,7 +86,7 @@ class KVzip(Method):
         return Replay(**{name: getattr(self, name) for name in names})
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the second pass; `over`: they compete in the model, layer or kv head."""
+        """Returns `Parts`: scores by the second pass; rows compete within the model, a layer or kv head (`over`)."""
         heads: HeadBudgets = UniformHeads() if self.over == "head" else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
         keep = Keep(sinks=self.sinks)

@@ -84,12 +84,12 @@ class OmniKV(Method):
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, plus `read`: filter layers choose tokens."""
+        """Returns the base's `Parts` (or keep-all `Parts`) with `read`: filter layers choose tokens for upper ones."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Returns this policy, base fitted, with filter layers (`found` if it has none); ValueError if unfit."""
+        """Returns this policy with `found` as filter layers if it has none, its base fitted; ValueError if unfit."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -131,7 +131,7 @@ class BrutalOffload(Method):
 
     @property
     def _reads(self) -> LoadedReads:
-        """Makes `LoadedReads`, the config of upper layers' rows in host memory, of this policy's two fields."""
+        """Makes `LoadedReads`, the config by which upper layers' rows lie in host memory, of both fields."""
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:

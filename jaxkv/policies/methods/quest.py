@@ -72,7 +72,7 @@ class Quest(Method):
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, plus `read`: heads choose pages per token."""
+        """Returns the base's `Parts` (or keep-all `Parts`) with `read`: each kv head reads pages chosen per token."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
