@@ -77,7 +77,7 @@ class ByAttention(Rank, Value):
         field(self, "mean", flag)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of rows: their attention scores, divided by their ages if `mean`."""
+        """Ranks of rows, lowest evicted first: attention scores, divided by ages in tokens if `mean`."""
         return score / jnp.maximum(age, 1).astype(jnp.float32) if self.mean else score
 
 

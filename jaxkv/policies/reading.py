@@ -49,7 +49,7 @@ class Selector(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Static config of reads while decoding: each layer's filter layer or WHOLE, and the offloaded layers.
+    """Static config of which rows layers read while decoding: each layer's source, offloaded layers, sizes.
 
     Attributes:
         filters: layers that choose, ascending.
@@ -82,7 +82,7 @@ class Reading:
 
     @property
     def loaded(self) -> int:
-        """Largest number of rows per kv head, over all layers, loaded from host memory at once; 0 if none offloads."""
+        """Largest number of rows per kv head, summed over layers, loaded from host memory at a time; 0 if none is."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -96,7 +96,7 @@ class Reading:
 
 
 def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Indices of layers that read every row: below the first filter, the filters, and `adjacent` above each filter.
+    """Tuple of layers that read every row: all below the first filter, the filters, `adjacent` above each filter.
 
     Hao et al., OmniKV, section 4.1: (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
@@ -112,7 +112,7 @@ def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, 
 
 @runtime_checkable
 class Reads(Protocol):
-    """Protocol of the part `read`: while decoding, layers read chosen rows only, or rows held in host memory."""
+    """Protocol of a policy's config `read`: which rows layers read while decoding, and which lie in host memory."""
 
     @property
     def queries(self) -> int:
@@ -138,7 +138,7 @@ class Reads(Protocol):
         """
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config of which rows each layer reads, for prompts padded to `slots`.
+        """Returns `Reading`, the static config of which rows each layer reads, for prompts padded to `slots`.
 
         Args:
             layers: L.
@@ -155,7 +155,7 @@ class Reads(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredReads(Value):
-    """OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
+    """Config of OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
 
     Fields are those of `OmniKV`.
     """
@@ -198,7 +198,7 @@ class FilteredReads(Value):
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """Raises ValueError for `mem` beside a budget or a budget below the window; stores the default budget."""
+        """Raises ValueError for bad `mem`, `mem` and a budget, or too small a budget; stores the default budget."""
         mem, budget = self.mem, self.budget
         require(mem is None or budget is None, "mem", mem, f"it solves for the budget, which is {budget!r}: give one")
         if mem is not None:
@@ -214,12 +214,12 @@ class FilteredReads(Value):
 
     @property
     def _least(self) -> int:
-        """Least number of tokens that a layer reads: the window's, or 1 with `Selector.LAST`."""
+        """Least number of tokens that a layer reads: `window`, or 1 with `Selector.LAST`."""
         return 1 if self.selector is Selector.LAST else self.window
 
     @property
     def queries(self) -> int:
-        """Number of a prompt's last queries that the cache stores: the window's; 0 with `Selector.LAST`."""
+        """Number of a prompt's last queries that the cache stores: `window`, or 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
     @property
@@ -255,13 +255,13 @@ class FilteredReads(Value):
 
     @property
     def _filters(self) -> tuple[int, ...]:
-        """Indices of the filter layers; raises ValueError if they are None."""
+        """Tuple of the filter layers' indices; raises ValueError if they are None."""
         remedy = "give them, such as (2, 8, 18); `generate` and `prefill` take those found for the model"
         require(self.filter_layers is not None, "filter_layers", None, remedy)
         return self.filter_layers or ()
 
     def whole(self, layers: int) -> tuple[int, ...]:
-        """Indices of layers that read every row, ascending.
+        """Tuple of the indices, ascending, of layers that read every row.
 
         Args:
             layers: L.
@@ -281,7 +281,7 @@ class FilteredReads(Value):
         return (mem - whole) / (1 - whole)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a layer reads of a filter's choice: the budget in tokens.
+        """Number `[B]` of each prompt's tokens that a filter layer chooses: the budget, share or `mem` in tokens.
 
         Args:
             lengths: tokens of each prompt.
@@ -304,7 +304,7 @@ class FilteredReads(Value):
         return np.maximum(wanted, self._least) if grows else np.minimum(np.maximum(wanted, self._least), lengths)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config of filter layers, the layers that read their choices, and offloaded layers."""
+        """Returns `Reading`, the static config: filter layers, layers that read their choices, offloaded layers."""
         filters, whole = self._filters, self.whole(layers)
         return Reading(
             filters=filters,
@@ -322,7 +322,7 @@ class FilteredReads(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedReads(Value):
-    """BrutalOffload's reads: every layer reads every row, upper layers' rows are loaded from host memory.
+    """Config of BrutalOffload's reads: every layer reads every row, upper layers load theirs from host memory.
 
     Fields are those of `BrutalOffload`.
     """
@@ -343,7 +343,7 @@ class LoadedReads(Value):
         return np.asarray(lengths, np.int64)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config in which every layer reads every row and upper layers are offloaded."""
+        """Returns `Reading`, the static config: every layer reads every row, and upper layers are offloaded."""
         return Reading(
             filters=(),
             sources=(WHOLE,) * layers,

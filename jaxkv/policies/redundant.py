@@ -73,7 +73,7 @@ class Redundancy(WindowScorer):
         return jnp.where(before, weight * self.pooling(paid, before) - (1 - weight) * redundancy, 0.0)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: the observations, of which attention has been pooled already."""
+        """Scores `[B, K, S]`: the observations unchanged, since `observe` has pooled attention already."""
         return observed
 
 
@@ -83,12 +83,12 @@ def compares_keys(scorer: Scorer | None) -> bool:
 
 
 def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
-    """Softmax over the last axis of the elements `inside`; 0 for all others."""
+    """Softmax over the last axis among the elements in mask `inside`, 0 elsewhere; an array of the same shape."""
     return jnp.where(inside, jax.nn.softmax(jnp.where(inside, x, jnp.finfo(jnp.float32).min), axis=-1), 0.0)
 
 
 def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: float) -> Float[Array, " S"]:
-    """Mean cosine `[S]` of each key with its head's other keys; a row's last similar key counts as 0 for that row."""
+    """Mean cosine `[S]` of each key with its head's other keys; among a key's similar rows the last is not charged."""
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)

@@ -61,7 +61,7 @@ def policy_class(name: str, field: str = "policy") -> type[Method]:
 
 
 def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Method:
-    """Returns the policy of an argument: a policy, a name or class (with `options` as fields), or None for FullKV.
+    """Returns a policy instance, given itself, its name or class (made with fields `options`), or None for FullKV.
 
     Refusals call the argument `field`.
     """
@@ -83,7 +83,7 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
 def policy_for(
     given: Any, config: ModelConfig, filters: tuple[int, ...] | None = None, *, field: str = "policy"
 ) -> Method:
-    """Policy of an argument, as by `as_policy`, fitted to the model, `filters` as filter layers; ValueError if unfit.
+    """Returns a policy instance from one, a name, class or None, fitted to the model's layers; ValueError if unfit.
 
     Raises ValueError if the model cannot honour the policy.
     """

@@ -127,7 +127,7 @@ class BlockAttention(Value):
         field(self, "zeros", flag)
 
     def tokens(self, slots: int) -> int:
-        """Number of tokens of a block: `size`, cut to `slots - first` for prompts of fewer slots unless `zeros`."""
+        """Number of tokens of a block: `size`, or at most the padded prompt's length minus `first`, unless `zeros`."""
         return self.size if self.zeros else min(self.size, max(1, slots - self.first))
 
 
@@ -279,7 +279,7 @@ class Scorer(Protocol):
 
     @property
     def group(self) -> GroupReduce | str:
-        """Reduction of a kv head's query heads in `observe`, "mean" or "max"; a mesh applies it across devices."""
+        """`GroupReduce` or its value: how a kv head's query heads are reduced in `observe`, and over devices; MEAN."""
         return GroupReduce.MEAN
 
     @property
@@ -289,7 +289,7 @@ class Scorer(Protocol):
 
     @property
     def looks_at_end(self) -> bool:
-        """True if scores follow the attention of the prompt's last queries, so that a later question may lack rows.
+        """True if scores follow the attention of a prompt's last queries; by default, if `queries` is above 0.
 
         `jaxkv.prefill` then warns of documents whose question is still to come. A scorer that looks at these queries
         and keeps other rows nonetheless, by their worst case say, overrides this property.
@@ -335,7 +335,7 @@ def group_of(scorer: Scorer) -> GroupReduce:
 
 
 def looks_at_end(scorer: Scorer) -> bool:
-    """True if scores follow the attention of last queries; for a class without this property, if it reads any."""
+    """True if a scorer's scores follow last queries' attention; without the property, if `queries` is above 0."""
     return getattr(scorer, "looks_at_end", scorer.queries > 0)
 
 

@@ -9,7 +9,7 @@ from jaxkv.policies.topk import sortable, top
 
 
 def bounded(heads: HeadBudgets, devices: int) -> bool:
-    """True if `survivors` can bound the choice of these head budgets, with kv heads spread over `devices` devices."""
+    """True if `survivors` can tell early which rows these head budgets drop for certain, on `devices` devices."""
     heads = without_threshold(heads)
     own, outer = own_budgets(heads), heads
     while type(outer) is TwoStageHeads:
@@ -23,7 +23,7 @@ def bounded(heads: HeadBudgets, devices: int) -> bool:
 
 
 def rounding_rows(heads: HeadBudgets) -> int:
-    """Rows per head by which `survivors` may exceed the rows kept in the end: 1 where shares are rounded up, else 0."""
+    """Number of rows per head, 0 or 1, by which `survivors` may exceed the final rows: 1 if shares are rounded up."""
     own = own_budgets(heads)
     return int(isinstance(own, AdaptiveHeads) and own.alpha > 0)
 

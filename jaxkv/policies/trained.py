@@ -45,7 +45,7 @@ class KVzapGate(Gate):
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> KVzapWeights:
-        """`KVzapWeights` of one layer, with one linear map or two, read by the names of its tensors."""
+        """Reads one layer's `KVzapWeights`, of one linear map or two, from its named tensors."""
         if "weight" in found.stored:
             weight = found.take("weight", None, None)
             return KVzapWeights(weight=weight, bias=found.take("bias", len(weight)))
@@ -56,7 +56,7 @@ class KVzapGate(Gate):
 
     @classmethod
     def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
-        """Number of kv heads K and width of hidden states E, from one layer's weights."""
+        """Tuple of two ints from one layer's weights: number of kv heads K, width of hidden states E."""
         return len(weights.bias), (weights.weight if weights.inner is None else weights.inner).shape[1]
 
     def to_bytes(self) -> bytes:
@@ -104,7 +104,7 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> FastKVzipWeights:
-        """`FastKVzipWeights` of one layer, by the names of its tensors, query and key maps split by kv head."""
+        """Reads one layer's `FastKVzipWeights` from its named tensors, query and key maps split by kv head."""
         base = found.take("k_base", None, 1, None, None)[:, 0]
         heads, _, width = base.shape
         bias = found.take("b", heads, 1, None)[:, 0]
@@ -122,7 +122,7 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
-        """Number of kv heads K and width of hidden states E, from one layer's weights."""
+        """Tuple of two ints from one layer's weights: number of kv heads K, width of hidden states E."""
         return weights.k.shape[0], weights.k.shape[2]
 
     def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:

@@ -89,7 +89,7 @@ class FutureAttention(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries:
-        """Settings (`FutureQueries`) of the mean and covariance of queries after the text, which `observe` reads."""
+        """`FutureQueries` settings of the mean and covariance of queries after the text, which `observe` reads."""
         return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -133,7 +133,7 @@ def _product(axes: str, a: Array, b: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorstAttention(Scorer, Value):
-    """DefensiveKV's scorer: the largest attention any window query pays a row, times its value's share of norms.
+    """DefensiveKV's scorer: largest attention that a window query pays a row, times its value norm's share over heads.
 
     Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
     where it is less; then times the L1 norm of the value at the layer's output, over the sum of the kv heads' norms.
@@ -166,7 +166,7 @@ class WorstAttention(Scorer, Value):
 
     @property
     def two_stages(self) -> bool:
-        """True if there is a first stage, whose rows `first` ranks."""
+        """True if the scorer has a first stage, whose rows, ranked by `first`, stay before all others."""
         return self.stage != "none"
 
     @property
@@ -175,7 +175,7 @@ class WorstAttention(Scorer, Value):
         return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: largest pooled attention of any window query, times the value's share of norms."""
+        """Scores `[B, K, S]`: largest pooled attention of any window query, times value norm's share over kv heads."""
         if seen.norms is None or seen.norm_totals is None:
             raise TypeError("WorstAttention needs the norms of the values")
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)

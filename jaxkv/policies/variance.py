@@ -95,7 +95,7 @@ class VarianceLayers(LayerBudgets, Value):
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]` by the statistics F; at least 1% of the prompt, and all if the budget holds it."""
+        """Number of rows per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
         stat = finite(weights)
         xp = namespace(stat)
         budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
@@ -132,7 +132,7 @@ class VarianceLayers(LayerBudgets, Value):
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
-        """Integer rows per layer, each in [least, length], of sum `total`, computed from the statistics F."""
+        """Integer rows per layer `[L, N]`, each in [least, length], summing to `total`, by the variances F."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
@@ -140,7 +140,7 @@ class VarianceLayers(LayerBudgets, Value):
         return round_remainders(_scaled(self._claims(stat), total, least, length), total, length)
 
     def _claims(self, stat: Reals) -> Reals:
-        """Positive weights `[L, N]` in proportion to which rows are divided, from the statistics F of all layers."""
+        """Positive weights `[L, N]` of layers in the division of rows, from the variances F of all layers."""
         xp = namespace(stat)
         match self.statistic:
             case Statistic.UNIFORM:
@@ -164,7 +164,7 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
 
 
 def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
-    """Real rows per layer of sum `total`: clip(c * claims, least, most) with a common factor c.
+    """Real-valued rows per layer `[L, N]` of sum `total`: clip(c * claims, least, most) with a common factor c.
 
     Layers with negligible claims share the rows that the others cannot hold.
     """
@@ -203,7 +203,7 @@ class OfficialVarianceLayers(VarianceLayers):
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Rows chosen by score and most recent rows of each layer, two tables `[L, N]`, each truncated to integers.
+        """Two integer tables `[L, N]`, each truncated: rows to keep by score, and most recent rows, by layer.
 
         Args:
             budget: `[N]` rows per kv head and layer on average.
@@ -230,7 +230,7 @@ class OfficialVarianceLayers(VarianceLayers):
         return xp.clip(heavy + recent, xp.minimum(forced, length), length)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
-        """Number of most recent rows of each layer `[L, N]`, from the layers' statistics F."""
+        """Number `[L, N]` of most recent rows that each layer keeps of each prompt, by the variances F."""
         stat = finite(weights)
         xp = namespace(stat)
         return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]

@@ -59,7 +59,7 @@ def share_kept(removed: Any) -> str:
 
 
 def _refusal(name: str, fields: list[str], args: tuple[Any, ...], unknown: dict[str, Any]) -> TypeError:
-    """Makes the TypeError for the first argument that is positional, or that has an unknown name."""
+    """Makes, without raising it, the TypeError with a remedy for the first positional or unknown argument."""
     if args:
         given = shortened(args[0].__name__ if isinstance(args[0], type) else brief(args[0]))
         number = as_real(args[0]) is not None

@@ -14,7 +14,7 @@ _SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
 
 
 def check_shared(policy: Method, base: Method | None, remedy: str, *, but: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if `policy` sets a field of `Method`, outside `but`, to another value than its base has."""
+    """Raises ValueError if a field of `Method`, outside `but`, has neither its default nor the base policy's value."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
         its = default if base is None else getattr(base, name)
@@ -37,7 +37,7 @@ class Wrapper(Method):
 
     @functools.cached_property
     def inner(self) -> Method:
-        """The base policy as an instance; a base given by name, class or default takes this policy's shared fields."""
+        """Base policy as an instance, cached; if a name, class or default, made with this policy's shared fields."""
         if self.base is None and not self.usual:
             raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
         given = {name: getattr(self, name) for name in _SHARED}
@@ -60,7 +60,7 @@ class Wrapper(Method):
         """
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with some replaced; TypeError unless a subclass overrides it.
+        """Returns the base's `Parts` with some replaced; abstract: TypeError unless a subclass overrides it.
 
         Args:
             base: the base policy's parts.

@@ -18,7 +18,7 @@ from jaxkv.policies.scorer import Observed
 
 
 def _variance(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Unbiased variance of probabilities over the window's queries, padding queries left out; 0 for a single query."""
+    """Unbiased variance `[G, S]` of attention probabilities over the window's real queries; 0 for a single query."""
     exists = (position >= 0).astype(jnp.float32)[:, None]
     off = (p - mean_over_window(p, position)[:, None]) * exists
     return (off * off).sum(axis=1) / jnp.maximum(exists.sum() - 1, 1)
@@ -40,13 +40,13 @@ class VaryingAttention(WindowAttention):
         super().__post_init__()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` on each row, mean plus `gamma` times variance over queries, reduced over the group."""
+        """Attention `[B, K, S]` per row: mean plus `gamma` times variance over queries, reduced over query heads."""
         return self.reduced(seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceLayers(FromScores):
-    """CAKE's layer budgets: in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention; exact.
+    """CAKE's layer budgets: rows in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention.
 
     Rows that a layer does not have go to the others in even parts, as in the published code; whole rows are made by
     largest remainder, where that code rounds down and gives what is left to the first layers.
@@ -79,12 +79,12 @@ class PreferenceLayers(FromScores):
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:
-        """Logarithm `[B]` of the layer's preference: log(entropy) / tau1 + log(variance) / tau2."""
+        """Log weight `[B]` of one layer in dividing rows, from its heads' summed entropy and summed variance."""
         logs = jnp.log(jnp.maximum(heads.sum(axis=1), jnp.finfo(jnp.float32).tiny))
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to exp(`weights`)."""
+        """Number of rows per kv head `[L, N]` by layer and prompt: forced rows, the rest split by exp(`weights`)."""
         logs = finite(weights)
         weights = namespace(logs).exp(logs - logs.max(axis=0))
         return super().rows(budget, length, forced, layers=layers, window=window, weights=weights)
@@ -115,5 +115,5 @@ class CAKE(WindowMethod):
 
     @property
     def _scorer(self) -> VaryingAttention:
-        """The scorer `VaryingAttention` with this policy's fields."""
+        """Makes the scorer `VaryingAttention` of this policy's window, pooling, group, order and gamma."""
         return VaryingAttention(gamma=self.gamma, **vars(super()._scorer))

@@ -40,9 +40,9 @@ class CaM(WindowMethod):
 
     @property
     def _merge(self) -> ValueMerge:
-        """The merger `ValueMerge` with this policy's window, start and `expected`."""
+        """Makes the merger `ValueMerge` of this policy's `window`, `start` and `expected`."""
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the window's attention and add shares of values to later ones."""
+        """Returns `Parts`: scores by the window's attention; `ValueMerge` adds shares of values to later tokens'."""
         return self.observed(merge=self._merge)

@@ -49,7 +49,7 @@ class ValueCapacity(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries:
-        """Settings (`FutureQueries`) of the mean query after the text, which `observe` reads."""
+        """`FutureQueries` settings of the mean query after the text (no covariance), which `observe` reads."""
         return FutureQueries(skip=self.sinks, covariance=False)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -82,7 +82,7 @@ class ValueCapacity(Scorer, Value):
 
 
 def _unit(rows: Float[Array, "N D"]) -> Float[Array, "N D"]:
-    """Rows in float32 with an L2 norm of 1; zeros stay."""
+    """Vectors `[N, D]` in float32, each divided by its L2 norm; zero vectors stay zero."""
     wide = rows.astype(jnp.float32)
     return wide / jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1, keepdims=True)), 1e-12)
 

@@ -52,12 +52,12 @@ class ChunkKV(Wrapper):
 
     @property
     def heads(self) -> ChunkedHeads:
-        """`ChunkedHeads` of this policy: chunks of `chunk` rows, and, if `gated`, `peaks` rows of uneven ones."""
+        """Makes `ChunkedHeads`, head budgets that keep whole chunks, of `chunk` and (if `gated`) `peaks`."""
         chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
         return ChunkedHeads(chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None)
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases with head budgets of their own, nested layers, or rows evicted one by one."""
+        """Checks the base policy; raises ValueError if it sets head budgets, nests layers, or evicts row by row."""
         plain = type(parts.heads) in (UniformHeads, SharedHeads)
         require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
         require(
@@ -66,5 +66,5 @@ class ChunkKV(Wrapper):
         require(not parts.evicts, "base", base, "rows that go one by one are in no chunk: give mode='prefill'")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with kv heads that keep the same whole chunks."""
+        """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of rows."""
         return dataclasses.replace(base, heads=self.heads)

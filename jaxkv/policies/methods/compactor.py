@@ -37,11 +37,11 @@ class BlockAndLeverage(Scorer, Value):
 
     @property
     def draws(self) -> bool:
-        """True if keys are projected at random: if `blending` is not 0."""
+        """True if `observe` draws a random projection of keys: if `blending` is above 0."""
         return self.blending > 0
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: Z-scores of block attention times value norm, plus `blending` times those of leverage."""
+        """Scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times that of leverage."""
         assert seen.blocks is not None and seen.unrotated is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = (index >= self.blocks.first) & (index < (seen.length - self.blocks.last)[:, None, None])
@@ -67,7 +67,7 @@ def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S
 
 
 def _normalised(x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None) -> Float[Array, "B K S"]:
-    """Z-scores `[B, K, S]` over all kv heads' rows in mask `counts`; other rows get arbitrary numbers."""
+    """Z-scores `[B, K, S]` of `x` over the rows in mask `counts` of all kv heads; other rows get arbitrary numbers."""
 
     def summed(each: Array) -> Array:
         return total(jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K")

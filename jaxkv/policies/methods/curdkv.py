@@ -20,7 +20,7 @@ _MOST = 1e30
 
 
 class Leverage(enum.Enum):
-    """Enum of which leverage scores count: of KEY, of VALUE, their AVERAGE or their PRODUCT."""
+    """Enum of the leverage that CurDKV scores rows by: of the KEY, of the VALUE, their AVERAGE or their PRODUCT."""
 
     KEY = "key"
     VALUE = "value"
@@ -48,7 +48,7 @@ class LocalLeverage(Scorer, Value):
         field(self, "local_window", whole, "compare windows of at least 1 row")
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: leverage of keys, values or both, as `leverage` says, divided by its sum in the head."""
+        """Scores `[B, K, S]`: leverage of keys, values or both (`leverage`), normalised to sum 1 in each kv head."""
         k, v = (self._shares(rows, seen.length) for rows in (seen.k, seen.v))
         score = {
             Leverage.KEY: k,
@@ -60,7 +60,7 @@ class LocalLeverage(Scorer, Value):
         return score / jnp.where(total > 0, total, 1.0)
 
     def _shares(self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Squared L2 norm of each row over the sum in its block of `local_window` rows; 0 where that sum is 0."""
+        """Squared L2 norm `[B, K, S]` of each key (or value) over its sum in the block of `local_window` rows."""
         slots = rows.shape[2]
         size = min(self.local_window, slots)
         inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]

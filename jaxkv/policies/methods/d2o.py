@@ -63,7 +63,7 @@ class D2O(HeavyMethod):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` of cumulative attention, layer budgets and merging; with `official`, the published code's."""
+        """Returns `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
         scorer = CumulativeAttention()
         if self.official:
             return self.attended(scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE)

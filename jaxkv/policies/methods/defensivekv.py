@@ -60,5 +60,5 @@ class LayerDefensiveKV(DefensiveKV):
     paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """Returns DefensiveKV's `Parts` with one budget for the kv heads of all layers."""
+        """Returns DefensiveKV's `Parts` with one budget, for which the kv heads of all layers compete."""
         return dataclasses.replace(super().parts(), layers=GlobalLayers())

@@ -58,7 +58,7 @@ class DuoAttention(Method):
         field(self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0)
 
     def kinds(self) -> tuple[tuple[bool, ...], ...]:
-        """Bools `[L][K]`, True for retrieval heads: scores from the quantile `sparsity` up; () without a pattern."""
+        """Nested tuple of bools `[L][K]`, True for retrieval heads (highest `pattern` numbers); () without any."""
         if self.pattern is None:
             return ()
         numbers = np.asarray(self.pattern)

@@ -43,7 +43,7 @@ class GlobalBudget(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases with layer budgets, heads that keep the same positions, or rolling positions."""
+        """Checks the base policy; ValueError if it sets layer budgets, its heads share positions or positions roll."""
         require(parts.layers == UniformLayers(), "base", base, "its layers have budgets of their own already")
         own = own_budgets(parts.heads)
         competes = own is not None or isinstance(inner_budgets(parts.heads), UniformHeads)
@@ -55,7 +55,7 @@ class GlobalBudget(Wrapper):
             require(said, name, mine, f"the base's heads have their own, {own}: give it there only")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with one budget for which the kv heads of all layers compete."""
+        """Returns the base's `Parts` with `GlobalLayers`: the kv heads of all layers compete for one budget."""
         heads = base.heads
         if own_budgets(heads) is None:
             heads = within_stages(heads, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity))

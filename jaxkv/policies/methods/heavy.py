@@ -38,7 +38,7 @@ class _Streaming(Method):
         field(self, "mode", choice, Mode)
 
     def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Returns `Parts` of an attention scorer; sinks and newest token stay; streaming evicts by scorer's rank."""
+        """Returns `Parts` with this scorer; keeps sinks and newest token; streaming evicts by the scorer's rank."""
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
@@ -59,7 +59,7 @@ class HeavyMethod(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by cumulative attention, and keep the share `recent` for recent tokens."""
+        """Returns `Parts` that score rows by cumulative attention, and reserve the share `recent` for last tokens."""
         return self.attended(CumulativeAttention(), recent=self.recent)
 
 

@@ -75,16 +75,16 @@ class OmniKV(Method):
 
     @property
     def _reads(self) -> FilteredReads:
-        """The part `read`: `FilteredReads` made of this policy's fields of the same names."""
+        """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
         return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
     @functools.cached_property
     def inner(self) -> Method | None:
-        """The base policy as an instance; None without a base."""
+        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, with filter layers that choose what is read."""
+        """Returns the base's `Parts` (or keep-all `Parts`) with `read`: filter layers choose tokens for upper ones."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
@@ -131,7 +131,7 @@ class BrutalOffload(Method):
 
     @property
     def _reads(self) -> LoadedReads:
-        """The part `read`: `LoadedReads` made of `resident_layers` and `ahead`."""
+        """Makes `LoadedReads`, the config by which upper layers' rows lie in host memory, of both fields."""
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:

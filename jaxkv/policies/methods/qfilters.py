@@ -35,11 +35,11 @@ class FilteredKeys(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries | None:
-        """Settings (`FutureQueries`) of the prompt's query statistics, read without filters of the model; else None."""
+        """`FutureQueries` settings of the prompt's query statistics, read without given filters; else None."""
         return FutureQueries() if self.filters is None else None
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: minus the dot product of a row's key and its head's filter; ValueError for bad sizes."""
+        """Scores `[B, K, S]`: minus the dot product of key and head's filter; ValueError for filters of other sizes."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
         if self.filters is None:
             mine = -_main_direction(seen)
@@ -50,7 +50,7 @@ class FilteredKeys(Scorer, Value):
         return -jnp.einsum("bksd,bkd->bks", keys, jnp.broadcast_to(mine, (len(keys), heads, dim)), precision="highest")
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for filters of a model of other sizes."""
+        """Raises ValueError if given filters have other sizes than the model; passes without filters."""
         if self.filters is not None:
             self.filters.require_fits(config)
 
@@ -94,9 +94,9 @@ class QFilters(Method):
 
     @property
     def _scorer(self) -> FilteredKeys:
-        """The scorer (`FilteredKeys`) with this policy's filters."""
+        """Makes the scorer `FilteredKeys` of this policy's filters; without filters, it finds them in each prompt."""
         return FilteredKeys(filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the dot product of key and filter."""
+        """Returns `Parts` that score rows by minus the dot product of their key and their head's filter vector."""
         return self.compose(scorer=self._scorer)

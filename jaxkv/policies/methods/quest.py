@@ -63,16 +63,16 @@ class Quest(Method):
 
     @property
     def _reads(self) -> PagedReads:
-        """The part `read`: `PagedReads` made of `page`, `dense_layers` and `budget`."""
+        """Makes `PagedReads`, the config of reading pages of rows while decoding, of this policy's fields."""
         return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=self.budget)
 
     @functools.cached_property
     def inner(self) -> Method | None:
-        """The base policy as an instance; None without a base."""
+        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, whose layers read pages chosen at each token."""
+        """Returns the base's `Parts` (or keep-all `Parts`) with `read`: each kv head reads pages chosen per token."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 

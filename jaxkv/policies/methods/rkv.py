@@ -44,7 +44,7 @@ class RKV(Method):
 
     @property
     def _scorer(self) -> Redundancy:
-        """The scorer `Redundancy` with this policy's fields."""
+        """Makes the scorer `Redundancy` of this policy's `window`, `pooling`, `mix_lambda` and `threshold`."""
         weights = {"mix_lambda": self.mix_lambda, "threshold": self.threshold}
         return Redundancy(window=self.window, pooling=self.pooling, **weights)
 

@@ -38,11 +38,11 @@ class WindowMethod(Method):
 
     @property
     def _scorer(self) -> WindowAttention:
-        """The scorer `WindowAttention` with this policy's window, pooling, group and order."""
+        """Makes the scorer `WindowAttention` of this policy's window, pooling, group and order."""
         return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
 
     def observed(self, **parts: Any) -> Parts:
-        """Returns `Parts` of the window's scorer, sinks, window and layer budgets; `parts` are other `Parts` fields."""
+        """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives further fields."""
         keep = Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, layers=self.allocation, **parts)
 
