@@ -162,7 +162,7 @@ class _Choices:
             self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])
 
     def masks(self) -> Bool[np.ndarray, "L K n"]:
-        """Masks `bool[L, K, n]` of all layers' kept rows; called after `look` at the last layer."""
+        """Masks `bool[L, K, n]` of all layers' kept rows, after the last `look`; chosen here if budgets use scores."""
         if self.waiting and self.parts.layers.joint:
             rows, recent = self._tables()
             self._choose([self.waiting], rows[:1], recent[:1])

@@ -206,7 +206,7 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """Number of weights >= `least` x their query's largest, by head; sums of weights by bins `[B, n, n]`, head mean."""
+    """Tuple: counts of weights >= `least` x their query's largest `[B, K, G]`; sums of weights by bins `[B, n, n]`."""
     queries = q.shape[3]
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, queries)

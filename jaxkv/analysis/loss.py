@@ -157,7 +157,7 @@ def eviction_loss(
 
 
 class LossMeasure(PolicyMeasure):
-    """`Measure` class behind `eviction_loss`; refuses policies that merge rows or renumber positions."""
+    """`Measure` class behind `eviction_loss`: loss, bound; refuses policies that merge rows or renumber positions."""
 
     least_following = 1
 
