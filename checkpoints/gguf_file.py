@@ -76,7 +76,7 @@ class GgufFile:
         self.tokenizer = self._read_tokenizer()
 
     def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Part `index` of a tensor, dequantised, in Hugging Face's row order; reads only the heads that it needs."""
+        """Part `index` of a tensor as float32, dequantised, in Hugging Face's row order; reads only the heads in it."""
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:

@@ -61,7 +61,7 @@ class Text:
         return self.count - self.prompt
 
     def masks(self, policies: Sequence[Method], layer: int) -> Bool[Array, "B K S n"]:
-        """Masks `bool[B, K, S, n]`, on the mesh, of rows each policy keeps in one layer; last, of all prompt rows."""
+        """Masks `bool[B, K, S, n]` (on the mesh) of rows each policy keeps in one layer; the last: all prompt rows."""
         heads = next(iter(self.rows.values())).shape[1]
         out = np.zeros((heads, self.slots, len(policies) + 1), bool)
         for at, policy in enumerate(policies):
@@ -158,7 +158,7 @@ def measured(
     key: int | Array | None = 0,
     begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
-    """Runs each text under full attention; returns one `Figure` per measurement in a list; ValueError if not finite.
+    """Runs texts under full attention; returns one `Figure` per measurement in a list; ValueError for non-finite ones.
 
     If measurements have policies, each text without its `following` last tokens is run once more, for all policies
     together. `key` is for policies that draw; `begin` is called before each text with its index and number of tokens.

@@ -204,7 +204,7 @@ def _make(folder: Path) -> None:
 
 
 def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int) -> list[list[int]]:
-    """List of each text's token ids cut to --tokens; ValueError if that exceeds the model or a text is too short."""
+    """List of each text's token ids cut to --tokens; ValueError for more than the model takes, or texts too short."""
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")

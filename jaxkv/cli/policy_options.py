@@ -90,7 +90,7 @@ def _own_options_of(cls: type[Method]) -> dict[str, Option]:
 
 
 def _meaningful(cls: type[Method]) -> set[str]:
-    """Set of names of a policy class's fields that have an effect; without those on dropping if it drops no rows."""
+    """Set of names of a policy class's fields that have an effect; none on dropped rows if it drops no rows."""
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
         return names if takes_budget(cls) else names - {"budget", "min_budget"}
