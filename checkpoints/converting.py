@@ -143,7 +143,7 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Starts or resumes a conversion's folder; returns `Entry`s already written, by name; ValueError if another's."""
+    """Dict of `Entry`s of tensors written earlier; starts folder and journal; ValueError if another conversion's."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:

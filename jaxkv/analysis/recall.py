@@ -148,7 +148,7 @@ class RecallMeasure(PolicyMeasure):
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Tuple of one array `[H, w, C + 1]`: queries' attention on rows kept by each of C policies, then on all."""
+        """Tuple of one array `[H, w, C + 1]`: queries' attention on rows C policies keep, last on all prompt rows."""
         q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
