@@ -188,7 +188,7 @@ class _Worker:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a mapping to a dict for JSON; TypeError for other types."""
+    """Dict of a mapping, for `json.dumps` to write (its `default`); TypeError for any other type."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is neither text nor a number, a list or an object")

@@ -53,7 +53,7 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes any checkpoint as an Orbax folder that `jaxkv.load` can read, and returns its path.
+    """Writes a checkpoint of any format as an Orbax folder for `jaxkv.load`, resuming a stopped run; returns its path.
 
     One tensor is in memory at a time. Until the last one is written, all files are in `target` + ".partial", which
     cannot be loaded; a conversion that was stopped resumes there, after verifying the files it finds.
@@ -133,7 +133,7 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _identity(checkpoint: Checkpoint) -> str:
-    """SHA-256 hash of a checkpoint's config, its files' sizes and times, and its tensors' names, shapes and dtypes."""
+    """SHA-256, as text, of a checkpoint's config, files' sizes and times, and tensors' names, shapes and dtypes."""
     path = checkpoint.path
     files = sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)) if path.is_dir() else [path]
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -143,7 +143,7 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Entries of tensors that an earlier run wrote; starts folder and journal; ValueError for another conversion's."""
+    """Dict of `Entry`s of tensors written earlier; starts folder and journal; ValueError if another conversion's."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -184,7 +184,7 @@ def _is_good(part: Path, entry: Entry) -> bool:
 
 
 def _write(part: Path, name: str, array: np.ndarray) -> Entry:
-    """Writes one tensor and its line in the journal; returns its manifest entry."""
+    """Writes one tensor, in place of an older one, and its line in the journal; returns its manifest `Entry`."""
     place = part / TENSORS / name
     _remove(place)  # written by a run that ended before it noted it, or changed since
     try:

@@ -245,7 +245,7 @@ def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
 
 
 def _hub_remedy(error: Exception) -> str:
-    """Remedy text for an error raised by the Hugging Face hub's client."""
+    """Text that says what to do about an error of the Hugging Face hub's client."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

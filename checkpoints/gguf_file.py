@@ -52,7 +52,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        """Opens the file and reads its metadata; weights are read later.
+        """Opens the file and reads its metadata, not its weights; ValueError if it is corrupt or unsupported.
 
         Raises:
             ValueError: where the file is missing, truncated or corrupt, or its architecture is not built.
@@ -76,7 +76,7 @@ class GgufFile:
         self.tokenizer = self._read_tokenizer()
 
     def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Part `index` of a tensor, dequantised, in Hugging Face's row order; reads only the heads that it needs."""
+        """Part `index` of a tensor as float32, dequantised, in Hugging Face's row order; reads only the heads in it."""
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
@@ -145,7 +145,7 @@ class GgufFile:
         return value
 
     def _read_config(self) -> dict[str, Any]:
-        """Config from the metadata, under the keys of a Hugging Face `config.json`; ValueError if unsupported."""
+        """Dict with the keys of a Hugging Face `config.json`, from the metadata; ValueError if unsupported."""
         arch, heads, embed = self._arch, self._hyper("attention.head_count"), self._hyper("embedding_length")
         require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
         head_dim = self._hyper("attention.key_length", embed // heads)
@@ -190,7 +190,7 @@ class GgufFile:
         return config
 
     def _ids(self) -> dict[str, int | None]:
-        """Ids of the special tokens by kind (bos, eos, eot, pad, unk); None for a kind without id or sound default."""
+        """Dict of special token ids by kind (bos, eos, eot, pad, unk); None for one without id or sound default."""
         ids = {kind: self._get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
         # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
         if self._get("tokenizer.ggml.model", kind=str) == "llama":

@@ -32,12 +32,12 @@ _MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = 256 << 20, 8 <
 
 
 class _Corrupt(Exception):
-    """Error for a corrupt file; the caller adds the file's name to its text."""
+    """Exception for a corrupt GGUF file; `read` turns it into a ValueError that names the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """Location, shape and quantisation type of a tensor in a GGUF file.
+    """Location, shape and quantisation type of a tensor in a GGUF file; `data` and `rows` read it as stored.
 
     Attributes:
         name: llama.cpp's name.
@@ -59,7 +59,7 @@ class GgufTensor:
 
     @property
     def data(self) -> np.ndarray:
-        """The whole stored array read from the file: numbers, or the bytes of quantised rows."""
+        """Whole stored array read from the file, numbers or quantised bytes; ValueError if the file is shorter."""
         return self._read(0, math.prod(self.stored)).reshape(self.stored)
 
     def rows(self, first: int, last: int) -> np.ndarray:
@@ -192,7 +192,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
 
 
 def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
-    """`GgufTensor` of a tensor at byte `at` of the file, and its size in bytes; raises `_Corrupt` if it is unsound."""
+    """Pair of the `GgufTensor` at byte `at` of the file and its size in bytes; raises `_Corrupt` if it is unsound."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}

@@ -97,7 +97,7 @@ class GgufTokenizer:
         return tokenizer
 
     def _added(self, *, special: bool) -> list[Any]:
-        """`AddedToken`s to match whole in text: control and special tokens if `special`, else user-defined ones."""
+        """List of `AddedToken`s matched whole: control and special tokens if `special`, else user-defined ones."""
         from tokenizers import AddedToken
 
         chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}
@@ -108,7 +108,7 @@ class GgufTokenizer:
 
 
 def _byte_level(spec: GgufTokenizer) -> Any:
-    """Builds the byte-level BPE tokenizer of a vocabulary of kind "gpt2"."""
+    """Builds the byte-level BPE `Tokenizer` of a "gpt2" vocabulary; ValueError for an unknown pre-tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = spec.pre or "default"
@@ -128,7 +128,7 @@ def _byte_level(spec: GgufTokenizer) -> Any:
 
 
 def _sentencepiece(spec: GgufTokenizer) -> Any:
-    """Builds the sentencepiece BPE tokenizer of a vocabulary of kind "llama"."""
+    """Builds the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for unsound tokens or scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(len(spec.scores) == len(spec.tokens), "scores", len(spec.scores), "sentencepiece needs one per token")

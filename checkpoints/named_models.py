@@ -165,14 +165,14 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
-    """All `Manifest`s in the package, by model name; cached."""
+    """Dict of all named models' `Manifest`s by model name, read from the package; cached."""
     folder = resources.files(__package__) / "manifests"
     parsed = (_parse(json.loads(file.read_text("utf-8"))) for file in folder.iterdir() if file.name.endswith(".json"))
     return {each.name: each for each in parsed}
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
-    """Builds a `Manifest` from its parsed JSON."""
+    """Builds a `Manifest` from its parsed JSON; ValueError for a source that is neither wheel nor folder."""
     source = dict(raw["source"])
     kind = source.pop("kind")
     remedy = f"the manifest of {raw['name']} must name a wheel or folder"

@@ -180,12 +180,12 @@ class Entry:
         return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind)
 
     def json(self) -> dict[str, Any]:
-        """Shape, dtype and checksum of the entry as a dictionary for the manifest."""
+        """Shape, dtype and CRC-32 of the entry as a dictionary for the manifest."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
 def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
-    """`Entry` of each array in the value of a manifest, by name; ValueError for an unsound value.
+    """Dict from array name to validated `Entry`, from a manifest's description of arrays; ValueError if unsound.
 
     Raises:
         ValueError: where `said`, the manifest's value, is not that.

@@ -40,7 +40,7 @@ SINGLE = "model.safetensors"
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """`StoredTensor`s of a safetensors file by name, in file order, from its validated header.
+    """Dict of a safetensors file's `StoredTensor`s by name, in file order, from its validated header.
 
     Raises:
         ValueError: where the file is missing, truncated or corrupt, or names a tensor twice.
@@ -92,7 +92,7 @@ def _read_eight_bits(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """`StoredTensor`s of all safetensors files in a Hugging Face folder by name, from their validated headers.
+    """Dict of `StoredTensor`s by name, of all safetensors files in a Hugging Face folder; reads only their headers.
 
     Raises:
         ValueError: where there are no safetensors, or a listed file or tensor is missing or truncated.

@@ -42,7 +42,7 @@ def _bound_time(seconds: float) -> None:
 
 
 def _compile(source: str) -> Any:
-    """Compiles Jinja source in a sandbox, with Hugging Face's settings; returns the template."""
+    """Compiles Jinja source in a sandbox, with Hugging Face's settings; returns the Jinja template."""
     import datetime
 
     import jinja2.ext

@@ -89,7 +89,7 @@ def budgets(
     following: int = 0,
     key: int | Array | None = 0,
 ) -> Budgets:
-    """Runs texts through a model and counts the rows that policies keep, as a `Budgets`.
+    """Runs texts through a model and counts rows that policies keep, by budget, layer and kv head; returns `Budgets`.
 
     Args:
         params: from `jaxkv.load`.

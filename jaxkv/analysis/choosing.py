@@ -35,7 +35,7 @@ Policies = Mapping[str, PolicyLike] | Sequence[PolicyLike]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Every policy at every budget (`cells[policy][budget]`), with the policies' `names` and the `budgets`."""
+    """Policies with each of several budgets set (`cells[policy][budget]`), with the policies' `names` and `budgets`."""
 
     names: tuple[str, ...]
     budgets: tuple[Budget, ...]
@@ -74,7 +74,7 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
 
 
 def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
-    """Policy of this budget, from a policy, class or name; a ValueError's text is prefixed with `name`."""
+    """Policy with its budget set to `budget`, from a policy, class or name; a ValueError's text begins with `name`."""
     try:
         return with_budget(as_policy(policy), budget)
     except ValueError as error:
@@ -162,7 +162,7 @@ class _Choices:
             self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])
 
     def masks(self) -> Bool[np.ndarray, "L K n"]:
-        """Masks `bool[L, K, n]` of all layers' kept rows; called after `look` at the last layer."""
+        """Masks `bool[L, K, n]` of all layers' kept rows, after the last `look`; chosen here if budgets use scores."""
         if self.waiting and self.parts.layers.joint:
             rows, recent = self._tables()
             self._choose([self.waiting], rows[:1], recent[:1])
@@ -173,7 +173,7 @@ class _Choices:
         return np.stack(self.chosen)
 
     def _tables(self) -> tuple[Table, Table]:
-        """Numbers of rows to keep, and of most recent rows among them, each `[L, B]`; for budgets without scores."""
+        """Two int tables `[L, B]` by layer and sequence: rows to keep, and how many of them are the most recent."""
         assert self.told.rows is not None and self.told.recent is not None
         return self.told.rows, self.told.recent
 

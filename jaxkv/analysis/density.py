@@ -51,7 +51,7 @@ class Density(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path, layers: Sequence[int] | None = None) -> None:
-        """Writes a picture: maps of mean weights for up to five layers; variance and share of large weights by layer.
+        """Writes a picture file: maps of mean weights of up to 5 layers; variance and share of large weights by layer.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -121,7 +121,7 @@ class Density(Figure):
 
 
 def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = _BINS) -> Density:
-    """Runs texts through a model and measures how evenly each layer's attention is spread, as a `Density`.
+    """Measures how evenly each layer's attention is spread (variance, % large weights, maps); returns `Density`.
 
     Args:
         params: from `jaxkv.load`.
@@ -143,7 +143,7 @@ def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.
 
 
 class DensityMeasure(Measure):
-    """`Measure` class behind `density`: uses all queries of each layer and the attention that each key receives."""
+    """`Measure` class behind `density`: variance of attention over keys, share of large weights, binned weights."""
 
     def __init__(self, *, least: float = 0.01, bins: int = _BINS):
         remedy = "give a share of a query's largest weight, above 0 and below 1"
@@ -151,12 +151,12 @@ class DensityMeasure(Measure):
         self.bins = _checks.whole("bins", bins, f"give 1 to {_MOST_BINS} bins", most=_MOST_BINS)
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` that request all queries and the attention each key receives; ValueError for a single token."""
+        """`Needs` (prefill outputs to request): all queries, attention each key receives; ValueError for one token."""
         require(text.count > 1, "texts", f"{text.count} tokens", "a variance needs two tokens: give longer texts")
         return Needs(queries=text.slots, sums=True)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Arrays of a layer: variances and shares of large weights `[H]`, weights summed by bins `[n, n]`."""
+        """Tuple of a layer's arrays: variances, shares of large weights (both `[H]`), weights by bins `[n, n]`."""
         q, positions = layer.last(text.slots)
         assert layer.out.sums is not None
         count, mass = _dense(
@@ -174,7 +174,7 @@ class DensityMeasure(Measure):
         return variance, host(count)[0].reshape(-1) / pairs, host(mass)[0]
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of a text: variances and shares of large weights `[L, H]`, mean weight by bins `[L, n, n]`."""
+        """Tuple of a text's arrays: variances, shares of large weights (both `[L, H]`), mean weights `[L, n, n]`."""
         variance, dense, mass = (np.stack(each) for each in zip(*layers, strict=True))
         return variance, dense, mass / np.maximum(_pairs(text.count, self.bins), 1)
 
@@ -206,7 +206,7 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """Number of weights >= `least` x their query's largest, by head; sums of weights by bins `[B, n, n]`, head mean."""
+    """Tuple: counts of weights >= `least` x their query's largest `[B, K, G]`; sums of weights by bins `[B, n, n]`."""
     queries = q.shape[3]
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, queries)
@@ -235,5 +235,5 @@ def _dense(
 
 
 def _in_bins(at: Int[Array, " n"], count: Int[Array, ""], bins: int) -> Float[Array, "n bins"]:
-    """One-hot matrix of the bin of each position, for a text of `count` tokens cut into `bins` bins."""
+    """One-hot float matrix `[n, bins]` of each position's bin, for a text of `count` tokens cut into `bins` bins."""
     return ((at * bins // count)[:, None] == jnp.arange(bins, dtype=jnp.int32)).astype(jnp.float32)

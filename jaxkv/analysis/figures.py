@@ -39,7 +39,7 @@ class Figure(abc.ABC):
         """
 
     def _repr_png_(self) -> bytes | None:
-        """Bytes of the picture as png, which Jupyter shows; None, for text instead, without matplotlib."""
+        """Bytes of the picture as PNG, for Jupyter to show; None without matplotlib."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 self.picture(path := Path(folder) / "figure.png")

@@ -108,7 +108,7 @@ def _logarithms(peak: Float[Array, "B K S"], count: int) -> Float[np.ndarray, "n
 
 
 class _Sums:
-    """One layer's least squares as float64 sums X^T X and X^T Y: X hidden states with a 1 behind each, Y scores."""
+    """Accumulator of one layer's least-squares sums X^T X, X^T Y in float64: X hidden states beside a 1, Y scores."""
 
     def __init__(self, embed: int, heads: int):
         """Sets all sums to zero, for hidden states of size `embed` and scores of `heads` kv heads."""
@@ -116,7 +116,7 @@ class _Sums:
         self.xx, self.xy = np.zeros((embed + 1, embed + 1)), np.zeros((embed + 1, heads))
 
     def add(self, hidden: Float[np.ndarray, "n E"], scores: Float[np.ndarray, "n K"]) -> None:
-        """Adds the products of one text's hidden states and scores to the sums."""
+        """Adds one text's products of hidden states and scores, and its number of tokens, to the sums in place."""
         x = np.concatenate([hidden, np.ones((len(hidden), 1))], axis=1)
         self.count += len(x)
         self.xx += x.T @ x

@@ -59,7 +59,7 @@ class EvictionLoss(PolicyFigure):
     lengths: tuple[int, ...]
 
     def at_most(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-        """Shares of queries and of layers at which one policy's loss is no larger than another's, by budget.
+        """Two arrays `[N]` by budget: shares of queries and of layers where one policy's loss is <= another's.
 
         Args:
             policy: name of the one.
@@ -76,7 +76,7 @@ class EvictionLoss(PolicyFigure):
         return (one <= two).mean(axis=(1, 2, 3)), together.mean(axis=(1, 2))
 
     def picture(self, path: str | Path, budget: int = 0) -> None:
-        """Writes a picture: eviction loss and its upper bound by layer; the last policy's loss against the first's.
+        """Writes a picture file: eviction loss and upper bound by layer; the last policy's loss against the first's.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -107,7 +107,7 @@ class EvictionLoss(PolicyFigure):
             right.set_title(f"layers of texts: {share:.0%}\non or below the line")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Dict of one table row: mean rows, loss, bound; % of queries and of layers with loss <= the first policy's."""
+        """Dict of one table row: mean rows kept, loss, bound; % of queries, layers with loss <= the first policy's."""
         first = self.policies[0]
         queries, layers = self.at_most(self.policies[policy], first)
         return {
@@ -157,7 +157,7 @@ def eviction_loss(
 
 
 class LossMeasure(PolicyMeasure):
-    """`Measure` class behind `eviction_loss`; refuses policies that merge rows or renumber positions."""
+    """`Measure` class behind `eviction_loss`: loss, bound; refuses policies that merge rows or renumber positions."""
 
     least_following = 1
 
@@ -175,7 +175,7 @@ class LossMeasure(PolicyMeasure):
             )
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` that request each layer's queries after the prompt."""
+        """`Needs` (prefill outputs to request): each layer's queries of the tokens after the prompt."""
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
@@ -186,7 +186,7 @@ class LossMeasure(PolicyMeasure):
         return (np.stack([host(loss)[0, :-1], host(bound)[0, :-1]]),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Losses and bounds `[C, L, w]` of one text, stacked from its layers' arrays; total rows kept `[C]`."""
+        """Tuple of one text's losses and bounds (both `[C, L, w]`) and total rows kept `[C]`, from layers' arrays."""
         loss, bound = np.moveaxis(np.stack([each for (each,) in layers]), 0, 2)
         return loss, bound, self.counts(text).sum(axis=(1, 2))
 
@@ -215,7 +215,7 @@ def _loss(
     *,
     graphs: Graphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
-    """Eviction losses `[B, n, w]` of the queries' attention output for n masks of kept rows, and their upper bounds."""
+    """Two arrays `[B, n, w]`: L1 change of queries' attention output under n masks of kept rows; its upper bound."""
     block, (_, heads, group, _, dim) = graphs.block(leaves), q.shape
     weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]

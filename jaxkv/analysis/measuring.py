@@ -61,7 +61,7 @@ class Text:
         return self.count - self.prompt
 
     def masks(self, policies: Sequence[Method], layer: int) -> Bool[Array, "B K S n"]:
-        """Masks on the mesh of the prompt rows that each policy keeps in one layer; the last has all prompt rows."""
+        """Masks `bool[B, K, S, n]` (on the mesh) of rows each policy keeps in one layer; the last: all prompt rows."""
         heads = next(iter(self.rows.values())).shape[1]
         out = np.zeros((heads, self.slots, len(policies) + 1), bool)
         for at, policy in enumerate(policies):
@@ -123,7 +123,7 @@ class QueryMeasure(Measure):
     queries: int
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` that request each layer's last queries."""
+        """`Needs` (prefill outputs to request): each layer's last `queries` queries, or all of a shorter text."""
         return Needs(queries=min(self.queries, text.count))
 
     def last(self, text: Text, layer: Layer) -> tuple[Float[Array, "B K G w D"], Int[Array, "B w"]]:
@@ -132,7 +132,7 @@ class QueryMeasure(Measure):
 
 
 class PolicyMeasure(Measure):
-    """Base class of measurements of policies, each at every budget of a `Grid`."""
+    """Base class of measurements of policies, each at every budget of a `Grid`; counts rows kept, groups by policy."""
 
     def __init__(self, grid: Grid):
         self.grid = grid
@@ -158,7 +158,7 @@ def measured(
     key: int | Array | None = 0,
     begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
-    """Runs each text under full attention; returns the list of each measurement's `Figure`; refuses non-finite results.
+    """Runs texts under full attention; returns one `Figure` per measurement in a list; ValueError for non-finite ones.
 
     If measurements have policies, each text without its `following` last tokens is run once more, for all policies
     together. `key` is for policies that draw; `begin` is called before each text with its index and number of tokens.
@@ -212,7 +212,7 @@ def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Seque
 
 
 def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:
-    """List of each text as `Encoded`; ValueError for one too long for the model, or of `following` tokens or fewer."""
+    """List of each text as `Encoded` token ids; ValueError if too long for the model, or of <= `following` tokens."""
     listed = _checks.several("texts", texts, "give a list of one or more texts")
     one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
     require(not one, "texts", texts, "give a list of texts, each of them text or ids")
@@ -229,7 +229,7 @@ def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> 
 
 
 def by_head(function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]) -> Any:
-    """Calls `function` for one kv head of one sequence at a time, to save memory; stacks the results `[B, K, ...]`.
+    """Calls `function` for one kv head of one sequence at a time, to save memory; returns the results `[B, K, ...]`.
 
     `function` takes the arrays `[B, K, ...]`, then the arrays `[B, ...]`, each without its batch and head axes.
     """

@@ -25,7 +25,7 @@ FOLLOWING = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(PolicyFigure):
-    """Result of `recall`: share of full attention on the rows that policies keep, for the tokens after a prompt.
+    """Result of `recall`: share of later tokens' attention to the prompt that falls on kept rows, by policy and budget.
 
     Attributes:
         recall: `f32[P, N, T, L, H]` for each text, layer and query head: mass on the prompt's rows that are kept, of
@@ -51,11 +51,11 @@ class Recall(PolicyFigure):
 
     @property
     def by_text(self) -> Float[np.ndarray, "P N T"]:
-        """Recall averaged over layers and query heads, by policy, budget and text."""
+        """Array `[P, N, T]` of recall averaged over layers and query heads, by policy, budget and text."""
         return self.recall.mean(axis=(3, 4))
 
     def difference(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-        """Mean over texts of one policy's recall minus another's, and its standard error, by budget.
+        """Two arrays `[N]` by budget: mean over texts of one policy's recall minus another's, and standard error.
 
         Args:
             policy: name of the one.
@@ -111,7 +111,7 @@ def recall(
     following: int = FOLLOWING,
     key: int | Array | None = 0,
 ) -> Recall:
-    """Measures the share of full attention that falls on the rows policies keep, as a `Recall`.
+    """Runs texts through a model; returns share of full attention that falls on rows policies keep, as `Recall`.
 
     Policies see each text but for its last tokens, whose attention is then measured. Eviction during decoding is not
     applied: the rows chosen at the prompt's end stay. Merged rows count by the positions they are kept at, not by what
@@ -144,18 +144,18 @@ class RecallMeasure(PolicyMeasure):
     least_following = 1
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` that request each layer's queries after the prompt."""
+        """`Needs` (prefill outputs to request): each layer's queries of the tokens after the prompt."""
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """One array `[H, w, C + 1]`: each query's attention on each cell's kept rows, and last on all prompt rows."""
+        """Tuple of one array `[H, w, C + 1]`: queries' attention on rows C policies keep, last on all prompt rows."""
         q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
         return (mine.reshape(-1, *mine.shape[2:]).astype(np.float64),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Recall, attention on kept rows and later tokens (both `[C, L, H]`), rows kept `[C, L, K]` of one text."""
+        """Tuple of one text's recall and attention on all visible tokens (both `[C, L, H]`), rows kept `[C, L, K]`."""
         sets = np.moveaxis(np.stack([each for (each,) in layers]), -1, 0)
         kept, prompt = sets[:-1], sets[-1]
         recalled = kept.sum(axis=-1) / np.maximum(prompt.sum(axis=-1), 1e-30)

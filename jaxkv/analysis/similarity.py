@@ -82,7 +82,7 @@ class Similarity(Figure):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterLayers:
-    """Result of `best_filters`: a model's best filter layers, and the share of attention their chosen tokens carry.
+    """Result of `best_filters`: best OmniKV filter layers (`filters`), attention share on their tokens (`carried`).
 
     Attributes:
         filters: indices of the layers, ascending.
@@ -125,7 +125,7 @@ def similarity(
 
 
 class SimilarityMeasure(QueryMeasure):
-    """`Measure` class behind `similarity`: compares layers by the attention of their last queries."""
+    """`Measure` class behind `similarity`: share of layers' attention on lower layers' top tokens, by last queries."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
         remedy = "give a share of the tokens, above 0 and below 1"
@@ -160,7 +160,7 @@ def _weights(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B w S"]:
-    """Attention weight of each query on each token: the largest probability over all heads, scaled to sum to one."""
+    """Attention weights `[B, w, S]` of queries on tokens: largest probability over all heads, scaled to sum to one."""
     largest_of_window = partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1)))
     per_query = jax.vmap(largest_of_window, in_axes=(3, None, 1), out_axes=1)
     largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
@@ -183,7 +183,7 @@ def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"
 
 
 def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None) -> FilterLayers:
-    """Finds the `m` filter layers whose chosen tokens carry most attention of layers that reuse them (`FilterLayers`).
+    """Finds the `m` OmniKV filter layers whose chosen tokens carry most attention of later layers, as `FilterLayers`.
 
     Args:
         found: the similarity map.
@@ -217,7 +217,7 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
 
 
 def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tuple[int, int, int]:
-    """`m`, `adjacent` and `most_whole` of `best_filters` as validated ints; `most_whole` None becomes its default."""
+    """Tuple of `best_filters`' `m`, `adjacent`, `most_whole` as validated ints; None `most_whole` gets its default."""
     m = _checks.whole("m", m, "give at least 1 filter layer")
     adjacent = _checks.whole("adjacent", adjacent, "give 0 or more layers", least=0)
     most = -(-layers // 4) if most_whole is None else most_whole

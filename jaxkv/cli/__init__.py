@@ -138,7 +138,7 @@ def version() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser whose errors have jaxkv's format, and whose help raises `Unwritten` if stdout fails."""
+    """`ArgumentParser` with jaxkv's error format and exit code 2; its help raises `Unwritten` if stdout fails."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
@@ -153,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Argparse action of `--version`: looks the version up, prints it and exits."""
+    """Argparse action of `--version`: looks the package's version up, prints it to stdout and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         to_stdout(f"jaxkv {version()}")
@@ -161,7 +161,7 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Argument parser of all commands; each command stores its function in `run`."""
+    """Builds the `ArgumentParser` of the whole command line; each command stores its function as `run`."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=_EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")

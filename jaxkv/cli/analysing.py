@@ -156,7 +156,7 @@ def run_analyze(options: argparse.Namespace) -> int:
 
 
 def _measures(names: Sequence[str], grid_of: Callable[[str], Grid]) -> list[Measure]:
-    """One `Measure` per figure name; `grid_of(name)` returns the policies and budgets for a figure of policies."""
+    """List of one `Measure` per figure name; `grid_of(name)` gives policies and budgets for a figure of policies."""
     return [_OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](grid_of(name)) for name in names]
 
 
@@ -169,7 +169,7 @@ def _listed(given: str, flag: str, known: Iterable[str]) -> list[str]:
 
 
 def _policies(given: str) -> dict[str, PolicyLike]:
-    """Dict of the policies in `--policies` by their text; ValueError for a policy whose options set a budget."""
+    """Dict {text as written: policy} of `--policies`; ValueError for a policy whose options set a budget."""
     made: dict[str, PolicyLike] = {}
     for each in spelled(given):
         require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
@@ -178,7 +178,7 @@ def _policies(given: str) -> dict[str, PolicyLike]:
 
 
 def _folder(given: str, *, pictures: bool) -> Path:
-    """Path of `--out`; an error if it cannot be made or written, or pictures lack matplotlib; leaves no new folder."""
+    """Path of the `--out` folder, left uncreated; an error if it cannot be written, or pictures lack matplotlib."""
     if pictures:
         drawing()
     folder = Path(os.path.expanduser(given))
@@ -204,7 +204,7 @@ def _make(folder: Path) -> None:
 
 
 def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int) -> list[list[int]]:
-    """Token ids of texts cut to --tokens; ValueError above the model's positions, or below `following` + 2 tokens."""
+    """List of each text's token ids cut to --tokens; ValueError for more than the model takes, or texts too short."""
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
@@ -242,7 +242,7 @@ def _cell(value: Any) -> str:
 
 
 def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], kinds: Sequence[str]) -> None:
-    """Writes all figures' arrays (.npz) and pictures into a folder, and analysis.json last, to mark it complete."""
+    """Writes all figures' arrays (.npz), pictures and, last, analysis.json into a folder; names it on stderr."""
     _make(folder)
     for name, figure in figures.items():
         file = io.BytesIO()
@@ -258,5 +258,5 @@ def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], 
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Writes bytes to a file as a whole; an OSError names `--out`."""
+    """Writes bytes to a file by `Target`, atomically if possible; an OSError names the option `--out`."""
     Target(flag="--out", name=str(path)).write(data)

@@ -71,7 +71,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_batch(options: argparse.Namespace) -> int:
-    """Runs `jaxkv batch`: answers what is not answered yet; returns exit code 0, also if lines are refused."""
+    """Runs `jaxkv batch`: answers the requests that earlier runs left and writes all answers; returns exit code 0."""
     with needing("serve", "batches need"):
         from jaxkv.serving.batch_answers import MOST_ANSWERS
         from jaxkv.serving.batch_files import Ledger, alone
@@ -96,7 +96,7 @@ def run_batch(options: argparse.Namespace) -> int:
 
 
 def _answering(options: argparse.Namespace, recipe: Recipe, name: str) -> Any:
-    """Context manager with the function that answers lines: by an engine here, or by those of a Ray cluster."""
+    """Context manager yielding a function from request lines to answers: by an engine here, or by Ray workers."""
     if not options.ray:
         return _here(recipe, name)
     with needing("ray", "--ray needs"):
@@ -106,7 +106,7 @@ def _answering(options: argparse.Namespace, recipe: Recipe, name: str) -> Any:
 
 @contextlib.contextmanager
 def _here(recipe: Recipe, name: str) -> Iterator[Callable[..., Any]]:
-    """Context manager with the function that answers lines by an engine of this process."""
+    """Context manager that makes an engine in this process and yields its function from request lines to answers."""
     from jaxkv.serving.batch_answers import Batch
 
     with recipe.made() as engine:
@@ -115,7 +115,7 @@ def _here(recipe: Recipe, name: str) -> Iterator[Callable[..., Any]]:
 
 
 def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
-    """Answers the lines that are left, with a bar on stderr; returns the number of those without status 200."""
+    """Answers the lines a ledger has left, with a progress bar, writes the output; returns how many lack status 200."""
     if ledger.kept:
         to_stderr(f"jaxkv: {ledger.kept} of {ledger.lines} lines are answered already")
     try:
@@ -132,7 +132,7 @@ def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
 
 
 def _files(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Paths of the requests and of the answers; ValueError unless one can be read twice and the other be written."""
+    """Paths (requests, answers) of the options; ValueError unless one is a readable file and the other writable."""
     requests = Path(os.path.expanduser(options.file))
     remedy = "give a file that can be read; it is read twice, so that no pipe will do"
     require(requests.is_file() and os.access(requests, os.R_OK), "FILE", options.file, remedy)
@@ -147,7 +147,7 @@ def _files(options: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _recipe(options: argparse.Namespace, *, most_answers: int) -> Recipe:
-    """Makes the `Recipe` (model, mesh, engine's arguments) of the options; ValueError for those that cannot be."""
+    """`Recipe` (model, dtype, mesh and engine's arguments) made from parsed options; ValueError for bad options."""
     require_model(options.model)
     slots = slots_from(options.slots)
     # Twice the slots are under way, and the last line that begins may ask for many answers.

@@ -58,7 +58,7 @@ def add_ask_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the model and of its attention to a command's parser."""
+    """Adds `--model`, `--dtype` and `--implementation` to a command's parser."""
     add = parser.add_argument_group("model").add_argument
     add_model_option(add)
     add_dtype_option(add)

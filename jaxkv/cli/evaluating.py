@@ -69,7 +69,7 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
-    """Adds the options that all tasks share to one task's parser."""
+    """Adds the options that all tasks share (model, policies, folder, batch, mesh) to one task's parser."""
     add = parser.add_argument_group("what is run").add_argument
     add_model_option(add)
     about = "of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base pyramidkv'"
@@ -97,7 +97,7 @@ def _runner(name: str, cls: type[Task]) -> Callable[[argparse.Namespace], int]:
 
 
 def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
-    """Runs a task by parsed options, writes its folder, prints its table or JSON; returns exit code 0.
+    """Runs an evaluation task under policies, by options; writes its folder, prints table or JSON; returns exit code 0.
 
     Bad options are refused before the model is loaded.
     """
@@ -154,7 +154,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def print_tasks(options: argparse.Namespace) -> int:
-    """Runs `jaxkv eval --list`: prints each task with its settings; ValueError without --list and without a task."""
+    """Runs `jaxkv eval --list`: prints each task with its settings; returns exit code 0; ValueError without --list."""
     require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are")
     for name, cls in TASKS.items():
         about = documented(cls)

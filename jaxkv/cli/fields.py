@@ -53,7 +53,7 @@ class Words:
         required: bool = False,
         read: Callable[[str], Any] = str,
     ) -> None:
-        """Adds the option to an argparse group, with None as its default; `read` is argparse's `type`."""
+        """Adds an option (switch, one word, several, or repeated) to an argparse group, with None as its default."""
         shared = partial(group.add_argument, *spellings, dest=dest, help=about, required=required)
         if self.arity is Arity.SWITCH:
             shared(action=argparse.BooleanOptionalAction, default=None)
@@ -80,7 +80,7 @@ _ONE = {
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """Types in an annotation, with a union split up, and None and numpy scalar types left out."""
+    """Tuple of the types in a type annotation, with a union split up, without None and numpy scalar types."""
     union = typing.get_origin(hint) in (Union, types.UnionType)
     return tuple(kind for kind in (typing.get_args(hint) if union else (hint,)) if not _is_none_or_numpy(kind))
 
@@ -91,7 +91,7 @@ def _is_none_or_numpy(kind: Any) -> bool:
 
 
 def words_of(kinds: tuple[Any, ...]) -> Words | None:
-    """`Words` of a field with these types (number, text, bool, enum, literal or tuple); None for any other type."""
+    """`Words` (an option's parser) by a field's types; None unless number, text, bool, enum, literal or tuple."""
     if frozenset(kinds) in _ONE:
         return _ONE[frozenset(kinds)]
     if choices := _choices(kinds):
@@ -100,7 +100,7 @@ def words_of(kinds: tuple[Any, ...]) -> Words | None:
 
 
 def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
-    """Mapping from word to value for one enum (`str` beside it or not) or literal strings; empty for other types."""
+    """Dict from word to enum member or literal string, for a field of one enum or literal; empty for other types."""
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
         return {word: word for word in typing.get_args(kinds[0]) if isinstance(word, str)}
     enums = [each for each in kinds if isinstance(each, type) and issubclass(each, enum.Enum)]
@@ -110,7 +110,7 @@ def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def chosen(choices: dict[str, Any], word: str) -> Any:
-    """The value that `word` stands for in `choices`; ValueError for an unknown word."""
+    """Value of `word` in the dict `choices`; ValueError, which lists the choices, for an unknown word."""
     if word not in choices:
         raise ValueError(f"use one of {', '.join(choices)}")
     return choices[word]

@@ -120,7 +120,7 @@ class Target:
         require(condition, self.flag, self.name, remedy)
 
     def _state(self) -> os.stat_result | None:
-        """`os.stat` of the file, links followed; None if there is none. ValueError for folders, disks and sockets."""
+        """`os.stat` of the file, links followed; None if there is none; ValueError for folders, disks and sockets."""
         path = self._path
         self._require(bool(path), "give a file")
         try:

@@ -105,7 +105,7 @@ def _drawn(found: FilterLayers, suffix: str) -> bytes:
 
 
 def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts cut to --tokens; ValueError for more filter layers than allowed, or texts too long."""
+    """List of each text's token ids cut to --tokens; ValueError for too many filter layers or a text too long."""
     ids = [each[: options.tokens] for each in ids_of(params, options.model, texts)]
     layers, longest = params.config.layers, params.config.max_positions
     most = -(-layers // 4) if options.most_whole is None else options.most_whole

@@ -44,7 +44,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of drawing tokens to a command's parser; `sampling_from` reads the sampler's."""
+    """Adds options of sampling (--temperature, --top-k, --seed), --max-new-tokens and --stop to a parser."""
     share, count = argument(real), argument(positive)
     group = parser.add_argument_group("drawing tokens")
     add = group.add_argument
@@ -73,7 +73,7 @@ def sampling_from(options: argparse.Namespace) -> Sampling:
 
 
 def require_text(flag: str, texts: Iterable[str]) -> None:
-    """Raises ValueError for a command's text that is not UTF-8, naming its option."""
+    """Raises ValueError, naming the option, if any of the texts holds bytes that are not UTF-8 (lone surrogates)."""
     for text in texts:
         # Bytes that are not UTF-8 reach Python from the shell as lone surrogates.
         require(not re.search("[\ud800-\udfff]", text), flag, text, "not UTF-8 text")

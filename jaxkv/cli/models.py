@@ -35,7 +35,7 @@ def require_model(name: str) -> None:
 
 
 def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text, with the BOS token if the tokenizer adds it; ValueError if the model has no tokenizer."""
+    """List of each text's token ids, BOS first if the tokenizer adds it; ValueError if the model has no tokenizer."""
     remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
     require(params.text is not None, "--model", name, remedy)
     assert params.text is not None

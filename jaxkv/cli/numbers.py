@@ -95,7 +95,7 @@ def budgets(text: str) -> list[int | float]:
 
 
 def argument(read: Callable[[str], Read]) -> Callable[[str], Read]:
-    """Wraps a parser of text for argparse's `type`: its ValueError becomes an ArgumentTypeError that shows the text."""
+    """Wraps a text parser for argparse's `type`: returns a function that raises ArgumentTypeError for ValueError."""
 
     def argued(text: str) -> Read:
         try:

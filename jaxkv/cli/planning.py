@@ -144,7 +144,7 @@ def _target(options: argparse.Namespace) -> Target | None:
 
 
 def _compared(options: argparse.Namespace) -> list[Method]:
-    """Policies of `--compare`, each with those given options that it has; ValueError for an option that none has."""
+    """List of `--compare`'s policies, each with the given options it has; ValueError for an option that none has."""
     names = [name.strip() for name in options.compare.split(",") if name.strip()]
     require(bool(names), "--compare", options.compare, "give policies, such as full,snapkv,adakv,omnikv")
     require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")

@@ -59,7 +59,7 @@ def options_of(cls: type[Method]) -> dict[str, Option]:
 
 
 def flags_of(cls: type[Method]) -> list[str]:
-    """Flags that a policy class accepts on the command line; for a wrapper policy, the default base's flags too."""
+    """List of flags that a policy class accepts on the command line; for a wrapper, its default base's flags too."""
     if not _takes_base(cls):
         return list(options_of(cls))
     return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_usual_of(cls)))]))
@@ -85,12 +85,12 @@ def _takes_base(cls: type[Method]) -> bool:
 
 
 def _own_options_of(cls: type[Method]) -> dict[str, Option]:
-    """Options, by flag, that set a wrapper policy's own fields; all other options set its base's fields."""
+    """Dict from flag to `Option` of a wrapper policy's own fields; all other options set its base's fields."""
     return {flag: option for flag, option in options_of(cls).items() if option.field not in _SHARED}
 
 
 def _meaningful(cls: type[Method]) -> set[str]:
-    """Names of a policy class's fields that have an effect; fields about dropped rows have none if it drops no rows."""
+    """Set of names of a policy class's fields that have an effect; none on dropped rows if it drops no rows."""
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
         return names if takes_budget(cls) else names - {"budget", "min_budget"}
@@ -169,7 +169,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(having: dict[str, Option], dropping: set[str]) -> str:
-    """Help text of an option: each distinct text once, behind its policies' names unless all row-droppers share it."""
+    """Help text of an option: its distinct texts, each after its policies' names unless all that drop rows share it."""
     by_text: dict[str, list[str]] = {}
     for name, option in having.items():
         by_text.setdefault(option.about.rstrip("."), []).append(name)
@@ -181,7 +181,7 @@ def _help(having: dict[str, Option], dropping: set[str]) -> str:
 
 
 def policy_from(options: argparse.Namespace) -> Method:
-    """Policy built from parsed options; ValueError for an option that the policy does not have."""
+    """Policy (a `Method`) built from parsed options; ValueError for an option that the policy does not have."""
     cls = policy_class(options.policy)
     nested = _takes_base(cls)
     require(options.base is None or nested, "--base", options.base, f"{options.policy} is not built on a policy")

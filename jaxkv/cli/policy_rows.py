@@ -41,7 +41,7 @@ class Spelled:
     option: str
 
     def policy(self, budget: int | float | None = None) -> Method:
-        """The policy at a budget, an int of rows or a float share; None leaves the policy's own budget."""
+        """Builds the policy at a budget (int rows or float share; None for its own); ValueError for bad options."""
         more = [] if budget is None else ["--budget", str(budget)]
         try:
             return policy_from(self.parser.parse_args(["--policy", *self.text.split(), *more]))
@@ -50,7 +50,7 @@ class Spelled:
 
 
 def spelled(given: str, option: str = "--policies") -> Iterator[Spelled]:
-    """Yields each policy of text such as "full,adakv --base pyramidkv --alpha 0"; ValueError if there is none."""
+    """Yields a `Spelled` for each comma-separated policy of text such as "full,adakv --alpha 0"; ValueError if none."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))

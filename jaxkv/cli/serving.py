@@ -80,14 +80,14 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bytes(text: str) -> int:
-    """Number of bytes, 0 or more, parsed from text."""
+    """Number of bytes, an int of 0 or more, parsed from text; ValueError for other text."""
     if not text.isdecimal() or len(text) > 18:
         raise ValueError("give a number of bytes")
     return int(text)
 
 
 def _port(text: str) -> int:
-    """Port of TCP parsed from text."""
+    """TCP port, an int from 0 to 65535, parsed from text; ValueError for other text."""
     port = natural(text)
     if port > 65535:
         raise ValueError("give at most 65535")
@@ -95,7 +95,7 @@ def _port(text: str) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Runs `jaxkv serve`: answers until a signal ends it; returns exit code 0, or 130 after the second signal."""
+    """Runs `jaxkv serve`: serves HTTP until a signal ends it; returns exit code 0, or 130 after a second signal."""
     with needing("serve", "serving needs"):
         from jaxkv.serving.http import Application
         from jaxkv.serving.limits import Limits
@@ -132,7 +132,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def slots_from(text: str) -> int | str:
-    """Value of --slots: "auto", or an integer of at least 1."""
+    """Value of --slots parsed from text: "auto", or an int of at least 1; ValueError for other text."""
     try:
         return text if text == "auto" else positive(text)
     except ValueError as error:
@@ -140,7 +140,7 @@ def slots_from(text: str) -> int | str:
 
 
 def _loaded(options: argparse.Namespace) -> LanguageModel:
-    """The model of --model; ValueError if it has no tokenizer."""
+    """Loads the model of --model as a `LanguageModel`; ValueError if it has no tokenizer."""
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype)
     require(params.text is not None, "--model", options.model, "the checkpoint has no tokenizer: answers are texts")
@@ -148,13 +148,13 @@ def _loaded(options: argparse.Namespace) -> LanguageModel:
 
 
 def _of_engines(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of every engine that the options give as they are."""
+    """Dict of the `Engine` arguments that are copied unchanged from the parsed options, such as token limits."""
     names = ("max_prompt_tokens", "max_new_tokens", "max_question_tokens", "queue", "document_bytes")
     return {name: getattr(options, name) for name in names}
 
 
 def _log_to_stderr() -> None:
-    """Lets the server's lines of log go to stderr, with their times."""
+    """Sends the log lines of `jaxkv.serving` to stderr, with times, and not also to the root logger."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("jaxkv.serving")

@@ -16,7 +16,7 @@ from jaxkv.serving.room import device_of, share_of_next
 
 
 def further_policies(given: Iterable[str], first: Method) -> dict[str, Method]:
-    """Dict from name to policy of all `--also`: a policy without a budget of its own has the first one's.
+    """Dict from name to policy of all `--also` options; one without a budget gets the first policy's budget.
 
     A name is what was written, with "-" for what cannot stand in an address. ValueError for a policy given twice.
     """
@@ -35,7 +35,7 @@ def further_policies(given: Iterable[str], first: Method) -> dict[str, Method]:
 def engines(
     params: LanguageModel, policies: Mapping[str, Method], *, folder: str | None, **options: Any
 ) -> Iterator[dict[str, Engine]]:
-    """Context manager that makes an engine for each policy, by model id, and closes all of them at its end.
+    """Context manager that makes an `Engine` for each policy, yields them by model id, and closes all at its end.
 
     "auto" slots and documents of all engines share the memory. The first keeps its documents in `folder`, the others
     each in a folder inside it, called as what stands behind the ":" of its model id.

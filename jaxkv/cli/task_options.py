@@ -40,7 +40,7 @@ def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
 
 
 def _with_commas(words: Words) -> Callable[[str], list]:
-    """Function that parses comma-separated text into a list of values."""
+    """Returns a function that parses comma-separated text into a list of values."""
     return lambda text: [words.read(word) for word in text.split(",") if word]
 
 
