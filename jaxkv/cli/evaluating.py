@@ -25,7 +25,7 @@ from jaxkv.policies.registry import documented
 from jaxkv.sharding.sizes import mesh_of
 
 NOTES = """\
-A run that was ended, however, goes on with the same command, and ends with the same lines. In the folder: run.json,
+A run that was ended goes on with the same command, and ends with the same lines. In the folder: run.json,
 what was asked; samples.jsonl, a line for each sample under each policy; table.md; kept.json, which tokens of one text
 were kept; pictures where matplotlib is there.
 

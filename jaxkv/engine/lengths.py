@@ -15,7 +15,7 @@ from jaxkv.policies.parts import Parts
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
 Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]
 
-# Prompts are padded to buckets, so that shapes repeat: powers of two, then four steps to the octave.
+# Prompts are padded to buckets, so that shapes repeat: powers of two, multiples of 256, four steps to the octave.
 _SMALLEST_BUCKET = 16
 _OCTAVE_FROM = 1024
 QUERY_BLOCK = 256

@@ -323,7 +323,7 @@ def _curves(evaluation: Evaluation) -> list[str]:
 
 
 def _curve(evaluation: Evaluation, name: str) -> Any:
-    """Figure of one entry of `Record.figures` by position, averaged over samples; losses as a running mean."""
+    """Picture of a `Record.figures` entry by position, a line per policy: samples' mean; losses as running mean."""
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()
     running, lines = name == "losses", list[Line]()

@@ -109,7 +109,7 @@ class Slot:
         return cls(setting=setting, nbytes=sum(shape.rows) * each)
 
     def held(self, slots: int) -> int:
-        """Bytes of `slots` slots on a device, and of the prompts that are prefilled ahead of all groups' slots."""
+        """Bytes on a device of `slots` slots and of prompts prefilled ahead for all groups, each as big as a slot."""
         groups = self.setting.data if isinstance(self.setting, Setting) else 1
         # A prompt that waits takes the bytes of a slot in each group.
         return (slots + ahead_of(slots * groups)) * self.nbytes
