@@ -17,7 +17,7 @@ from jaxkv.cache.pools import Pool
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Policy arrays while decoding: prompt lengths, mean budgets `[B]`, recent and choosable rows, thresholds, queries.
+    """Policy arrays while decoding: prompt lengths, mean budgets, recent and choosable rows, thresholds, last queries.
 
     Only policies that evict or compress again after the prompt have one.
 
@@ -62,7 +62,7 @@ class Tables:
     state: State | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
-        """Tables with the arrays `[L, ...]` reduced to n layers by index; `seen` and the query rings are unchanged."""
+        """Copy of the tables with arrays `[L, ...]` reduced to n layers by index; `seen` and query rings unchanged."""
         state = self.state
         if state is not None:
             state = dataclasses.replace(

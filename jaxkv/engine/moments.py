@@ -14,7 +14,7 @@ from jaxkv.policies.scorer import BlockAttention, BlockSums, FutureQueries, Quer
 
 
 class _Sums(NamedTuple):
-    """Named tuple of float32 query statistics: count `[B]`, mean `[B, K, G, D]`, summed outer products about it."""
+    """Named tuple of float32 query statistics: count `[B]`, mean `[B, K, G, D]`, outer products about the mean."""
 
     number: Float[Array, " B"]
     mean: Float[Array, "B K G D"]

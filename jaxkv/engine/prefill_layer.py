@@ -131,7 +131,7 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Runs one block sequence by sequence; tuple: hidden states, keys, values, unrotated keys, attention sums of keys.
+    """Runs one block sequence by sequence; tuple: hidden states, keys, values, unrotated keys, attention sums.
 
     For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
     (`last`) come back unchanged; unrotated keys and sums are None unless `needs` asks for them.
@@ -184,7 +184,7 @@ def _by_sequence(
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Runs one block on all sequences; tuple: hidden states, keys, values, unrotated keys, attention sums of keys.
+    """Runs one block on all sequences at once; tuple: hidden states, keys, values, unrotated keys, attention sums.
 
     For a GPU: attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
     """

@@ -42,7 +42,7 @@ def reading_state(
     choosable: Int[Array, "L B K"],
     rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """Makes the `State` of a policy that keeps all rows and reads `reads` tokens (OmniKV).
+    """Makes the initial decode `State` of a policy that keeps all rows and reads `reads` chosen tokens a step (OmniKV).
 
     `rings` are filters' last queries.
     """
@@ -56,7 +56,7 @@ def reading_state(
 
 
 def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """One layer's gate weights as arrays where the model lies; cached with the model, for the two gates used last.
+    """One layer's gate weights (pytree) on the model's devices, cached for the two gates used last; or abstract arrays.
 
     Abstract arrays if asked for, and while programs are recorded.
     """
@@ -153,7 +153,7 @@ class Spec:
         return None if self.reading is None else self.reading.page
 
     def streams(self, tokens: int) -> bool:
-        """True if a step of this many tokens, which must be 1, runs the fused kernels `decode_token` and `add_norm`."""
+        """True if a step of this many tokens (only 1) runs the fused kernels `decode_token` and `add_norm`."""
         fused = self.backend.fused_step and self.config.alternates and self.fused
         return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 
@@ -247,7 +247,7 @@ def specialise(
 
 
 def implementations_for(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    """Chooses attention backends for prefill and decode on a model's devices; prefill in chunks uses decode's.
+    """Chooses `Implementations` (prefill, decode attention backends) for a model's devices; chunks use decode's.
 
     Raises:
         ValueError: for one that cannot read prompts in chunks, under a policy that does.
