@@ -78,7 +78,7 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Pools and tables: all device arrays of a cache, as compiled programs take and return them.
+    """Pytree of all device arrays of a cache: pools of rows, and tables of segments, tokens seen and policy state.
 
     Attributes:
         pools: one per layer, or a single one shared by all layers.

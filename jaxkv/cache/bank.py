@@ -97,7 +97,7 @@ def _by_token(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Copies rows of a bank from host memory to the device and counts them; a one-sequence bank serves any batch."""
+    """Loader of a `Bank`: copies rows from host memory to the device, counting bytes; one sequence serves any batch."""
 
     bank: Bank
     traffic: Traffic

@@ -275,7 +275,7 @@ def laid_out(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Copies a cache to another mesh (None: one device) through the host, pools repacked to P = `rows` or the least.
+    """Copy of a cache on another mesh (None: one device), via the host; pools repacked to P = `rows` or the least P.
 
     `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
     with these letters; by default on the mesh.

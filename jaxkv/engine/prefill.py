@@ -297,7 +297,7 @@ class Prompts(Source):
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
-        """Generator: runs all layers, reads the prompt again, stores its peak attention per row; yields progress."""
+        """Generator: runs all layers, reads prompts a second time, stores peak attention per row; yields progress."""
         asked = self.parts.needs.replay
         assert asked is not None
         for index in self.indices:

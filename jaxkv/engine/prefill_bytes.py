@@ -197,7 +197,7 @@ class PrefillBytes:
         return self.batch * (self.buffer or 0) * row
 
     def stages(self) -> dict[str, int]:
-        """Dict from each prefill program's name to the bytes on a GPU while it runs, for the last two layers."""
+        """Dict from program name to the bytes on a GPU while it runs, for a prefill's last two layers and logits."""
         layers, rows, found = self.config.layers, self._rows(), dict[str, int]()
         hidden = self.batch * self.slots * self.config.embed * self.item
         for index in range(max(0, layers - 2), layers):
@@ -289,7 +289,7 @@ class PrefillBytes:
         return 8 * self.batch * self.config.heads * most**2
 
     def _looked(self) -> int:
-        """Bytes that a layer's program returns for scoring: window queries, column sums, norms, rotated keys."""
+        """Bytes that a layer's program returns for scoring: window queries, attention sums, norms, unrotated keys."""
         needs, config = self.parts.needs, self.config
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms

@@ -98,7 +98,7 @@ def replayed(
     implementation: Implementation,
     worth: float,
 ) -> Steps[list[Float[Array, "B K S"]]]:
-    """Generator: reads prompts again on top of layers that `ran`, yields progress; returns a list of peak attention.
+    """Generator: reads prompts again on top of layers that `ran`, yields progress; returns each layer's peak attention.
 
     Yields `worth` in all, in equal parts: the share of the layers' progress that the second pass stands for.
     """

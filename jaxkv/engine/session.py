@@ -182,7 +182,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields after each layer, so that other work can run then; returns the cache.
+        """Generator form of `prefill`: yields layers done, so that other work can run between; returns the `KVCache`.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.

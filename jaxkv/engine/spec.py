@@ -149,7 +149,7 @@ class Spec:
 
     @property
     def page(self) -> int | None:
-        """Number of rows of the pages that sparse layers choose for themselves; None without pages."""
+        """Number of rows per page (Quest) where sparse layers choose pages themselves; None without pages."""
         return None if self.reading is None else self.reading.page
 
     def streams(self, tokens: int) -> bool:
@@ -193,7 +193,7 @@ class Spec:
 
 
 def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Spec:
-    """Makes the `Spec` of programs on top of a cache from the cache's static fields; reads no array."""
+    """Makes the `Spec` (static config) of decode programs on a cache from the cache's static fields; reads no array."""
     return specialise(
         flat,
         cache.policy.parts(),
@@ -216,7 +216,7 @@ def specialise(
     platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Makes the `Spec` of programs on top of a policy's caches, for prompts of bucket `slots` and pools of `dtype`.
+    """Makes the `Spec` (static config) of decode programs for a policy, prompts of bucket `slots` and pools of `dtype`.
 
     `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`); `banked` caches have
     rows in host memory; `platform` is where the programs will run, by default where the model lies.

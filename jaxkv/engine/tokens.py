@@ -101,7 +101,7 @@ def pool_attention(
 
 
 class StepAngles(NamedTuple):
-    """RoPE angles of one layer in a step: for the new tokens, and for unrotated rows of the pool and the tail."""
+    """Named tuple of a layer's RoPE angles in a step: for new tokens, and unrotated rows of the pool and the tail."""
 
     new: Angles
     rows: Angles | None = None
