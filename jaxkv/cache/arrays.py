@@ -17,7 +17,7 @@ from jaxkv.cache.pools import Pool
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Policy arrays while decoding: prompt lengths, mean budgets `[B]`, recent and choosable rows, thresholds, queries.
+    """Policy arrays while decoding: prompt lengths, mean budgets, recent and choosable rows, thresholds, last queries.
 
     Only policies that evict or compress again after the prompt have one.
 
@@ -62,7 +62,7 @@ class Tables:
     state: State | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
-        """Tables with the arrays `[L, ...]` reduced to n layers by index; `seen` and the query rings are unchanged."""
+        """Copy of the tables with arrays `[L, ...]` reduced to n layers by index; `seen` and query rings unchanged."""
         state = self.state
         if state is not None:
             state = dataclasses.replace(
@@ -78,7 +78,7 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Pools and tables: all device arrays of a cache, as compiled programs take and return them.
+    """Pytree of all device arrays of a cache: pools of rows, and tables of segments, tokens seen and policy state.
 
     Attributes:
         pools: one per layer, or a single one shared by all layers.

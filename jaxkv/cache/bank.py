@@ -37,7 +37,7 @@ class Bank:
         return sum(each.nbytes for each in self.rows)
 
     def put_back(self, axes: Axes | None = None) -> "Bank":
-        """Bank whose arrays lie in pinned host memory; copies them there if `jax.device_put` or the like moved them."""
+        """Bank whose arrays lie in pinned host memory: this one, or a copy there if `jax.device_put` moved any."""
         there = [isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows]
         return self if all(there) else self.moved(None, axes)
 
@@ -97,7 +97,7 @@ def _by_token(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Copies rows of a bank from host memory to the device and counts them; a one-sequence bank serves any batch."""
+    """Loader of a `Bank`: copies rows from host memory to the device, counting bytes; one sequence serves any batch."""
 
     bank: Bank
     traffic: Traffic

@@ -47,7 +47,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def encoded_policy(manifest: Mapping[str, Any]) -> Any:
-    """JSON value of the policy in a saved cache's manifest, None if absent; `encoding.decode` makes a policy of it."""
+    """JSON value of the policy in a saved cache's manifest, for `encoding.decode`; None if absent."""
     return manifest.get(_POLICY)
 
 

@@ -48,7 +48,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
 
 
 def decode(said: Any, array: Callable[[str], Any]) -> Any:
-    """Makes the value from the JSON that `encode` made of it; `array` returns an array, given its path.
+    """Rebuilds a value from the JSON that `encode` wrote, arrays by calling `array(path)`; ValueError for other JSON.
 
     UnknownClass for a class that this process has not imported (nothing is imported here); ValueError for anything
     that `encode` does not write, and for fields that a class does not take.
@@ -78,7 +78,7 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
 
 
 def _is_frozen(cls: Any) -> bool:
-    """True if `cls` is a frozen dataclass."""
+    """True if `cls` is a dataclass declared with `frozen=True`."""
     made = getattr(cls, "__dataclass_params__", None)
     return made is not None and made.frozen
 

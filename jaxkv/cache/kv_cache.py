@@ -35,7 +35,7 @@ from jaxkv.sharding.mesh import Axes, host, lettered, place
 
 
 class Turn(enum.Enum):
-    """State of a cache's conversation: nothing seen, in the user's turn, in the answer, or plain text without turns."""
+    """Enum, state of a conversation: nothing seen, in the user's turn, in the answer, or plain text without turns."""
 
     START = "start"
     USER = "user"
@@ -275,7 +275,7 @@ def laid_out(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Copies a cache to another mesh (None: one device) through the host, pools repacked to P = `rows` or the least.
+    """Copy of a cache on another mesh (None: one device), via the host; pools repacked to P = `rows` or the least P.
 
     `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
     with these letters; by default on the mesh.
@@ -316,7 +316,7 @@ def laid_out(
 def _relocated(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
-    """Numpy array of one leaf of a cache with sequences `of` and pool rows `sources`; for leaf `start`, `start`."""
+    """One leaf of a cache as a numpy array, gathered by sequences `of` and pool rows `sources`; `start` is replaced."""
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))

@@ -16,7 +16,7 @@ Numbers = TypeVar("Numbers", Array, np.ndarray)
 
 
 class Layout(enum.Enum):
-    """Placement of segments in pools: equal shares of a layer's pool, one after another, or one pool for all layers.
+    """Enum of placements of segments in pools: equal shares, one after another per layer, or one pool for all layers.
 
     EQUAL: each segment has P / K rows of its layer's pool, head k from k * P / K on, known at trace time.
     RAGGED: segments of any length, one after another, in the layer's own pool.
@@ -42,7 +42,7 @@ class Layout(enum.Enum):
         return 0 if self.one_pool else layer
 
     def groups(self, layers: Sequence[int]) -> list[Sequence[int]]:
-        """Splits layer indices by the pool they use: one list of all layers, or a list for each layer."""
+        """Splits layer indices by the pool they use: list with one sequence of all layers, or with one per layer."""
         return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
 
     def widest(self, rows: int, heads: int) -> int:
@@ -50,7 +50,7 @@ class Layout(enum.Enum):
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Smallest P, `[B]` (per sequence), of a pool that holds all segments of n layers with these lengths."""
+        """Smallest pool size P in rows, `[B]`, that holds all segments of n layers with these lengths."""
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 
@@ -74,7 +74,7 @@ class Layout(enum.Enum):
     def in_pools(
         self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int
     ) -> Int[np.ndarray, "L B K"]:
-        """First rows counted from row 0 of the whole pool; `start` counts them from row 0 of a device's part of it."""
+        """First rows `[L, B, K]` converted from counting in a device's part of a pool to counting in the whole pool."""
         each = np.asarray([pools[self.pool_of(layer)] // stretches for layer in range(len(start))])
         stretch = np.arange(start.shape[2]) * stretches // start.shape[2]
         return start + each[:, None, None] * stretch

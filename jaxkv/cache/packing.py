@@ -48,7 +48,7 @@ def pack(
     implementation: Implementation = Implementation.XLA,
     axes: Axes | None = None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Copies one layer's rows that `mask` keeps to a new pool of P = `rows`; returns it and the segments' first rows.
+    """Compiled: copies a layer's rows in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
 
     Rows are in order of slot, spare rows are spread evenly behind the segments. On a mesh P is that of one device's
     heads. First rows have a leading axis of one layer.
@@ -92,7 +92,7 @@ def placed(
     room: tuple[int, ...] | None = None,
     axes: Axes | None = None,
 ) -> Int[Array, "n B K"]:
-    """Compiled `Layout.place`: first row of each segment; on a mesh each device places its own heads' segments."""
+    """Compiled: first pool row `[n, B, K]` of each segment of given lengths; on a mesh each device places its own."""
     return layout.place(length, rows, None if room is None else np.asarray(room, np.int32))
 
 
@@ -105,7 +105,7 @@ def pack_shared(
     *,
     axes: Axes | None = None,
 ) -> Pool:
-    """Writes one layer's rows that `mask` keeps into the shared pool (donated) from row `start` on; returns it."""
+    """Compiled: writes a layer's rows in `mask` to the shared pool (donated) from row `start` on; returns the pool."""
     batch, heads, slots, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)

@@ -37,7 +37,7 @@ class PageBounds:
         return 2 * self.low.shape[3] * self.low.dtype.itemsize
 
     def with_room(self, each: int) -> "PageBounds":
-        """Bounds with as many pages as segments of `each` rows have: zeros are added, or pages behind are cut off."""
+        """Copy of the bounds with pages for segments of `each` rows: zero pages added, or the last ones cut off."""
         pages = -(-each // self.page)
 
         def sized(leaf: Array) -> Array:
@@ -52,7 +52,7 @@ class PageBounds:
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Page bounds recomputed from `keys` for pages that `count` rows appended at `length` join; others kept.
+        """Copy with bounds recomputed from `keys` for pages that `count` rows appended at `length` join; others kept.
 
         `keys` are those of the rows that `joined_rows` names; sequences with a `count` of 0 are unchanged.
         """
@@ -75,14 +75,14 @@ class PageBounds:
 
 
 def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
-    """Offsets `[B, K, n]` in each segment of all rows of pages that `tokens` rows appended at `length` can fall in."""
+    """Row offsets `[B, K, n]` in each segment, of all pages that `tokens` rows appended at `length` can fall into."""
     pages = (tokens + page - 2) // page + 1
     return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
 
 
 @program(static=("page", "axes"))
 def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None) -> PageBounds:
-    """Compiled: `PageBounds` of all pages of equally large segments, by their first `length` rows; zeros without rows.
+    """Compiled: `PageBounds` (min/max keys) of all pages of equally large segments; zeros for pages without rows.
 
     `length` rows of each segment count.
     """

@@ -59,7 +59,7 @@ def dense_pool(
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
-    """Index (kv head) of the segment in which each of P = `rows` rows lies, given the segments' first rows.
+    """Segment index (kv head) `[B, P]` of each of P = `rows` pool rows, given the segments' first rows.
 
     `start` ascends from 0.
     """
@@ -93,7 +93,7 @@ def append(
 
 
 def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int) -> Int[Array, "B n"]:
-    """Row indices at which `count` new rows of every segment are written, head by head; P for those not written."""
+    """Row indices `[B, n]` at which `count` new rows of every segment are written, head by head; P where none is."""
     offset = jnp.arange(count, dtype=jnp.int32)
     real = offset < written[:, None]
     return jnp.where(real[:, None], end[..., None] + offset, rows).reshape(end.shape[0], -1)

@@ -23,12 +23,12 @@ _MOST_SHARED, _FEWEST_SHARED = 32, 8
 
 
 def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Scale in float16 of codes that are one unit apart, for a unit of at least `width`; 0 for a width of 0."""
+    """Quantisation step in float16: `width` rounded up so that no code overflows; 0 for a width of 0."""
     return jnp.where(width > 0, jnp.maximum(width * _UP, _SMALLEST), width).astype(_SCALE)
 
 
 def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Array, "*n m"]:
-    """Groups of m values divided by their scale and rounded to integers; 0 where the scale is 0."""
+    """Quantised codes as floats: groups of m values divided by their scale and rounded; 0 where the scale is 0."""
     wide = scale.astype(jnp.float32)[..., None]
     return jnp.round(jnp.where(wide == 0, 0.0, values / jnp.where(wide == 0, 1.0, wide)))
 
@@ -36,7 +36,7 @@ def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Arr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Vectors as signed bytes with one scale each.
+    """Vectors quantised to int8 codes `[B, P, D]`, with one float16 scale for each vector.
 
     Attributes:
         code: `i8[B, P, D]` numbers from -127 to 127.
@@ -48,26 +48,26 @@ class Bytes:
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Bytes":
-        """Encodes vectors: the largest absolute value of each becomes 127, the others in proportion, rounded."""
+        """Quantises vectors to `Bytes`: each one's largest absolute value becomes 127, others are in proportion."""
         wide = rows.astype(jnp.float32)
         scale = _scale(jnp.abs(wide).max(axis=-1) / 127)
         code = jnp.clip(_codes(wide, scale), -127, 127)
         return cls(code=code.astype(jnp.int8), scale=scale)
 
     def decoded(self) -> Float[Array, "B P D"]:
-        """The vectors in float32."""
+        """Dequantised vectors `[B, P, D]` in float32."""
         return self.code.astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]
 
     @classmethod
     def size(cls, dim: int) -> int:
-        """Bytes of a vector of `dim` elements."""
+        """Number of bytes that one encoded vector takes: one for each of `dim` elements, two for the scale."""
         return dim + 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nibbles:
-    """Vectors in 4 bits an element, two elements a byte; groups of elements have a scale and a least value.
+    """Vectors quantised to 4-bit codes, two a byte; each group of elements has a float16 scale and least value.
 
     The n groups have 32 elements each, or fewer where 32 does not divide D.
 
@@ -83,7 +83,7 @@ class Nibbles:
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
-        """Encodes vectors: in each group the least value becomes 0, the largest 15; ValueError unless 8 divides D."""
+        """Quantises vectors to `Nibbles`: a group's least value becomes 0, its largest 15; ValueError if D % 8 > 0."""
         dim = rows.shape[-1]
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
@@ -96,7 +96,7 @@ class Nibbles:
         return cls(code=code[..., : dim // 2] | (code[..., dim // 2 :] << 4), scale=scale, least=least)
 
     def decoded(self) -> Float[Array, "B P D"]:
-        """The vectors in float32."""
+        """Dequantised vectors `[B, P, D]` in float32."""
         code = jnp.concatenate([self.code & 15, self.code >> 4], axis=-1).astype(jnp.float32)
         groups = code.reshape(*self.scale.shape, -1)
         scale, least = (each.astype(jnp.float32)[..., None] for each in (self.scale, self.least))
@@ -104,12 +104,12 @@ class Nibbles:
 
     @classmethod
     def size(cls, dim: int) -> int:
-        """Bytes of a vector of `dim` elements."""
+        """Number of bytes that one encoded vector takes: half one for each of `dim` elements, four for each group."""
         return dim // 2 + 4 * (dim // _shared(dim))
 
 
 def _shared(dim: int) -> int:
-    """Number of elements that share a scale in 4 bits, 32 or the next power of two that divides D = `dim`."""
+    """Number of elements that share a 4-bit scale: gcd of `dim` and 32; ValueError if it is less than 8."""
     size = math.gcd(dim, _MOST_SHARED)
     remedy = (
         f"at least {_FEWEST_SHARED} elements share a scale in 4 bits, and {dim} a head has no such groups: use 'int8'"
@@ -120,7 +120,7 @@ def _shared(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantised(Store):
-    """Base of stores that hold encoded keys and values; a subclass names the class that encodes each.
+    """Base of stores whose keys and values are quantised; a subclass names the classes that encode keys and values.
 
     Attributes:
         keys: class of encoded keys.
@@ -171,7 +171,7 @@ class Quantised(Store):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Store that holds each key and value as 8-bit integers with a scale of its own; GPU kernels read the codes."""
+    """Store that holds each key and value as 8-bit integers with one float16 scale; GPU kernels read the codes."""
 
     fused_step: ClassVar[bool] = True
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
@@ -193,7 +193,7 @@ class Int8(Quantised):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Quantised):
-    """Store that holds keys and values in 4 bits an element, with a scale and a least value for 32 elements each."""
+    """Store that holds keys and values in 4 bits an element, with a scale and a least value per group of up to 32."""
 
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
     values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
@@ -202,7 +202,7 @@ class Int4(Quantised):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixed(Quantised):
-    """Store that holds keys as 8-bit integers with a scale each, and values in 4 bits as `Int4` does."""
+    """Store that holds keys as 8-bit integers with one scale per vector, and values in 4 bits as `Int4` does."""
 
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
     values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles

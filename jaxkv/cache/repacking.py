@@ -28,7 +28,7 @@ def _repacked(
     room: tuple[int, ...],
     axes: Axes | None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Copy of a pool with P = `rows` and `room` free rows behind each segment, and the first rows `[n, B, K]` there."""
+    """Compiled: copies a pool to P = `rows` with `room` free rows per segment; pair of new pool and first rows."""
     placed = layout.place(length, rows, np.asarray(room, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)

@@ -19,7 +19,7 @@ def _batch_axes(tree: Any) -> list[int]:
 
 @program(static=("axes",), donate=("running",))
 def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Copies sequences into slots `slot` (-1: skipped) of a running batch (donated); returns the batch.
+    """Compiled: copies sequences into slots `slot` (-1: skipped) of a running batch (donated); returns the batch.
 
     Both are dataclasses of the same arrays whose annotations name an axis B. `slot` is the index of each new sequence's
     slot, -1 to leave it out; on a mesh it lies in the sequence's own group.
@@ -39,7 +39,7 @@ def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None 
 
 @program(static=("axes",))
 def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Copy of the arrays of the sequences in slots `slot` of a running batch; `insert` can write them into any slots.
+    """Compiled: copy of the arrays of the sequences in slots `slot` of a running batch, as `insert` takes them.
 
     `slot` holds slot indices; on a mesh one of each group, -1 for any of the group's slots.
     """
@@ -53,7 +53,7 @@ def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> 
 
 @program(static=("slots", "axes"))
 def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
-    """Makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh: of each group)."""
+    """Compiled: makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh, per group)."""
     each = slots if axes is None else slots // axes.size("B")
     leaves, tree = jax.tree.flatten(one)
     alone = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for axis, leaf in zip(_batch_axes(one), leaves, strict=True)]

@@ -14,7 +14,7 @@ from jaxkv.policies.scorer import BlockAttention, BlockSums, FutureQueries, Quer
 
 
 class _Sums(NamedTuple):
-    """Number, mean and summed outer products (about the mean) of a set of queries, per head; float32."""
+    """Named tuple of float32 query statistics: count `[B]`, mean `[B, K, G, D]`, outer products about the mean."""
 
     number: Float[Array, " B"]
     mean: Float[Array, "B K G D"]
@@ -24,7 +24,7 @@ class _Sums(NamedTuple):
 def prompt_moments(
     block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], asked: FutureQueries, *, size: int
 ) -> QueryMoments:
-    """Mean and covariance of each head's queries over prompts, rotated to the positions that follow the prompt.
+    """Computes `QueryMoments` per prompt and head: query mean, optional covariance, at positions after the prompt.
 
     The queries are projected from hidden states.
     `x` are hidden states before the block, of which `size` tokens of each prompt, a divisor of S, go at a time.
@@ -48,7 +48,7 @@ def prompt_moments(
 def prompt_block_sums(
     block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], table: Angles, asked: BlockAttention
 ) -> BlockSums:
-    """Attention that each key receives from the queries of its block of tokens (`BlockSums`), from hidden states."""
+    """Computes `BlockSums` from hidden states: attention that each key receives from the queries of its token block."""
     slots = x.shape[1]
     size = asked.tokens(slots)
 
@@ -69,7 +69,7 @@ def prompt_block_sums(
 def last_moments(
     q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, asked: FutureQueries
 ) -> QueryMoments:
-    """Mean and covariance of each head's last w queries `q` (rotated), turned to the positions that follow the text.
+    """Computes `QueryMoments` per head of the last w queries: mean, optional covariance, at positions after the text.
 
     The queries stand at positions `seen - w` to `seen`.
     Queries of negative positions may hold anything finite.
@@ -84,7 +84,7 @@ def last_moments(
 
 
 def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries) -> _Sums:
-    """Number, mean and summed outer products of the queries `q` that the mask `counts` selects."""
+    """Computes `_Sums` (count, mean, outer products summed about the mean) of the queries `q` in mask `counts`."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
     number = counts.sum(axis=1).astype(jnp.float32)
     wide = q.astype(jnp.float32)
@@ -95,7 +95,7 @@ def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: Fu
 
 
 def _joined(one: _Sums, other: _Sums) -> _Sums:
-    """Number, mean and summed outer products of the union of two sets of queries (Chan et al., 1983)."""
+    """Merges two `_Sums`: count, mean and summed outer products of both sets of queries (Chan et al., 1983)."""
     number = one.number + other.number
     share = (other.number / jnp.maximum(number, 1.0))[:, None, None, None]
     off = other.mean - one.mean
@@ -107,7 +107,7 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
 
 
 def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQueries) -> QueryMoments:
-    """Query mean and covariance of unrotated `sums`, rotated by the mean RoPE of the positions after the text."""
+    """Makes `QueryMoments` of unrotated `_Sums`: mean, optional covariance, rotated by mean RoPE of later positions."""
     ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
     each = angles(ahead, rope, sums.mean.shape[-1])
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))

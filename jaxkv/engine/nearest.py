@@ -22,10 +22,10 @@ def nearest(
     walk: Walk,
     norm: Float[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: largest cosine of a row (except `but`) to the vector `of`, and its index; first position on ties.
+    """Pair `[B, K]` per segment: largest cosine of a row, except row `but`, to vector `of`, and its pool row or -1.
 
     `rows` are the pool's keys or values at positions `pos`, `norm` their lengths if these are known. The row `but`, the
-    given one itself, does not count.
+    given one itself, does not count; ties go to the first position.
     """
 
     def body(best, row, inside, rows, pos, *norm):
@@ -55,7 +55,7 @@ def nearest_of_products(
     wrong: Bool[Array, "B K"],
     segments: Segments,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: largest cosine of a key other than row `but` to `of`, and its row index, from known inner products.
+    """Pair `[B, K]` per segment: largest cosine of a key, except row `but`, to `of`, its row; from inner products.
 
     `products` lie in the rows of `attention.columns.span`; only for segments marked in `wrong`, where they are of
     another row's key, are keys read again. `of` is the key to compare, `but` its row, `norms` the pool's key lengths.
@@ -63,7 +63,7 @@ def nearest_of_products(
     first, width = span(segments.start, pool.rows, products.shape[-1])
 
     def mend(state):
-        """Loop body: recomputes inner products of the first segment marked `wrong`, and unmarks it."""
+        """Loop body: recomputes inner products of the first segment marked `wrong`; returns mask, products."""
         wrong, products = state
         index = jnp.argmax(wrong.reshape(-1)).astype(jnp.int32)
         b, s = index // wrong.shape[1], index % wrong.shape[1]
@@ -81,12 +81,12 @@ def nearest_of_products(
 
 
 def _cosines(products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]) -> Array:
-    """Cosines `[B, K, n]` from inner products with `of`, and the norms `length` of the rows."""
+    """Cosines `[B, K, n]`: inner products of vectors `of` with n rows, divided by the norms of both."""
     return products / (row_norms(of)[..., None] * length)
 
 
 def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -> tuple[Array, Array, Array]:
-    """Per segment: largest cosine in mask `counts`, its earliest position, and that row's index (-1 for none)."""
+    """Triple `[B, K]` per segment: largest cosine in mask `counts`, its earliest position, its pool row (-1: none)."""
     cosine = jnp.where(counts, cosine, -jnp.inf)
     top = cosine.max(axis=-1)
     none = jnp.iinfo(jnp.int32).max
@@ -95,7 +95,7 @@ def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -
 
 
 def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
-    """Float32 inner products `[B, K, n]` of each head's vector with n rows, its own or shared by all heads."""
+    """Float32 inner products `[B, K, n]` of each head's vector with n rows, per head or shared by all heads."""
     dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     if rows.shape[1] == 1:
         return dot(q, rows[:, 0], (((2,), (2,)), ((0,), (0,))))

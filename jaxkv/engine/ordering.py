@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Shaped
 
 
 def behind(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
-    """`value`, computed only after `read` by a data dependence; where `read` is NaN, False for bools, else NaN.
+    """Returns `value`, data-dependent on `read` so that XLA reads first; where `read` is NaN: NaN, or False for bools.
 
     A program that reads a pool and then writes it in place must say that the reads come first. Where XLA sees no order
     between them it copies the whole pool on a CPU, at every step. A barrier does not say it: `lax.optimization_barrier`

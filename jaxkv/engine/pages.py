@@ -23,7 +23,7 @@ from jaxkv.sharding.mesh import Axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageRows:
-    """Rows of chosen pages, counted from each segment's first row, and the row `rest` from which on all are read.
+    """Rows that kv heads read (Quest): offsets `[B, K, T]` of chosen pages' rows, their number, first row always read.
 
     Attributes:
         rows: ascending; of T entries the first `held` are valid.
@@ -39,7 +39,7 @@ class PageRows:
 def with_bounds(
     pools: tuple[Pool, ...], length: Int[Array, "L B K"], reading: Reading | None, axes: Axes | None
 ) -> tuple[Pool, ...]:
-    """Pools with the bounds of their pages, in layers that choose pages and have none yet; computed from all keys."""
+    """Tuple of pools, with page bounds (min/max keys, Quest) computed in layers that choose pages and lack them."""
     if reading is None or reading.page is None:
         return pools
     made = list(pools)
@@ -51,7 +51,7 @@ def with_bounds(
 
 
 def with_new_rows(pool: Pool, segments: Segments, new: NewTokens, read: Float[Array, "B K"]) -> Pool:
-    """Pool with page bounds that count the new tokens' rows, already in it; read from pages that these can join.
+    """Copy of a pool, its page bounds (min/max keys) recomputed for the pages that the step's appended rows join.
 
     `segments` are those before the new rows, `read` numbers behind whose computation the bounds are written.
     """
@@ -65,12 +65,12 @@ def with_new_rows(pool: Pool, segments: Segments, new: NewTokens, read: Float[Ar
 
 
 def rest_from(length: Int[Array, "*n"], page: int) -> Int[Array, "*n"]:
-    """Index in its segment of the first row of the page to which row number `length`, the next one, belongs."""
+    """Index in its segment (int array) of the first row of the page that the next row, number `length`, joins."""
     return length // page * page
 
 
 def full_pages(length: Int[Array, "*n"], budget: Int[Array, "*#n"], page: int) -> Int[Array, "*n"]:
-    """Number of full pages that fit into a budget of rows beside the page of the next row; at most all full pages."""
+    """Number of full pages to read (int array): as many as fit a row budget beside the newest page, at most all."""
     newest = length + 1 - rest_from(length, page)
     return jnp.clip((budget - newest) // page, 0, length // page)
 
@@ -83,7 +83,7 @@ def chosen_pages(
     budget: Int[Array, " B"],
     each: int,
 ) -> PageRows:
-    """`PageRows` of each kv head's full pages of largest bound for one new token, as many as fit in `budget` (Quest).
+    """Chooses per kv head the full pages of largest q.k bound for one new token, within a budget (Quest); `PageRows`.
 
     Tang et al., Quest, algorithm 1; a page's bound is the largest of its kv head's query heads, ties go to the lowest
     page. `length` are the rows before the token, `each` the rows that a segment can hold.
@@ -110,7 +110,7 @@ def over_pages(
     length: Int[Array, "B K"],
     chosen: PageRows,
 ) -> Float[Array, "B K G D"]:
-    """Attention output of one new token over the rows of its chosen pages and of the last page, gathered to one array.
+    """Attention output `[B, K, G, D]` of one new token over its chosen pages' rows and the newest page's, gathered.
 
     `length` counts each segment's rows with the token's own.
     """

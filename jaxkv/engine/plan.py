@@ -34,7 +34,7 @@ _MOST_AHEAD = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Plan of one prefill: slots, pool rows, room, budgets and bytes (on a mesh, of one device).
+    """Plan of one prefill: padded prompt length, pool sizes, free rows, row budgets, bytes (on a mesh, of one device).
 
     Attributes:
         slots: S, the prompts' bucket.
@@ -71,7 +71,7 @@ class PrefillPlan:
     pools: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """One-line text: number of prompts, slots, rows per kv head, megabytes; no arrays."""
+        """One-line text: number of prompts, padded length, rows per kv head, megabytes kept and at peak; no arrays."""
         least, most = int(self.budget.min()), int(self.budget.max())
         rows = str(least) if least == most else f"{least} to {most}"
         size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
@@ -86,11 +86,11 @@ class PrefillPlan:
         return dataclasses.replace(self, rows=rows, budget=self.budget[index], forced=self.forced[index])
 
     def in_pools(self, rows: tuple[int, ...]) -> "PrefillPlan":
-        """Copy of the plan with P = `rows[i]` for pool i (on a mesh, of a device's part); bytes are not recomputed."""
+        """Copy of the plan with pool sizes fixed to `rows` (on a mesh, per device's part); bytes are not recomputed."""
         return dataclasses.replace(self, pools=rows)
 
     def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
-        """Pool sizes P in rows, for `heads` kv heads; with `stretches` > 1, of the part that one device holds."""
+        """Tuple of pool sizes P in rows for `heads` kv heads; with `stretches` > 1, of one device's part of each."""
         if self.pools is not None:
             return self.pools
         return _pools(self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches)
@@ -108,7 +108,9 @@ def plan_prefill(
     mesh: Mesh | AbstractMesh | None = None,
     times: int = 1,
 ) -> PrefillPlan:
-    """Computes the `PrefillPlan` (pool rows, bytes) of prompts of given lengths; pool sizes follow from buckets alone.
+    """Computes the `PrefillPlan` (pool sizes, budgets, bytes) for prompt lengths; ValueError for an impossible budget.
+
+    Pool sizes follow from the prompts' buckets alone.
 
     Args:
         config: the model's shape.
@@ -182,7 +184,7 @@ def plan_prefill(
 def pools_for(
     parts: Parts, config: ModelConfig, slots: int, room: tuple[int, ...], stretches: int = 1
 ) -> tuple[int, ...]:
-    """Pool sizes P in rows, enough for any prompt of bucket `slots` and `room[l]` rows behind each segment of layer l.
+    """Tuple of pool sizes P in rows for any prompt of bucket `slots` plus `room[l]` free rows per segment of layer l.
 
     On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
@@ -193,7 +195,7 @@ def pools_for(
 def buffer_rows(
     parts: Parts, capacity: tuple[int, ...], slots: int, layers: int, heads: int, stretches: int = 1
 ) -> int | None:
-    """Size in rows of the buffer from which a prefill under one joint budget chooses; None if it holds whole layers.
+    """Rows of the buffer of candidates in a prefill whose layers share one budget; None if no buffer is used.
 
     `capacity`, `slots` and `stretches` are as for a plan's pools. A buffer serves one budget over all layers where it
     weighs less than the rows of all layers but one. Mergers and second passes over the prompt need all of these.
@@ -216,7 +218,7 @@ def _pools(
     heads: int,
     stretches: int,
 ) -> tuple[int, ...]:
-    """P in rows of each layer's pool, or of the shared one, room included; of one of `stretches` parts by kv heads."""
+    """Tuple of sizes P in rows, room included, of each layer's pool or one shared; on a mesh, of one device's part."""
     mine, layers = heads // stretches, len(room)
     if layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots
@@ -228,7 +230,7 @@ def _pools(
 
 @lru_cache(maxsize=256)
 def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
-    """Per layer, most rows per kv head that prompts of buckets `sizes` keep; for a pool that layers share, one total.
+    """Cached tuple: most rows per kv head that prompts of buckets `sizes` keep, by layer; a shared pool's one total.
 
     A pool shared by all layers has the total over layers and heads.
     Shapes must not depend on exact lengths.
@@ -260,9 +262,9 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> 
 
 @lru_cache(maxsize=256)
 def widest(parts: Parts, slots: int, layers: int) -> int | None:
-    """Largest number of rows that a segment of a shared pool can hold while tokens are drawn; None if unbounded.
+    """Largest number of rows of a segment in a shared pool during decoding, for any prompt; None if unbounded; cached.
 
-    The new token's row is counted; the bound is for any prompt.
+    The new token's row is counted.
     None where some layers grow without end, or where compressing again may give a segment more rows than the prompt
     had.
     """
@@ -277,7 +279,7 @@ def widest(parts: Parts, slots: int, layers: int) -> int | None:
 
 
 def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
-    """Number of further layers to dispatch while one runs, from the device's spare memory; 0 to 4, 0 if unknown."""
+    """Number of layers (0 to 4) to dispatch while one runs, from the device's spare memory; 0 if that is unknown."""
     if is_traced(placed):
         return 0
     spare = memory.allocator_bytes(placed.addressable_shards[0].device)

@@ -93,7 +93,7 @@ def run_layer(
     needs: Needs,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over prompts; returns its `LayerOut`. Hidden states `x` are donated, except by the top block."""
+    """Runs one block over prompts; returns `LayerOut` (K, V, hidden states); donates `x`, except in the top block."""
     last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -125,7 +125,7 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
 def observed(
     flat: Flat, out: LayerOut, scorer: Scorer, length: Array, index: int, key: Array, implementation: Implementation
 ) -> Observed:
-    """Makes the `Observed` input of a scorer (last queries, keys, values, sums, norms, ...) from one layer's output."""
+    """Makes a scorer's `Observed` input (last queries, keys, values, attention sums, norms) from one layer's output."""
     # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
     first, future, blocks = out.q.shape[3] - scorer.queries, future_of(scorer), blocks_of(scorer)
     gate = gate_of(scorer)
@@ -152,7 +152,7 @@ def observed(
 
 
 def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, ...], int | None]:
-    """Pool sizes P in rows, and rows of a joint budget's buffer or None; on a mesh, of one device's part."""
+    """Pair: tuple of pool sizes P in rows, and rows of a joint budget's buffer or None; on a mesh, of one device."""
     config, split = flat.config, 1 if flat.axes is None else flat.axes.size("K")
     buffer = buffer_rows(parts, needed.capacity, needed.slots, config.layers, config.kv_heads, split)
     return needed.pool_rows(config.kv_heads, split), buffer
@@ -184,7 +184,7 @@ def prefill(
     implementation: Implementation = Implementation.XLA,
     strict: bool = True,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefills right-padded prompts and compresses them; returns the cache and the last tokens' logits.
+    """Generator: prefills and compresses right-padded prompts, yields layers done; returns `KVCache` and last logits.
 
     Yields the number of layers done: 1 after each layer, 0 after each packing, parts of one for
     policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
@@ -215,9 +215,9 @@ def prefill(
 
 
 def read(prompts: "Prompts") -> Walk[KVCache]:
-    """Generator: runs and compresses all layers of prompts, their lengths traced or not; returns the cache.
+    """Generator: runs and compresses all layers of prompts, yields layers done; returns the `KVCache`, no logits.
 
-    Unlike `prefill` it computes no logits, and leaves the check for NaN scores to its caller.
+    Prompt lengths may be traced; unlike in `prefill` the check for NaN scores is left to the caller.
     """
     flat, needed, numbers, parts = prompts.flat, prompts.needed, prompts.numbers, prompts.parts
     room = np.asarray(needed.room, np.int32)
@@ -297,7 +297,7 @@ class Prompts(Source):
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
-        """Generator: runs all layers, reads the prompt again and keeps its attention; yields shares of the layers."""
+        """Generator: runs all layers, reads prompts a second time, stores peak attention per row; yields progress."""
         asked = self.parts.needs.replay
         assert asked is not None
         for index in self.indices:
@@ -309,13 +309,13 @@ class Prompts(Source):
             self.ran[index] = dataclasses.replace(self.ran[index], replayed=peaks[index])
 
     def _run(self, index: int) -> LayerOut:
-        """Runs a layer on the hidden states of the one below; returns its `LayerOut`, and keeps its hidden states."""
+        """Runs a layer on the hidden states of the one below; returns its `LayerOut`, whose hidden states it stores."""
         out = run_layer(self.flat, index, self.x, self.length, self.angles, self.parts.needs, self.implementation)
         self.x = out.x
         return out
 
     def candidates(self, index: int) -> Candidates:
-        """Runs a layer; returns its rows and scores as `Candidates`, and keeps its keys and values for packing."""
+        """Runs a layer unless it has run; returns masks, scores as `Candidates`; keeps K and V to pack or offload."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         out = self.ran.pop(index) if index in self.ran else self._run(index)
         k = out.unrotated if parts.rolling and out.unrotated is not None else out.k
@@ -342,7 +342,7 @@ class Prompts(Source):
         return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Counts `[n, B]` for a group of layers, by plan or claims: rows to keep per kv head, most recent of them."""
+        """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
         if self.parts.claims:
             traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
             if not traced:
@@ -357,11 +357,11 @@ class Prompts(Source):
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """P, the pool size in rows, of a group of layers; from the plan, whatever `kept` is."""
+        """Size P in rows of the pool of a group of layers, taken from the plan; `kept` is not read."""
         return self.pool_sizes[group[0]]
 
     def rows(self, index: int) -> Unpacked:
-        """Returns one layer's keys and values as `Unpacked` rows, and drops the reference to them."""
+        """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` rows."""
         return self.held.pop(index)
 
     def ordered(self) -> Bool[Array, ""]:
@@ -378,7 +378,7 @@ class Prompts(Source):
 
 
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
-    """Row limits of all segments, and first `State`, of a policy that evicts or compresses again after the prompt.
+    """Pair for policies that evict or recompress after the prompt: row limits `[L, B, K]` of segments, first `State`.
 
     A limit is the number of rows kept; the budget if the prompt is shorter and there is no threshold; a number never
     reached for layers that grow without end; or what head budgets with limits of their own say.

@@ -40,7 +40,7 @@ def bound_bytes(reading: Reading | None, config: ModelConfig, batch: int, item: 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBytes:
-    """Shapes of a prefill on one device (`batch`, `slots`, `pool_rows`), and the bytes that follow from them.
+    """Memory estimate of a prefill on one device: fields give its shapes (batch, slots, pool rows), properties bytes.
 
     Attributes:
         config: the device's part of the model.
@@ -66,12 +66,12 @@ class PrefillBytes:
 
     @cached_property
     def reading(self) -> Reading | None:
-        """Static config of which layers choose and read which tokens in decoding; None if all layers read all."""
+        """`Reading` config: which layers choose tokens, which read only those in decoding; None if all read all."""
         return self.parts.reading(self.config.layers, self.slots)
 
     @cached_property
     def pools(self) -> list[int]:
-        """Bytes of each layer's pool, or of the one pool that all layers share."""
+        """List of the bytes of each layer's pool, or of the one pool that all layers share."""
         return [rows * self.batch * row_bytes(self.config, self.parts, self.item) for rows in self.pool_rows]
 
     @property
@@ -91,12 +91,12 @@ class PrefillBytes:
 
     @property
     def bounds(self) -> int:
-        """Bytes of the bounds of pages' keys (Quest); 0 without pages."""
+        """Bytes of the minimum and maximum keys of all pages (Quest); 0 without pages."""
         return bound_bytes(self.reading, self.config, self.batch, self.item, self.pool_rows)
 
     @property
     def peak(self) -> int:
-        """Bytes on the device without weights: the cache, and the larger of prefill's and of loaded offloaded rows'."""
+        """Peak bytes on the device, weights excluded: cache, plus the larger of prefill's arrays and reloaded rows."""
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
@@ -118,11 +118,11 @@ class PrefillBytes:
 
     @property
     def replay(self) -> Replay | None:
-        """Settings of a second pass over the prompts; None for policies that read them once."""
+        """`Replay` settings of a second pass over the prompts; None for policies that read them once."""
         return self.parts.needs.replay
 
     def _again(self) -> int:
-        """Bytes of a second pass over the prompts beside their keys and values: scores of all layers, activations.
+        """Bytes of a second pass over prompts, beyond their K and V: all layers' scores, activations; 0 without one.
 
         The arrays that layers return for scoring wait in all of them.
         """
@@ -152,7 +152,7 @@ class PrefillBytes:
 
     @property
     def _remembered(self) -> int:
-        """Bytes of the float32 queries that the cache keeps for later scoring."""
+        """Bytes of the float32 ring buffers of last queries that the cache keeps for scoring or choosing rows."""
         ongoing, reading, layers = self.parts.ongoing, self.reading, self.config.layers
         queries = 0
         if ongoing is not None:
@@ -174,7 +174,7 @@ class PrefillBytes:
         return 4 * self.batch * numbers + self._remembered
 
     def _activations(self) -> int:
-        """Bytes of activations of a CPU's prefill, besides the keys and values of the layers that it holds."""
+        """Bytes of a CPU prefill's arrays beside the layers' K and V: hidden states, queries, scores, statistics."""
         config, parts, cells = self.config, self.parts, self.batch * self.slots
         # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
@@ -197,7 +197,7 @@ class PrefillBytes:
         return self.batch * (self.buffer or 0) * row
 
     def stages(self) -> dict[str, int]:
-        """Bytes on a GPU while each prefill program runs, by program name, for the last two layers."""
+        """Dict from program name to the bytes on a GPU while it runs, for a prefill's last two layers and logits."""
         layers, rows, found = self.config.layers, self._rows(), dict[str, int]()
         hidden = self.batch * self.slots * self.config.embed * self.item
         for index in range(max(0, layers - 2), layers):
@@ -216,7 +216,7 @@ class PrefillBytes:
         return found
 
     def _afterwards(self, index: int, top: bool) -> dict[str, int]:
-        """Bytes of a layer's score, choose, merge and pack programs by name, besides its rows and lower layers."""
+        """Dict from program name (score, choose, merge, pack, thin) to its GPU bytes beside rows and lower layers."""
         parts, found = self.parts, dict[str, int]()
         scored = parts.ongoing is not None and parts.ongoing.scored
         # Scores that rows are ordered by, the observed attention that is kept for later, and norms of keys.
@@ -246,7 +246,7 @@ class PrefillBytes:
         return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self._remembered
 
     def _kept(self, index: int) -> int:
-        """Bytes of the layers below `index`: pools; if layers share a pool, their rows and scores, or a buffer."""
+        """Bytes held of the layers below `index`: their pools; for a shared pool their rows and scores, or a buffer."""
         parts = self.parts
         if self.buffer is not None:
             return self._buffered + self._rows_of(4 * self.config.layers * (1 + parts.needs.norms))
@@ -260,7 +260,7 @@ class PrefillBytes:
         return index * (self._rows() + scores)
 
     def _rows_of(self, size: int) -> int:
-        """Bytes of one layer's array with `size` bytes per row."""
+        """Bytes of one layer's array `[B, K, S]` with `size` bytes for each row of the uncompressed prompt."""
         return self.batch * self.config.kv_heads * self.slots * size
 
     def _rows(self) -> int:
@@ -289,7 +289,7 @@ class PrefillBytes:
         return 8 * self.batch * self.config.heads * most**2
 
     def _looked(self) -> int:
-        """Bytes that a layer's program returns for scoring: window queries, column sums, norms, rotated keys."""
+        """Bytes that a layer's program returns for scoring: window queries, attention sums, norms, unrotated keys."""
         needs, config = self.parts.needs, self.config
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms

@@ -65,7 +65,7 @@ def layer(
     last: bool,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over right-padded prompts; returns hidden states, keys and values as `LayerOut`.
+    """Runs one block over right-padded prompts; returns `LayerOut`: hidden states, K, V and the statistics in `needs`.
 
     With `last` only the last token's hidden state is computed.
     `table` holds the angles of positions 0 to S; `needs` says what comes out beside hidden states, keys and values.
@@ -131,7 +131,7 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Runs one block, one sequence at a time: hidden states, keys, values, unrotated keys, attention sums of keys.
+    """Runs one block sequence by sequence; tuple: hidden states, keys, values, unrotated keys, attention sums.
 
     For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
     (`last`) come back unchanged; unrotated keys and sums are None unless `needs` asks for them.
@@ -184,7 +184,7 @@ def _by_sequence(
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Runs one block, all sequences at once: hidden states, keys, values, unrotated keys, attention sums of keys.
+    """Runs one block on all sequences at once; tuple: hidden states, keys, values, unrotated keys, attention sums.
 
     For a GPU: attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
     """

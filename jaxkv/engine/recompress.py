@@ -32,7 +32,7 @@ from jaxkv.sharding.mesh import Axes, host, place, settle_down
 
 
 def beyond(cache: KVCache) -> Any:
-    """Rows `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room to grow."""
+    """Number of rows `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room."""
     if is_traced(cache.length):
         return most_of_devices((cache.length - cache.limit).max(axis=(0, 2)), "K", cache.axes)
     return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
@@ -51,7 +51,7 @@ def due(cache: KVCache) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Pool sizes and largest segment size, given in advance for programs whose cache arrays are traced.
+    """Fixed sizes for `recompress`: P of each new pool, most rows of a segment; needed where cache arrays are traced.
 
     Attributes:
         rows: P of each pool; on a mesh, of the part of it that one device holds.
@@ -70,7 +70,7 @@ def recompress(
     room: int | Int[np.ndarray, " L"] = 0,
     fixed: Fixed | None = None,
 ) -> KVCache:
-    """Copy of the cache with sequences that are due compressed again, the others copied; `cache` is unchanged.
+    """Copy of a cache whose policy compresses sequences over their row limits again; others copied, `cache` unchanged.
 
     Each pool is as small as its fullest sequence allows, with `room` rows behind every segment, or `fixed` where the
     cache's numbers are traced. The policy must go on after the prompt.
@@ -135,7 +135,7 @@ class _Held(Source):
     """Source of layers for `compress` that reads rows from an existing cache, to compress it again."""
 
     def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None):
-        """Makes the source: computes rows and most recent rows to keep in each layer, and the largest segment size."""
+        """Makes the source; computes counts of rows and of recent rows to keep by layer, most rows of a segment."""
         parts, state = cache.policy.parts(), cache.state
         assert parts.scorer is not None and parts.ongoing is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
@@ -161,17 +161,17 @@ class _Held(Source):
         )
 
     def candidates(self, index: int) -> Candidates:
-        """One layer's rows and scores as `Candidates`: scores by the policy's rank, or computed anew by its scorer."""
+        """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer."""
         return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
+        """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Size in rows, P, of the new pool: the policy's target, or a bucket if more are kept; waits for `kept`."""
+        """Size P in rows of the new pool, room included: the policy's target, or a bucket of the rows `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)
@@ -216,7 +216,7 @@ def _numbers(table: Array) -> Any:
 
 
 def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
-    """Rows `[L, B]` per kv head to keep in each layer: mean of its limits, or its schedule's rows for the text."""
+    """Number of rows `[L, B]` to keep per kv head: mean of a layer's limits, or the budget schedule's for the text."""
     limit, traced = _numbers(cache.limit), is_traced(cache.limit)
     by_limits = parts.evicts and own_limits(parts.heads) is None
     # Segments under a threshold may hold fewer rows than their budget.
@@ -265,7 +265,7 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
 
 @program(static=("static",), on="static")
 def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
-    """Compiled: one layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no keys."""
+    """Compiled: one layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
     rows, merge = _taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
@@ -274,7 +274,7 @@ def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
 
 @program(static=("static",), on="static")
 def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
-    """Compiled: one layer's rows as `Candidates`, scored by the policy's rank, or anew by its scorer."""
+    """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer."""
     rows, ongoing = _taken(layer, static), static.ongoing
     pos, segments = rows.positions, layer.segments
     assert pos is not None
@@ -294,7 +294,7 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
 
 
 def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
-    """Scores and attention mass `f32[B, K, S]` of one layer's rows, computed anew from the remembered queries."""
+    """Pair `f32[B, K, S]` for one layer's rows: new scores and attention mass, computed from the remembered queries."""
     segments, k, scorer = layer.segments, rows.k, static.scorer
     batch, heads = segments.length.shape
     window, future, moments = scorer.queries, future_of(scorer), None
@@ -335,7 +335,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
 
 
 def _value_norms(leaves: Leaves, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
-    """L1 norms `[B, K, S]` of projected values, and their sums over all kv heads that hold the same position."""
+    """Pair `[B, K, S]`: L1 norms of projected values, and their sums over all kv heads that hold the same position."""
     assert rows.positions is not None
     norms, axes = value_norms(static.graphs.block(leaves), rows.v), static.axes
     of_all = gathered(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)

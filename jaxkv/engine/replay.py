@@ -30,7 +30,7 @@ MOST = 512
 
 
 class Texts(NamedTuple):
-    """Token ids read before each chunk of a prompt: `first` or (later chunks) `following`, and then `closing`."""
+    """Token ids that a second pass (KVzip) reads before a chunk: `first`, or later `following`, and then `closing`."""
 
     first: tuple[int, ...]
     following: tuple[int, ...]
@@ -46,7 +46,7 @@ class Padded(NamedTuple):
 
 
 def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Texts | None:
-    """Token ids (`Texts`) of a second pass or None; ValueError for text without a tokenizer, or foreign ids."""
+    """Encodes a second pass's texts as `Texts` of token ids; None without a pass; ValueError if that is impossible."""
     if asked is None:
         return None
     closing = asked.closing
@@ -98,7 +98,7 @@ def replayed(
     implementation: Implementation,
     worth: float,
 ) -> Steps[list[Float[Array, "B K S"]]]:
-    """Generator: reads prompts again on top of the layers that `ran`; returns each layer's largest attention per row.
+    """Generator: reads prompts again on top of layers that `ran`, yields progress; returns each layer's peak attention.
 
     Yields `worth` in all, in equal parts: the share of the layers' progress that the second pass stands for.
     """
@@ -149,7 +149,7 @@ def _layer_again(
     asked: Replay,
     implementation: Implementation,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
-    """Compiled: runs a block over N tokens that repeat a chunk; returns hidden states, `peaks` raised by attention.
+    """Compiled: runs a block over N tokens that repeat a chunk; returns hidden states, `peaks` raised; donates both.
 
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
     """
@@ -170,13 +170,13 @@ def _layer_again(
     by_row = _projected_norms(block, shown) if asked.weighted else None
 
     def attend(part: Array) -> tuple[Array, Array]:
-        """Attention of queries to the prompt's rows: output and log-sum-exp."""
+        """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
         backend, flat = backend_of(implementation), part.reshape(batch, heads, -1, dim)
         out, lse = backend.attend(flat, keys.reshape(pool), values.reshape(pool), start, held, walk=Walk.STRIDES)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Loop body for one block of tokens: hidden states after the block, all keys and values, largest attention."""
+        """Loop body: runs one block of tokens; returns the carry of hidden states, keys, values, largest attention."""
         x, k, v, most = carry
         at = index * size
         part = take_slice(x, (0, at, 0), (batch, size, width))

@@ -14,7 +14,9 @@ from jaxkv.attention.xla import Walk, inside_segments, windows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Start, length, limit and policy state of each segment of a layer; layers of a shared pool count as more heads.
+    """Tables of one layer's segments `[B, K]`: first pool row, length, limit, and policy state such as thresholds.
+
+    Layers of a shared pool taken together count as more heads.
 
     Attributes:
         start: first pool row.

@@ -42,7 +42,7 @@ class Paused:
 def sequences_of(
     cache: KVCache, new: int, sampling: Sampling, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> Sequences:
-    """Makes `Sequences` of a cache: its arrays and sampling states, all with one sampler, key, end ids, `new` tokens.
+    """Makes `Sequences` for slots from a cache; all draw up to `new` tokens with the same sampler, key and end ids.
 
     `ends` are padded with -2, which is no id.
 

@@ -182,7 +182,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields after each layer, so that other work can run then; returns the cache.
+        """Generator form of `prefill`: yields layers done, so that other work can run between; returns the `KVCache`.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
@@ -252,7 +252,7 @@ class Session:
     def extend(
         self, cache: KVCache, ids: Prompt | Encoded, *, new: int = 0, chunk: int | None = None, donate: bool = False
     ) -> KVCache:
-        """Runs prompts on top of a cache; returns it with rows added; with `new`, due sequences are recompressed.
+        """Runs prompts on top of a cache; returns a cache with rows added; `new` recompresses sequences over limit.
 
         Args:
             cache: of this model and policy; one sequence serves many prompts.
@@ -347,7 +347,7 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Drawing:
-        """Makes a `Drawing`, which takes over a cache and draws tokens block by block; its caller reads each block.
+        """Makes a `Drawing` object, which takes over a cache (donates its buffers) and draws tokens block by block.
 
         Args:
             cache: with logits; its buffers are given up.
@@ -381,7 +381,7 @@ class Session:
 
     @settled
     def compress_again(self, cache: KVCache, *, room: int = 0) -> KVCache:
-        """Recompresses due sequences (with `every=n`, those n rows over their limit); returns a cache, same if none.
+        """Compresses sequences again that are `every` rows over their limit; returns a new cache, or the same if none.
 
         Args:
             cache: of this model and policy.
@@ -406,7 +406,7 @@ class Session:
             hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
-        """Prompts as `Encoded` token ids, given encoded or not; plain text continues the cache's conversation."""
+        """Prompts as `Encoded` token ids, tokenised if needed; plain text continues the cache's conversation."""
         if isinstance(ids, Encoded):
             return ids
         turn = Turn.START if cache is None else cache.turn

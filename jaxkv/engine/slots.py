@@ -128,7 +128,7 @@ class Slots:
     def prefilling(
         self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Method | None = None
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: runs layer by layer, so that its caller may decode other slots in between.
+        """Generator form of `prefill`: yields layers done so that slots may decode in between; returns the `KVCache`.
 
         `policy` is that of the slots with another budget, of no more rows.
         """
@@ -147,7 +147,7 @@ class Slots:
 
     @settled
     def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Copy of a prefilled prompt's cache with a question appended to each sequence; those due are compressed again.
+        """Copy of a prompt's cache with a question appended to each sequence, compressed again if over its row limit.
 
         `key` replaces the session's. Raises ValueError for an empty or over-long question, and for a cache that these
         slots' `prefill` did not make.
@@ -332,7 +332,7 @@ class Slots:
         return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
 
     def _require_slot(self, slot: int) -> None:
-        """Raises ValueError for an index that is no slot's."""
+        """Raises ValueError unless the slot index lies in [0, count)."""
         require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
 
     def _require_fits(self, cache: KVCache, rows: int) -> None:
@@ -363,7 +363,7 @@ class Slots:
         self._all = insert(self._all, arrays, self._placed(self._of_groups(slot)), axes=self._axes)
 
     def _settle(self, which: Bool[np.ndarray, " B"]) -> None:
-        """Appends the tails' rows of the slots in mask `which` to their pools, in place."""
+        """Moves rows that wait in tail buffers into the pools, in place, for the slots in mask `which`."""
         if not (self._waiting * which).any():
             return
         placed = self._placed(which)
@@ -380,7 +380,7 @@ class Slots:
         self._beyond[slot] = beyond(cache)[self._group_of(slot)]
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """Cache with its due sequences compressed again, in pools of the slots' fixed size."""
+        """Copy of a cache with sequences over their row limit compressed again, in pools of the slots' fixed size."""
         return recompress(self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed)
 
     def _handle(self, arrays: Cache) -> KVCache:

@@ -25,14 +25,14 @@ Loaded = Float[Array, "B T 2 K D"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Ascending positions that a filter layer chose; of T entries the first `count` are valid."""
+    """Token positions `[B, T]` that a filter layer chose (OmniKV), ascending; the first `count` of T are valid."""
 
     positions: Int[Array, "B T"]
     count: Int[Array, " B"]
 
 
 def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"]]:
-    """The policy's `Reading` config, and how many rows of each segment its filter layers choose from."""
+    """Pair: the policy's `Reading` config, and number `[B, K]` of rows that filter layers choose from per segment."""
     assert spec.reading is not None and segments.choosable is not None
     return spec.reading, segments.choosable
 
@@ -65,7 +65,7 @@ def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
 def asking(
     q: Float[Array, "B K G N D"], ring: Float[Array, "B K G R D"] | None, new: NewTokens, reading: Reading
 ) -> Asking:
-    """A filter layer's choosing queries (of its ring, or of the new tokens), positions and weights, as `Asking`.
+    """Makes `Asking`: queries (of the ring, or new) by which a filter layer chooses, with positions and weights.
 
     For one token the ring's, weighted by the selector; without a ring, or for several tokens, the new ones equally.
     The ring holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
@@ -153,7 +153,7 @@ def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> In
 def rows_of(
     chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-    """Pool row indices of the chosen positions among each head's first `kept` rows, padded with -1, and their count."""
+    """Pair: pool rows `[B, K, T]` of chosen positions among each head's first `kept` rows, then -1, and their count."""
     positions, first = chosen.positions[:, None], start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
     if reading.every_row:
@@ -183,7 +183,7 @@ def rows_of(
 def picks_of(
     spec: Spec, pool: Pool, segments: Segments, chosen: Chosen
 ) -> tuple[Int[Array, "B k T"], Int[Array, "B k"]]:
-    """Chosen rows as offsets from each segment's first row, and their number, for kernels.
+    """Pair for kernels: chosen rows as offsets `[B, k, T]` from each segment's first row, and their number `[B, k]`.
 
     The head axis k is 1 if all heads hold the same rows.
     """
@@ -202,7 +202,7 @@ def over_chosen(
     chosen: Chosen,
     loaded: Loaded | None,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new tokens to the chosen rows, in the pool or `loaded` from the host: output and log-sum-exp."""
+    """Pair of attention output and log-sum-exp of new tokens over chosen rows, in the pool or `loaded` from host."""
     reading, choosable = _filtered(spec, segments)
     heads = segments.start.shape[1]
     if loaded is None:
@@ -224,7 +224,7 @@ def over_rest(
     segments: Segments,
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new tokens to the rows that sparse layers always read: output and log-sum-exp.
+    """Pair of attention output and log-sum-exp of new tokens over the rows that sparse layers read without choosing.
 
     `length` counts each segment's rows with those that the tokens have added.
     """

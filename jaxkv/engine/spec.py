@@ -42,7 +42,7 @@ def reading_state(
     choosable: Int[Array, "L B K"],
     rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """Makes the `State` of a policy that keeps all rows and reads `reads` tokens (OmniKV).
+    """Makes the initial decode `State` of a policy that keeps all rows and reads `reads` chosen tokens a step (OmniKV).
 
     `rings` are filters' last queries.
     """
@@ -56,7 +56,7 @@ def reading_state(
 
 
 def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """One layer's gate weights as arrays where the model lies; cached with the model, for the two gates used last.
+    """One layer's gate weights (pytree) on the model's devices, cached for the two gates used last; or abstract arrays.
 
     Abstract arrays if asked for, and while programs are recorded.
     """
@@ -149,11 +149,11 @@ class Spec:
 
     @property
     def page(self) -> int | None:
-        """Number of rows of the pages that sparse layers choose for themselves; None without pages."""
+        """Number of rows per page (Quest) where sparse layers choose pages themselves; None without pages."""
         return None if self.reading is None else self.reading.page
 
     def streams(self, tokens: int) -> bool:
-        """True if a step of this many tokens, which must be 1, runs the fused kernels `decode_token` and `add_norm`."""
+        """True if a step of this many tokens (only 1) runs the fused kernels `decode_token` and `add_norm`."""
         fused = self.backend.fused_step and self.config.alternates and self.fused
         return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 
@@ -193,7 +193,7 @@ class Spec:
 
 
 def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Spec:
-    """Makes the `Spec` of programs on top of a cache from the cache's static fields; reads no array."""
+    """Makes the `Spec` (static config) of decode programs on a cache from the cache's static fields; reads no array."""
     return specialise(
         flat,
         cache.policy.parts(),
@@ -216,7 +216,7 @@ def specialise(
     platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Makes the `Spec` of programs on top of a policy's caches, for prompts of bucket `slots` and pools of `dtype`.
+    """Makes the `Spec` (static config) of decode programs for a policy, prompts of bucket `slots` and pools of `dtype`.
 
     `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`); `banked` caches have
     rows in host memory; `platform` is where the programs will run, by default where the model lies.
@@ -247,7 +247,7 @@ def specialise(
 
 
 def implementations_for(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    """Chooses attention backends for prefill and decode on a model's devices; prefill in chunks uses decode's.
+    """Chooses `Implementations` (prefill, decode attention backends) for a model's devices; chunks use decode's.
 
     Raises:
         ValueError: for one that cannot read prompts in chunks, under a policy that does.

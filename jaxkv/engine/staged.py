@@ -34,7 +34,7 @@ Ring = Float[Array, "B K G R D"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Layers run by one program; whether their rows are `loaded` from the host; the filter to `ask` at its end."""
+    """Consecutive layers of one program; True if their rows are loaded from the host; filter layer asked at its end."""
 
     layers: tuple[int, ...]
     loaded: bool
@@ -43,7 +43,7 @@ class Stretch:
 
 @lru_cache(maxsize=64)
 def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
-    """Tuple of a step's `Stretch`es of layers, cut at filter and offloaded layers; `whole` reads all rows.
+    """Splits a step's layers into a cached tuple of `Stretch`es, cut at filter and offloaded layers; `whole` reads all.
 
     Filters then choose nothing.
     """
@@ -76,7 +76,7 @@ def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[
 def _finish(
     ends: Leaves, x: Float[Array, "B N E"], tables: Tables, count: Int[Array, " B"], *, graphs: Graphs
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
-    """Compiled: logits after each sequence's last real token, and the tables `seen` and `length` after the step."""
+    """Compiled: triple of logits after each sequence's last real token, and `seen` and `length` tables, advanced."""
     x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     return graphs.ends(ends).logits(x[:, 0]), tables.seen + count, tables.length + count[:, None]
 

@@ -36,7 +36,7 @@ def first_stream(x: Float[Array, "B N E"], spec: Spec) -> Stream:
 
 
 def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-    """Hidden states after any pending addition, in the model's dtype, and the same RMS-normalised for attention."""
+    """Pair: hidden states with any pending sums added, and the same RMS-normalised as the input of attention."""
     norm = block.attention_norm
     if stream.added is None:
         return stream.x, norm(stream.x)
@@ -72,11 +72,11 @@ def _added(
 
 
 def _padded(a: Array, rows: int) -> Array:
-    """The array padded with zeros to at least `rows` rows along its first axis."""
+    """Array padded with zeros to at least `rows` entries along its first axis; unchanged if it is that long."""
     more = max(0, rows - a.shape[0])
     return jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))) if more else a
 
 
 def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, spec: Spec) -> tuple[Array, Array]:
-    """Sum of hidden states and partial sums, and that sum RMS-normalised, by one fused kernel of the backend."""
+    """Pair by one fused kernel: hidden states plus partial sums, and the same RMS-normalised."""
     return spec.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)

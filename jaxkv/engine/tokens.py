@@ -19,7 +19,7 @@ from jaxkv.models.values import LayerSpec
 
 
 class Choosable(NamedTuple):
-    """Positions that filter layers may choose from (those less than `below`), and number to choose, per sequence."""
+    """Named tuple per sequence: filter layers choose `budget` positions among those less than `below`."""
 
     below: Int[Array, " B"]
     budget: Int[Array, " B"]
@@ -64,7 +64,7 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
 def token_of_parts(
     q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype
 ) -> Token:
-    """`Token` of one new token, as from `project`, from split-K partial sums; XLA drops parts that are not read."""
+    """Makes the `Token` (rotated query and key, value) of one new token from split-K partial sums of projections."""
     batch = by.cos.shape[0]
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
     k = rotate(both[:, 0, :, None], by, dtype)
@@ -74,7 +74,7 @@ def token_of_parts(
 def in_blocks(
     attend: Callable[[Array], tuple[Array, Array]], q: Float[Array, "B K G N D"]
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention output and log-sum-exp by `attend`, called on blocks of at most `QUERY_BLOCK` query tokens.
+    """Pair of attention output and log-sum-exp, by `attend` on blocks of at most `QUERY_BLOCK` query tokens.
 
     `attend` takes queries `[B, K, G N, D]`.
     """
@@ -95,13 +95,13 @@ def in_blocks(
 def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new queries to all rows of one layer's segments in the pool: output and log-sum-exp."""
+    """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
     attend = partial(spec.backend.attend, walk=spec.layout.walk)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 
 class StepAngles(NamedTuple):
-    """RoPE angles of one layer in a step: for the new tokens, and for unrotated rows of the pool and the tail."""
+    """Named tuple of a layer's RoPE angles in a step: for new tokens, and unrotated rows of the pool and the tail."""
 
     new: Angles
     rows: Angles | None = None
