@@ -23,12 +23,12 @@ _MOST_SHARED, _FEWEST_SHARED = 32, 8
 
 
 def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Scale in float16 of codes that are one unit apart, for a unit of at least `width`; 0 for a width of 0."""
+    """Float16 quantisation scales for steps of `width`, rounded up to at least 2**-24; 0 where the width is 0."""
     return jnp.where(width > 0, jnp.maximum(width * _UP, _SMALLEST), width).astype(_SCALE)
 
 
 def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Array, "*n m"]:
-    """Groups of m values divided by their scale and rounded to integers; 0 where the scale is 0."""
+    """Quantisation codes (floats) of groups of m values: divided by their scale and rounded; 0 where the scale is 0."""
     wide = scale.astype(jnp.float32)[..., None]
     return jnp.round(jnp.where(wide == 0, 0.0, values / jnp.where(wide == 0, 1.0, wide)))
 
@@ -36,7 +36,7 @@ def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Arr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Vectors as signed bytes with one scale each.
+    """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
     Attributes:
         code: `i8[B, P, D]` numbers from -127 to 127.
@@ -48,26 +48,26 @@ class Bytes:
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Bytes":
-        """Encodes vectors: the largest absolute value of each becomes 127, the others in proportion, rounded."""
+        """Quantises vectors to `Bytes`: scales each one's largest absolute value to 127 and rounds to integers."""
         wide = rows.astype(jnp.float32)
         scale = _scale(jnp.abs(wide).max(axis=-1) / 127)
         code = jnp.clip(_codes(wide, scale), -127, 127)
         return cls(code=code.astype(jnp.int8), scale=scale)
 
     def decoded(self) -> Float[Array, "B P D"]:
-        """The vectors in float32."""
+        """Dequantised vectors, `f32[B, P, D]`: codes times their vector's scale."""
         return self.code.astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]
 
     @classmethod
     def size(cls, dim: int) -> int:
-        """Bytes of a vector of `dim` elements."""
+        """Bytes that one encoded vector of `dim` elements takes: 8-bit codes and a float16 scale."""
         return dim + 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nibbles:
-    """Vectors in 4 bits an element, two elements a byte; groups of elements have a scale and a least value.
+    """Vectors quantised to 4 bits an element, two a byte, with a float16 scale and least value per group of elements.
 
     The n groups have 32 elements each, or fewer where 32 does not divide D.
 
@@ -83,7 +83,7 @@ class Nibbles:
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
-        """Encodes vectors: in each group the least value becomes 0, the largest 15; ValueError unless 8 divides D."""
+        """Quantises vectors to `Nibbles`: maps each group's range to 0 to 15; ValueError unless 8 divides D."""
         dim = rows.shape[-1]
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
@@ -96,7 +96,7 @@ class Nibbles:
         return cls(code=code[..., : dim // 2] | (code[..., dim // 2 :] << 4), scale=scale, least=least)
 
     def decoded(self) -> Float[Array, "B P D"]:
-        """The vectors in float32."""
+        """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its least value."""
         code = jnp.concatenate([self.code & 15, self.code >> 4], axis=-1).astype(jnp.float32)
         groups = code.reshape(*self.scale.shape, -1)
         scale, least = (each.astype(jnp.float32)[..., None] for each in (self.scale, self.least))
@@ -104,12 +104,12 @@ class Nibbles:
 
     @classmethod
     def size(cls, dim: int) -> int:
-        """Bytes of a vector of `dim` elements."""
+        """Bytes that one encoded vector of `dim` elements takes: 4-bit codes, scales and least values of its groups."""
         return dim // 2 + 4 * (dim // _shared(dim))
 
 
 def _shared(dim: int) -> int:
-    """Number of elements that share a scale in 4 bits, 32 or the next power of two that divides D = `dim`."""
+    """Elements that share a 4-bit scale: the largest power of 2 up to 32 that divides `dim`; ValueError if below 8."""
     size = math.gcd(dim, _MOST_SHARED)
     remedy = (
         f"at least {_FEWEST_SHARED} elements share a scale in 4 bits, and {dim} a head has no such groups: use 'int8'"
@@ -120,7 +120,7 @@ def _shared(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantised(Store):
-    """Base of stores that hold encoded keys and values; a subclass names the class that encodes each.
+    """Base class of stores with quantised keys and values; subclasses set the encoding (`Bytes`, `Nibbles`) of each.
 
     Attributes:
         keys: class of encoded keys.
@@ -171,7 +171,7 @@ class Quantised(Store):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Store that holds each key and value as 8-bit integers with a scale of its own; GPU kernels read the codes."""
+    """Store that holds keys and values as 8-bit integers with one scale per vector; GPU kernels read the codes."""
 
     fused_step: ClassVar[bool] = True
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
@@ -193,7 +193,7 @@ class Int8(Quantised):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Quantised):
-    """Store that holds keys and values in 4 bits an element, with a scale and a least value for 32 elements each."""
+    """Store that holds keys and values in 4 bits an element, with a scale and a least value per group of up to 32."""
 
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
     values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
