@@ -28,7 +28,7 @@ _POLICY, _CACHE = "policy", "cache"
 
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
-    """Writes a cache and its policy to a new folder (manifest, arrays) atomically; of several processes one writes.
+    """Writes a cache and its policy to a new folder atomically; of several processes on one mesh only the first writes.
 
     `cache` is laid out for one device and has no policy. ValueError if `folder` exists or cannot be written, or if the
     policy holds a value that cannot be encoded.
