@@ -316,7 +316,7 @@ def laid_out(
 def _relocated(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
-    """Numpy array of one leaf of a cache: pool rows `sources` of sequences `of`, or the given `start` for leaf `start`."""
+    """Numpy array of one leaf of a cache: pool rows `sources` of sequences `of`, or `start` for the leaf `start`."""
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))
