@@ -17,7 +17,7 @@ from jaxkv.cache.pools import Pool
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Policy arrays while decoding: prompt lengths, mean budgets, recent and choosable rows, thresholds, last queries.
+    """Pytree of a policy's decode state: prompt lengths, budgets, protected rows, merging thresholds, past queries.
 
     Only policies that evict or compress again after the prompt have one.
 
@@ -44,7 +44,7 @@ class State:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
-    """First row, length and target size of every segment, tokens seen by each sequence, and the policy's state.
+    """Pytree of first row, length and target size of each segment, `[L, B, K]`, tokens seen `[B]`, and policy state.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
@@ -62,7 +62,7 @@ class Tables:
     state: State | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
-        """Copy of the tables with arrays `[L, ...]` reduced to n layers by index; `seen` and query rings unchanged."""
+        """Copy of the tables for n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
         state = self.state
         if state is not None:
             state = dataclasses.replace(
@@ -78,7 +78,7 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Pytree of all device arrays of a cache: pools of rows, and tables of segments, tokens seen and policy state.
+    """Pytree of all device arrays of a KV cache: pools of rows, and tables of segments, tokens seen and policy state.
 
     Attributes:
         pools: one per layer, or a single one shared by all layers.

@@ -21,7 +21,9 @@ _HOST = "pinned_host"
 @partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["layers"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bank:
-    """Keys and values of whole prompts for some layers, in host memory; immutable, shared by copies of a cache.
+    """Keys and values of whole prompts in host memory, one array `[B, S, 2, K, D]` for each offloaded layer; immutable.
+
+    Copies of a cache share it.
 
     Attributes:
         rows: one `[B, S, 2, K, D]` per layer, key and value of a token side by side.
@@ -37,19 +39,19 @@ class Bank:
         return sum(each.nbytes for each in self.rows)
 
     def put_back(self, axes: Axes | None = None) -> "Bank":
-        """Bank whose arrays lie in pinned host memory: this one, or a copy there if `jax.device_put` moved any."""
+        """Bank with all arrays in pinned host memory: the same object if they are there already, else a copy."""
         there = [isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows]
         return self if all(there) else self.moved(None, axes)
 
     def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "Bank":
-        """Copy of the bank for the sequences with indices `of` (None: all), in pinned host memory of their devices."""
+        """Copy of the bank for the sequences of indices `of` (None: all), in pinned host memory, sharded by `axes`."""
         rows = [host(each) if of is None else host(each).take(of, axis=0) for each in self.rows]
         return dataclasses.replace(self, rows=tuple(waiting(each, axes) for each in rows))
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Counters of transfers of rows from host memory to the device: their number and their bytes."""
+    """Mutable counters of transfers of rows from host memory to the device: their number and their bytes."""
 
     transfers: int = 0
     bytes: int = 0

@@ -28,7 +28,7 @@ _POLICY, _CACHE = "policy", "cache"
 
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
-    """Writes a cache's folder (manifest and arrays) atomically; of several processes on one mesh only the first writes.
+    """Writes a cache and its policy to a new folder atomically; of several processes on one mesh only the first writes.
 
     `cache` is laid out for one device and has no policy. ValueError if `folder` exists or cannot be written, or if the
     policy holds a value that cannot be encoded.
@@ -52,9 +52,10 @@ def encoded_policy(manifest: Mapping[str, Any]) -> Any:
 
 
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
-    """Reads a saved `KVCache`, its policy left None; ValueError if arrays are missing or damaged.
+    """Reads a saved `KVCache`, without its policy, onto a device or the host; ValueError if arrays are damaged.
 
     `on_host=True` puts all arrays into host memory, False only those of the bank, the others on the default device.
+    ValueError if arrays are missing, too.
     """
     entries = described(folder, manifest.get(CACHE.listed), CACHE)
     device = next(iter(jnp.zeros(()).devices()))

@@ -48,7 +48,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
 
 
 def decode(said: Any, array: Callable[[str], Any]) -> Any:
-    """Rebuilds a value from the JSON that `encode` wrote, arrays by calling `array(path)`; ValueError for other JSON.
+    """Rebuilds the value (a dataclass, tuple, number, array) from `encode`'s JSON; `array` loads arrays by path.
 
     UnknownClass for a class that this process has not imported (nothing is imported here); ValueError for anything
     that `encode` does not write, and for fields that a class does not take.
@@ -89,7 +89,7 @@ def _inside(name: str, part: object) -> str:
 
 
 def _path(cls: type) -> str:
-    """Text `module:qualname` of a class, with a public module that exports it if there is one.
+    """Text `module:qualname` that names a class, by a public module that exports it, else by the defining module.
 
     Internal modules may move.
     """
@@ -98,7 +98,7 @@ def _path(cls: type) -> str:
 
 
 def _found(path: Any) -> Any:
-    """Class with the path `module:qualname` in an imported module; UnknownClass if there is none."""
+    """Looks up a class by its path `module:qualname` in imported modules; raises UnknownClass if there is none."""
     module, _, names = path.partition(":") if isinstance(path, str) else ("", "", "")
     found: Any = sys.modules.get(module)
     for name in names.split("."):

@@ -50,7 +50,7 @@ class Turn(enum.Enum):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Compressed keys and values of B sequences, with the policy, model and mesh that they belong to.
+    """Immutable KV cache of B sequences: device arrays, offloaded rows, next logits, layout, policy, model, mesh.
 
     Attributes:
         arrays: pools, segment tables and policy state on the device.
@@ -192,7 +192,7 @@ class KVCache:
         return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(rows))
 
     def room_nbytes(self, room: Sequence[int]) -> int:
-        """Bytes per sequence of `room` more free rows behind every segment, with the bounds of their pages (Quest).
+        """Bytes per sequence of `room[l]` more free rows behind each segment of layer l, with page bounds (Quest).
 
         Args:
             room: free rows, one number for each layer.
@@ -208,7 +208,7 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that all tokens seen would take in an uncompressed cache without padding."""
+        """Bytes, summed over sequences, that all tokens seen would take in an uncompressed cache without padding."""
         each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
         return int(host(self.seen)[: self.batch].sum()) * each
 
@@ -261,7 +261,7 @@ class KVCache:
         return mask
 
     def free(self) -> Int[np.ndarray, " L"]:
-        """Free rows behind segments, `[L]`: for each layer the smallest number over its segments."""
+        """Numpy array `[L]` of free rows behind segments: for each layer the smallest number over its segments."""
         parts = self.stretches
         # Each device's part of a pool is laid out as a pool of its own for its heads.
         start, length = (a.reshape(a.shape[0], -1, a.shape[2] // parts) for a in map(host, (self.start, self.length)))
@@ -275,7 +275,7 @@ def laid_out(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Copy of a cache on another mesh (None: one device), via the host; pools repacked to P = `rows` or the least P.
+    """Copy of a cache on another mesh (None: one device), through the host, with pools repacked to `rows` or the least.
 
     `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
     with these letters; by default on the mesh.
@@ -316,7 +316,7 @@ def laid_out(
 def _relocated(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
-    """One leaf of a cache as a numpy array, gathered by sequences `of` and pool rows `sources`; `start` is replaced."""
+    """Numpy array of one leaf of a cache: pool rows `sources` of sequences `of`, or `start` for the leaf `start`."""
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))

@@ -16,7 +16,7 @@ Numbers = TypeVar("Numbers", Array, np.ndarray)
 
 
 class Layout(enum.Enum):
-    """Enum of placements of segments in pools: equal shares, one after another per layer, or one pool for all layers.
+    """Enum of segment placements: equal shares of a layer's pool, one after another in it, or one pool for all layers.
 
     EQUAL: each segment has P / K rows of its layer's pool, head k from k * P / K on, known at trace time.
     RAGGED: segments of any length, one after another, in the layer's own pool.
@@ -34,7 +34,7 @@ class Layout(enum.Enum):
 
     @property
     def walk(self) -> Walk:
-        """`Walk` under this layout: how attention reaches a layer's segments (strides, whole pool or windows)."""
+        """`Walk` enum member: how attention reads a layer's segments in this layout (strides, whole pool, windows)."""
         return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[self]
 
     def pool_of(self, layer: int) -> int:
@@ -50,7 +50,7 @@ class Layout(enum.Enum):
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Smallest pool size P in rows, `[B]`, that holds all segments of n layers with these lengths."""
+        """Fewest pool rows, numpy `[B]`, that hold all segments of each sequence in n layers, given their lengths."""
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 
@@ -74,7 +74,7 @@ class Layout(enum.Enum):
     def in_pools(
         self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int
     ) -> Int[np.ndarray, "L B K"]:
-        """First rows `[L, B, K]` converted from counting in a device's part of a pool to counting in the whole pool."""
+        """Converts first rows `[L, B, K]` from indices in a device's part of a pool to indices in the whole pool."""
         each = np.asarray([pools[self.pool_of(layer)] // stretches for layer in range(len(start))])
         stretch = np.arange(start.shape[2]) * stretches // start.shape[2]
         return start + each[:, None, None] * stretch

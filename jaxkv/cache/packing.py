@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes, inside, where
 
 
 class Unpacked(NamedTuple):
-    """One layer's rows before packing, padded to S slots per kv head: keys, values, mask, positions, scores, mass.
+    """One layer's rows before packing, padded to S per kv head: keys, values, mask, positions, scores, attention mass.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
@@ -92,7 +92,7 @@ def placed(
     room: tuple[int, ...] | None = None,
     axes: Axes | None = None,
 ) -> Int[Array, "n B K"]:
-    """Compiled: first pool row `[n, B, K]` of each segment of given lengths; on a mesh each device places its own."""
+    """Compiled `Layout.place`: first row `[n, B, K]` of each segment in a pool; on a mesh in its device's part."""
     return layout.place(length, rows, None if room is None else np.asarray(room, np.int32))
 
 

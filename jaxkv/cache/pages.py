@@ -37,7 +37,7 @@ class PageBounds:
         return 2 * self.low.shape[3] * self.low.dtype.itemsize
 
     def with_room(self, each: int) -> "PageBounds":
-        """Copy of the bounds with pages for segments of `each` rows: zero pages added, or the last ones cut off."""
+        """`PageBounds` resized to the pages of segments of `each` rows: adds zero pages, or cuts off the last ones."""
         pages = -(-each // self.page)
 
         def sized(leaf: Array) -> Array:
@@ -52,7 +52,7 @@ class PageBounds:
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Copy with bounds recomputed from `keys` for pages that `count` rows appended at `length` join; others kept.
+        """Copy of the page bounds, recomputed from `keys` for pages into which `count` rows appended at `length` fall.
 
         `keys` are those of the rows that `joined_rows` names; sequences with a `count` of 0 are unchanged.
         """
@@ -95,7 +95,7 @@ def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes 
 
 
 def _extremes(keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int) -> tuple[Array, Array]:
-    """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys where `held`; zeros for pages without."""
+    """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
     batch, heads, rows, dim = keys.shape
     some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
 

@@ -13,7 +13,9 @@ from jaxkv.cache.stores import Dense, Store, put_cells
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Keys, values and positions of P rows per sequence; a segment's rows ascend in position until one is evicted.
+    """Pytree of P rows per sequence: store of keys and values, positions `[B, P]`, optional scores and page bounds.
+
+    A segment's rows ascend in position until one is evicted.
 
     Attributes:
         store: keys after RoPE at their original position (before it, where the policy rolls positions), and values.
@@ -54,12 +56,12 @@ def dense_pool(
     pos: Int[Array, "B P"],
     score: Float[Array, "B P"] | None = None,
 ) -> Pool:
-    """Makes a pool whose store is the given key and value arrays, in the model's dtype."""
+    """Makes a `Pool` that holds the given keys and values unencoded, with their positions and scores."""
     return Pool(store=Dense.of(k, v), pos=pos, score=score)
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
-    """Segment index (kv head) `[B, P]` of each of P = `rows` pool rows, given the segments' first rows.
+    """Index, `i32[B, P]`, of the segment in which each of P = `rows` rows of a pool lies, by the segments' first rows.
 
     `start` ascends from 0.
     """
@@ -102,7 +104,7 @@ def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows:
 def append_norms(
     norms: Float[Array, "B P"], k: Float[Array, "B K N D"], end: Int[Array, "B K"], written: Int[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """The pool's key norms with those of N new keys written at the rows where `append` writes the keys."""
+    """Key norms `[B, P]` of a pool, with the norms of N new keys written at the rows where `append` writes the keys."""
     row = _behind(end, written, k.shape[2], norms.shape[1])
     return put_cells(norms, row, row_norms(k).reshape(row.shape))
 

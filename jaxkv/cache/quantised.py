@@ -23,12 +23,12 @@ _MOST_SHARED, _FEWEST_SHARED = 32, 8
 
 
 def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Quantisation step in float16: `width` rounded up so that no code overflows; 0 for a width of 0."""
+    """Float16 quantisation scales for steps of `width`, rounded up to at least 2**-24; 0 where the width is 0."""
     return jnp.where(width > 0, jnp.maximum(width * _UP, _SMALLEST), width).astype(_SCALE)
 
 
 def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Array, "*n m"]:
-    """Quantised codes as floats: groups of m values divided by their scale and rounded; 0 where the scale is 0."""
+    """Quantisation codes (floats) of groups of m values: divided by their scale and rounded; 0 where the scale is 0."""
     wide = scale.astype(jnp.float32)[..., None]
     return jnp.round(jnp.where(wide == 0, 0.0, values / jnp.where(wide == 0, 1.0, wide)))
 
@@ -36,7 +36,7 @@ def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Arr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Vectors quantised to int8 codes `[B, P, D]`, with one float16 scale for each vector.
+    """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
     Attributes:
         code: `i8[B, P, D]` numbers from -127 to 127.
@@ -48,26 +48,26 @@ class Bytes:
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Bytes":
-        """Quantises vectors to `Bytes`: each one's largest absolute value becomes 127, others are in proportion."""
+        """Quantises vectors to `Bytes`: scales each one's largest absolute value to 127 and rounds to integers."""
         wide = rows.astype(jnp.float32)
         scale = _scale(jnp.abs(wide).max(axis=-1) / 127)
         code = jnp.clip(_codes(wide, scale), -127, 127)
         return cls(code=code.astype(jnp.int8), scale=scale)
 
     def decoded(self) -> Float[Array, "B P D"]:
-        """Dequantised vectors `[B, P, D]` in float32."""
+        """Dequantised vectors, `f32[B, P, D]`: codes times their vector's scale."""
         return self.code.astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]
 
     @classmethod
     def size(cls, dim: int) -> int:
-        """Number of bytes that one encoded vector takes: one for each of `dim` elements, two for the scale."""
+        """Bytes that one encoded vector of `dim` elements takes: 8-bit codes and a float16 scale."""
         return dim + 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nibbles:
-    """Vectors quantised to 4-bit codes, two a byte; each group of elements has a float16 scale and least value.
+    """Vectors quantised to 4 bits an element, two a byte, with a float16 scale and least value per group of elements.
 
     The n groups have 32 elements each, or fewer where 32 does not divide D.
 
@@ -83,7 +83,7 @@ class Nibbles:
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
-        """Quantises vectors to `Nibbles`: a group's least value becomes 0, its largest 15; ValueError if D % 8 > 0."""
+        """Quantises vectors to `Nibbles`: maps each group's range to 0 to 15; ValueError unless 8 divides D."""
         dim = rows.shape[-1]
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
@@ -96,7 +96,7 @@ class Nibbles:
         return cls(code=code[..., : dim // 2] | (code[..., dim // 2 :] << 4), scale=scale, least=least)
 
     def decoded(self) -> Float[Array, "B P D"]:
-        """Dequantised vectors `[B, P, D]` in float32."""
+        """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its least value."""
         code = jnp.concatenate([self.code & 15, self.code >> 4], axis=-1).astype(jnp.float32)
         groups = code.reshape(*self.scale.shape, -1)
         scale, least = (each.astype(jnp.float32)[..., None] for each in (self.scale, self.least))
@@ -104,12 +104,12 @@ class Nibbles:
 
     @classmethod
     def size(cls, dim: int) -> int:
-        """Number of bytes that one encoded vector takes: half one for each of `dim` elements, four for each group."""
+        """Bytes that one encoded vector of `dim` elements takes: 4-bit codes, scales and least values of its groups."""
         return dim // 2 + 4 * (dim // _shared(dim))
 
 
 def _shared(dim: int) -> int:
-    """Number of elements that share a 4-bit scale: gcd of `dim` and 32; ValueError if it is less than 8."""
+    """Elements that share a 4-bit scale: the largest power of 2 up to 32 that divides `dim`; ValueError if below 8."""
     size = math.gcd(dim, _MOST_SHARED)
     remedy = (
         f"at least {_FEWEST_SHARED} elements share a scale in 4 bits, and {dim} a head has no such groups: use 'int8'"
@@ -120,7 +120,7 @@ def _shared(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantised(Store):
-    """Base of stores whose keys and values are quantised; a subclass names the classes that encode keys and values.
+    """Base class of stores with quantised keys and values; subclasses set the encoding (`Bytes`, `Nibbles`) of each.
 
     Attributes:
         keys: class of encoded keys.
@@ -171,7 +171,7 @@ class Quantised(Store):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Store that holds each key and value as 8-bit integers with one float16 scale; GPU kernels read the codes."""
+    """Store that holds keys and values as 8-bit integers with one scale per vector; GPU kernels read the codes."""
 
     fused_step: ClassVar[bool] = True
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes

@@ -28,7 +28,7 @@ def _repacked(
     room: tuple[int, ...],
     axes: Axes | None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Compiled: copies a pool to P = `rows` with `room` free rows per segment; pair of new pool and first rows."""
+    """Copies a pool to P = `rows` with `room` free rows behind each segment; returns it and first rows `[n, B, K]`."""
     placed = layout.place(length, rows, np.asarray(room, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
@@ -46,7 +46,7 @@ def _repacked(
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:
-    """Copy of a cache with `room` more free rows per segment, `batch` times if given; `release` deletes the old pools.
+    """Copy of a cache with `room` more free rows per segment; `batch` repeats its sequence, `release` frees old pools.
 
     `room` is one number, or one per layer. `batch` repeats a cache of one sequence that many times, and on a mesh pads
     to whole groups; ValueError if the cache holds several. `release` deletes the given cache's pools one by one, so

@@ -166,7 +166,7 @@ def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Arr
 
 @jax.custom_jvp
 def _scatter_narrow(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """`put_cells` for 16-bit floats: writes `new` at indices `row`; on a CPU as integers, without a float32 copy."""
+    """Array of 16-bit floats with `new` written at row indices, as by `put_cells`; on a CPU without a float32 copy."""
 
     def as_integers(leaf: Array, row: Array, new: Array) -> Array:
         # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.
