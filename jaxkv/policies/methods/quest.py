@@ -43,7 +43,7 @@ class Quest(Method):
     dense_layers: int = 2
     base: Method | type[Method] | str | None = None
 
-    paper: ClassVar[str] = "2406.10774"
+    paper: ClassVar[str] = "Quest, arXiv:2406.10774"
 
     def _check(self) -> None:
         self._adopt(self._reads, "page", "dense_layers", "budget")

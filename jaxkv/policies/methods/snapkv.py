@@ -47,7 +47,7 @@ class WindowMethod(Method):
         return self.compose(scorer=self._scorer, keep=keep, layers=self.allocation, **parts)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the window's attention; every kv head keeps the same number of rows."""
+        """Config `Parts` that score rows by the window's attention; the kv heads of a layer keep equally many rows."""
         return self.observed()
 
 
