@@ -55,14 +55,14 @@ class AdaKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases whose kv heads have budgets of their own or must keep the same rows."""
+        """Raises ValueError if the base policy has budgets per kv head, or heads that must keep the same rows."""
         require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
         uniform = isinstance(inner_budgets(parts.heads), UniformHeads)
         require(uniform, "base", base, "its heads have budgets of their own already")
         require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with kv heads that compete for rows, inside the base's two stages if it has them."""
+        """Returns the base's config `Parts` with head budgets under which a layer's kv heads compete for rows."""
         own = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
         mine: HeadBudgets = own if self.safeguard is None else self.safeguard
         return dataclasses.replace(base, heads=within_stages(base.heads, mine))

@@ -18,7 +18,7 @@ from jaxkv.policies.scorer import Observed
 
 
 def _variance(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Unbiased variance of probabilities over the window's queries, padding queries left out; 0 for a single query."""
+    """Unbiased variance `[G, S]` of attention probabilities over a window's queries, without padding; 0 if one."""
     exists = (position >= 0).astype(jnp.float32)[:, None]
     off = (p - mean_over_window(p, position)[:, None]) * exists
     return (off * off).sum(axis=1) / jnp.maximum(exists.sum() - 1, 1)
@@ -40,13 +40,13 @@ class VaryingAttention(WindowAttention):
         super().__post_init__()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` on each row, mean plus `gamma` times variance over queries, reduced over the group."""
+        """Scores `[B, K, S]`: attention's mean plus `gamma` times its variance over queries, mean or max over heads."""
         return self.reduced(seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceLayers(FromScores):
-    """CAKE's layer budgets: in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention; exact.
+    """CAKE's layer budgets: rows in proportion to entropy^(1/tau1) * variance^(1/tau2) of the last queries' attention.
 
     Rows that a layer does not have go to the others in even parts, as in the published code; whole rows are made by
     largest remainder, where that code rounds down and gives what is left to the first layers.
@@ -79,12 +79,12 @@ class PreferenceLayers(FromScores):
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:
-        """Logarithm `[B]` of the layer's preference: log(entropy) / tau1 + log(variance) / tau2."""
+        """Log weight `[B]` of one layer for its rows: log(entropy) / tau1 + log(variance) / tau2 of sums over heads."""
         logs = jnp.log(jnp.maximum(heads.sum(axis=1), jnp.finfo(jnp.float32).tiny))
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to exp(`weights`)."""
+        """Rows per kv head `[L, N]`: rows that always stay, and the budget's rest in proportion to exp(`weights`)."""
         logs = finite(weights)
         weights = namespace(logs).exp(logs - logs.max(axis=0))
         return super().rows(budget, length, forced, layers=layers, window=window, weights=weights)

@@ -44,5 +44,5 @@ class CaM(WindowMethod):
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the window's attention and add shares of values to later ones."""
+        """Config `Parts`: scores by the window's attention; a merger adds shares of values to later tokens' values."""
         return self.observed(merge=self._merge)

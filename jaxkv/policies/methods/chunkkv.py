@@ -52,12 +52,12 @@ class ChunkKV(Wrapper):
 
     @property
     def heads(self) -> ChunkedHeads:
-        """`ChunkedHeads` of this policy: chunks of `chunk` rows, and, if `gated`, `peaks` rows of uneven ones."""
+        """Head budgets (`ChunkedHeads`): chunks of `chunk` rows stay whole; if `gated`, uneven ones keep `peaks`."""
         chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
         return ChunkedHeads(chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None)
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases with head budgets of their own, nested layers, or rows evicted one by one."""
+        """Raises ValueError for bases with nested layers, evictions, or head budgets other than uniform or shared."""
         plain = type(parts.heads) in (UniformHeads, SharedHeads)
         require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
         require(
@@ -66,5 +66,5 @@ class ChunkKV(Wrapper):
         require(not parts.evicts, "base", base, "rows that go one by one are in no chunk: give mode='prefill'")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with kv heads that keep the same whole chunks."""
+        """Returns the base's config `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of rows."""
         return dataclasses.replace(base, heads=self.heads)

@@ -41,13 +41,13 @@ class CriticalKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError if the base's heads read value norms or keep whole chunks, or it evicts while decoding."""
+        """Raises ValueError if the base's heads read value norms or keep chunks, or the base evicts in decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
         rows = not isinstance(parts.heads, ChunkedHeads)
         require(rows, "base", base, "it keeps whole chunks, not the best rows: give a policy that chooses row by row")
         require(not parts.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with each head's rows chosen in two stages, `TwoStageHeads`."""
+        """Returns the base's config `Parts` with `TwoStageHeads`: rows by score, then by score times value norm."""
         heads = TwoStageHeads(budgets=without_threshold(base.heads), first=self.first, epsilon=self.epsilon)
         return dataclasses.replace(base, heads=with_threshold(heads, threshold_of(base.heads)))

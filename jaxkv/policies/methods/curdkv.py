@@ -60,7 +60,7 @@ class LocalLeverage(Scorer, Value):
         return score / jnp.where(total > 0, total, 1.0)
 
     def _shares(self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Squared L2 norm of each row over the sum in its block of `local_window` rows; 0 where that sum is 0."""
+        """Squared L2 norms `[B, K, S]` of keys or values, divided by the sum in each block of `local_window` rows."""
         slots = rows.shape[2]
         size = min(self.local_window, slots)
         inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
@@ -100,6 +100,6 @@ class CurDKV(Method):
         self._adopt(scorer, "leverage", "local_window")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by norms of keys and values among neighbours, and always keep sinks."""
+        """Config `Parts`: scores by norms of keys and values among neighbours; sinks always stay."""
         scorer = LocalLeverage(leverage=self.leverage, local_window=self.local_window)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

@@ -63,7 +63,7 @@ class D2O(HeavyMethod):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` of cumulative attention, layer budgets and merging; with `official`, the published code's."""
+        """Config `Parts`: cumulative attention, layer budgets, merger; the published code's with `official`."""
         scorer = CumulativeAttention()
         if self.official:
             return self.attended(scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE)

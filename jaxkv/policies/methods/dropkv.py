@@ -32,12 +32,12 @@ class OutputChange(WindowScorer):
     pooling: Pooling = NoPool()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Squared change `[B, K, S]` of the window's outputs without each row, summed over queries, mean over heads."""
+        """Scores `[B, K, S]`: squared change of the window's attention outputs without a row, mean over query heads."""
         return attention.window_mass(seen.q, seen.k, seen.q_positions, _changes, seen.v)
 
 
 def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]) -> Float[Array, " S"]:
-    """Squared change `[S]` of one kv head's outputs without each row, by probabilities of its queries and values."""
+    """Squared change `[S]` of one kv head's attention outputs if a row alone is dropped, mean over query heads."""
     index = jnp.arange(p.shape[-1], dtype=jnp.int32)
     inside = index <= position[-1]
     v = jnp.where(inside[:, None], v.astype(jnp.float32), 0.0)
@@ -86,6 +86,6 @@ class DropKV(Method):
     paper: ClassVar[str] = "DropKV, openreview MqfNzH3TVH"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the change of the window's outputs without them."""
+        """Config `Parts`: scores by how much a row's loss changes the window's outputs; sinks and window stay."""
         scorer = OutputChange(window=self.window, pooling=self.pooling)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window))

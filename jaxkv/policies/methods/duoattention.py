@@ -58,7 +58,7 @@ class DuoAttention(Method):
         field(self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0)
 
     def kinds(self) -> tuple[tuple[bool, ...], ...]:
-        """Bools `[L][K]`, True for retrieval heads: scores from the quantile `sparsity` up; () without a pattern."""
+        """Tuples `[L][K]` of bools, True for retrieval heads: all but the lowest share `sparsity`; () if no pattern."""
         if self.pattern is None:
             return ()
         numbers = np.asarray(self.pattern)
@@ -69,7 +69,7 @@ class DuoAttention(Method):
         return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
 
     def parts(self) -> Parts:
-        """Returns `Parts` that keep all rows of retrieval heads; others keep sinks and recent rows and evict by age."""
+        """Config `Parts`: retrieval heads keep all rows; others keep sinks and recent rows and evict by age."""
         assert self.sinks is not None and self.window is not None
         kinds = HeadKinds(retrieval=self.kinds(), reach=self.sinks + self.window)
         keep = Keep(sinks=self.sinks, window=1)

@@ -30,7 +30,7 @@ class RecentGateScores(GateScores, Value):
     recent: float = 0.02
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: the gate's, from 0 to 1; for the last tokens, 1 + position / length."""
+        """Scores `[B, K, S]`: the gate's, 0 to 1; for the last share `recent` of rows, 1 + position / length."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
         ours = rows >= end - share_of(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
@@ -74,11 +74,11 @@ class FastKVzip(Method):
 
     @property
     def _scorer(self) -> RecentGateScores:
-        """The scorer (`RecentGateScores`) with this policy's gate."""
+        """The scorer `RecentGateScores` with this policy's trained gate and share `recent`."""
         return RecentGateScores(gate=self.gate if isinstance(self.gate, FastKVzipGate) else None, recent=self.recent)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the gate, with one budget for all layers and heads, and `threshold`."""
+        """Config `Parts`: scores by the gate, one budget for all layers and heads, `threshold` if given."""
         heads = with_threshold(AdaptiveHeads(alpha=0.0, capacity=self.capacity), self.threshold)
         keep = Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, heads=heads, layers=GlobalLayers())

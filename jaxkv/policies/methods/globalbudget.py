@@ -43,7 +43,7 @@ class GlobalBudget(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases with layer budgets, heads that keep the same positions, or rolling positions."""
+        """Raises ValueError for bases with layer budgets, shared or rolling positions, or another alpha or capacity."""
         require(parts.layers == UniformLayers(), "base", base, "its layers have budgets of their own already")
         own = own_budgets(parts.heads)
         competes = own is not None or isinstance(inner_budgets(parts.heads), UniformHeads)
@@ -55,7 +55,7 @@ class GlobalBudget(Wrapper):
             require(said, name, mine, f"the base's heads have their own, {own}: give it there only")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with one budget for which the kv heads of all layers compete."""
+        """Returns the base's config `Parts` with one budget for which the kv heads of all layers compete."""
         heads = base.heads
         if own_budgets(heads) is None:
             heads = within_stages(heads, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity))

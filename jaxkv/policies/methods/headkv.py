@@ -39,7 +39,7 @@ class HeadKV(WindowMethod):
             require(self.allocation == UniformLayers(), "allocation", self.allocation, "leave it out: scores say it")
 
     def parts(self) -> Parts:
-        """Returns SnapKV's `Parts`, with budgets of layers and heads by `scores` if there are any."""
+        """Returns SnapKV's config `Parts`, with budgets of layers and heads by importance `scores` if given."""
         if self.scores is None:
             return super().parts()
         budgets = Importance(scores=self.scores, beta=self.beta)

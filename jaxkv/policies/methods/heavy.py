@@ -38,7 +38,7 @@ class _Streaming(Method):
         field(self, "mode", choice, Mode)
 
     def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Returns `Parts` of an attention scorer; sinks and newest token stay; streaming evicts by scorer's rank."""
+        """Config `Parts` of an attention scorer: sinks and newest token stay; STREAMING evicts a row per new token."""
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
@@ -59,7 +59,7 @@ class HeavyMethod(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by cumulative attention, and keep the share `recent` for recent tokens."""
+        """Config `Parts`: scores by cumulative attention; the share `recent` goes to recent tokens."""
         return self.attended(CumulativeAttention(), recent=self.recent)
 
 
@@ -89,7 +89,7 @@ class RoCo(HeavyMethod):
     paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the mean attention per query that could see them."""
+        """Config `Parts`: scores by mean attention per query that could see the row."""
         return self.attended(CumulativeAttention(mean=True), recent=self.recent)
 
 
@@ -114,5 +114,5 @@ class TOVA(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the last token's attention; heads keep the same rows unless `per_head`."""
+        """Config `Parts`: scores by the last token's attention; heads keep the same rows unless `per_head`."""
         return self.attended(LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads())

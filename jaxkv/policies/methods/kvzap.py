@@ -51,10 +51,10 @@ class KVzap(Method):
 
     @property
     def _scorer(self) -> GateScores:
-        """The scorer (`GateScores`) with this policy's gate."""
+        """The scorer `GateScores` with this policy's trained gate."""
         return GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the gate, drop those below `threshold`, and keep sinks and window."""
+        """Config `Parts`: scores by the gate, dropping rows below `threshold`; sinks and window always stay."""
         heads, keep = with_threshold(UniformHeads(), self.threshold), Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, heads=heads)

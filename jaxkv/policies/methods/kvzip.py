@@ -30,7 +30,7 @@ class ReplayAttention(Scorer, Value):
     replay: Replay = Replay()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: largest attention of the second pass's queries; 1 for sinks."""
+        """Scores `[B, K, S]`: a row's largest attention in the second pass, 1 for sinks; TypeError without the pass."""
         if seen.replayed is None:
             raise TypeError("ReplayAttention needs the second pass over the prompt")
         sink = jnp.arange(seen.replayed.shape[-1], dtype=jnp.int32) < self.replay.sinks
@@ -81,12 +81,12 @@ class KVzip(Method):
 
     @property
     def _replay(self) -> Replay:
-        """Settings (`Replay`) of the second pass, from this policy's fields."""
+        """Settings (`Replay`) of the second pass over the prompt, made of this policy's fields."""
         names = ("sinks", "chunk", "tail", "first", "following", "closing", "weighted")
         return Replay(**{name: getattr(self, name) for name in names})
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the second pass; rows compete in the model, a layer or head (`over`)."""
+        """Config `Parts`: scores by the second pass; rows compete in the model, a layer or a head (`over`)."""
         heads: HeadBudgets = UniformHeads() if self.over == "head" else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
         keep = Keep(sinks=self.sinks)

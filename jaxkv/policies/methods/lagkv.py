@@ -21,7 +21,7 @@ _MOST = 1e15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagInformation(Scorer, Value):
-    """LagKV's scorer: ranks a partition's rows by spread over channels, scaled by the range of the next partition.
+    """LagKV's scorer: a row's rank in its partition by std over channels, scaled by the next partition's min and max.
 
     Rows behind the sinks form partitions of `lag` rows. Each channel of a partition is scaled by minimum and maximum of
     the same channel in the next one, a channel that does not vary there counting as 0; the standard deviation over
@@ -49,7 +49,7 @@ class LagInformation(Scorer, Value):
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: rank of a row's spread in its partition / `lag`, or softmax; 1 to 2: sinks, last rows."""
+        """Scores `[B, K, S]`: rank by spread in the partition, from 0 to 1, or softmax; sinks and last rows 1 to 2."""
         slots, lag = seen.k.shape[2], self.lag
         index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
@@ -69,7 +69,7 @@ class LagInformation(Scorer, Value):
         return jnp.where((index >= first) & (index < end), score, recent)
 
     def _shares(self, rows: Float[Array, "B K S D"], scored: int) -> Float[Array, "B K P lag"]:
-        """Softmax `[B, K, P, lag]` in each partition of the std of its rows, scaled by the next partition's range."""
+        """Softmax `[B, K, P, lag]` in partitions of rows' std over channels, scaled by the next partition's range."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])
@@ -105,6 +105,6 @@ class LagKV(Method):
     paper: ClassVar[str] = "LagKV, arXiv:2504.04704"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows against the next partition's ranges, and always keep sinks."""
+        """Config `Parts`: scores against the next partition's ranges (`LagInformation`); sinks always stay."""
         scorer = LagInformation(sinks=self.sinks, lag=self.lag, cross_scoring=self.cross_scoring)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

@@ -48,7 +48,7 @@ class LUKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases with layer or head budgets or rolling positions, or row budgets with curves."""
+        """Raises ValueError for bases with layer or head budgets, rolling positions, or a budget in rows for curves."""
         remedy = "curves are of shares: give a share of the prompt, such as 0.25"
         require(self.curves is None or isinstance(parts.budget, float), "budget", parts.budget, remedy)
         own = isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
@@ -56,7 +56,7 @@ class LUKV(Wrapper):
         require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's parts with layer and head budgets by curves; unchanged without curves."""
+        """Returns the base's config `Parts` with layer and head budgets by curves; unchanged without curves."""
         if self.curves is None or not isinstance(base.budget, float):
             return base
         dropped = self.curves[min(max(round((1 - base.budget) * (_SHARES + 1)), 1), _SHARES) - 1]

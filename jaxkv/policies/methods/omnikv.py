@@ -75,7 +75,7 @@ class OmniKV(Method):
 
     @property
     def _reads(self) -> FilteredReads:
-        """The part `read`: `FilteredReads` made of this policy's fields of the same names."""
+        """Config (`FilteredReads`) of the tokens that layers read while decoding, made of this policy's fields."""
         return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
     @functools.cached_property
@@ -84,12 +84,12 @@ class OmniKV(Method):
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, with filter layers that choose what is read."""
+        """Config `Parts` of the base, or of a full cache, with filter layers that choose the tokens to read."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Returns this policy with `found` as filter layers if it has none, its base fitted; ValueError if unfit."""
+        """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError if none fit."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -131,11 +131,11 @@ class BrutalOffload(Method):
 
     @property
     def _reads(self) -> LoadedReads:
-        """The part `read`: `LoadedReads` made of `resident_layers` and `ahead`."""
+        """Config (`LoadedReads`) of loads from host memory: layers that stay on the device, layers loaded ahead."""
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that keep every row and load upper layers' rows from host memory."""
+        """Config `Parts`: every row is kept, and upper layers' rows are loaded from host memory."""
         return self.compose(scorer=None, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":

@@ -35,7 +35,7 @@ class FilteredKeys(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries | None:
-        """Settings (`FutureQueries`) of the prompt's query statistics, read without filters of the model; else None."""
+        """Settings (`FutureQueries`) of query statistics that replace missing filters; None with filters."""
         return FutureQueries() if self.filters is None else None
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -50,7 +50,7 @@ class FilteredKeys(Scorer, Value):
         return -jnp.einsum("bksd,bkd->bks", keys, jnp.broadcast_to(mine, (len(keys), heads, dim)), precision="highest")
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for filters of a model of other sizes."""
+        """Raises ValueError if filters are given whose sizes differ from the model's."""
         if self.filters is not None:
             self.filters.require_fits(config)
 
@@ -94,9 +94,9 @@ class QFilters(Method):
 
     @property
     def _scorer(self) -> FilteredKeys:
-        """The scorer (`FilteredKeys`) with this policy's filters."""
+        """The scorer `FilteredKeys` with this policy's filters, or with ones found in each prompt."""
         return FilteredKeys(filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the dot product of key and filter."""
+        """Config `Parts` with the scorer `FilteredKeys`: minus the dot product of a key and its head's filter."""
         return self.compose(scorer=self._scorer)

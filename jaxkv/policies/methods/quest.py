@@ -63,7 +63,7 @@ class Quest(Method):
 
     @property
     def _reads(self) -> PagedReads:
-        """The part `read`: `PagedReads` made of `page`, `dense_layers` and `budget`."""
+        """Config (`PagedReads`) of the pages that layers read while decoding: page size, dense layers, budget."""
         return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=self.budget)
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class Quest(Method):
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts`, or `Parts` that keep every row, whose layers read pages chosen at each token."""
+        """Config `Parts` of the base, or of a full cache, whose heads read pages chosen at each new token."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 

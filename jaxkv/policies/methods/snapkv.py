@@ -42,12 +42,12 @@ class WindowMethod(Method):
         return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
 
     def observed(self, **parts: Any) -> Parts:
-        """Returns `Parts` of the window's scorer, sinks, window and layer budgets; `parts` are other `Parts` fields."""
+        """Config `Parts` of the window's scorer, sinks, window, layer budgets, and the fields given by keyword."""
         keep = Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, layers=self.allocation, **parts)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the window's attention; every kv head keeps the same number of rows."""
+        """Config `Parts`: scores by the window's attention; a layer's kv heads keep equally many rows."""
         return self.observed()
 
 
