@@ -114,7 +114,7 @@ class CAPKV(Method):
         field(self, "remembered", whole, "remember at least 1 query")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the weighted leverage of their values, and always keep sinks."""
+        """Config `Parts`: scores by the weighted leverage of rows' values; sinks always stay."""
         # A cache that is not compressed again remembers nothing.
         scorer = ValueCapacity(sinks=self.sinks, tau=self.tau, remembered=0 if self.every is None else self.remembered)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

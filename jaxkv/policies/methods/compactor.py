@@ -56,7 +56,7 @@ class BlockAndLeverage(Scorer, Value):
 
 
 def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
-    """Leverage scores `[B, K, S]` of centred keys after random `projection` `[K, D, m]`, with a ridge."""
+    """Ridge leverage scores `[B, K, S]` of the keys in mask `inside`, centred and projected to m dimensions."""
     k = jnp.where(inside, k.astype(jnp.float32), 0.0)
     mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(jnp.float32)
     y = jnp.einsum("bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision="highest")
@@ -112,7 +112,7 @@ class Compactor(Method):
             field(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by block attention and leverage, and always keep first and last tokens."""
+        """Config `Parts`: scores by block attention and key leverage; first and last tokens always stay."""
         keep = Keep(sinks=self.sinks, window=self.window)
         asked = BlockAttention(size=self.block, first=keep.sinks, last=keep.window, zeros=self.published)
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35

@@ -19,7 +19,7 @@ class LocalWindow(Method):
     paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by position, later ones higher."""
+        """Config `Parts` with the scorer `Position`: later rows score higher."""
         return self.compose(scorer=Position())
 
 
@@ -37,7 +37,7 @@ class KNorm(Method):
     paper: ClassVar[str] = "L2 norm, arXiv:2406.11430"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the L2 norm of their keys."""
+        """Config `Parts` with the scorer `KeyNorm`: minus the L2 norm of a row's key."""
         return self.compose(scorer=KeyNorm())
 
 
@@ -51,5 +51,5 @@ class Random(Method):
     paper: ClassVar[str] = "control"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by uniform random numbers."""
+        """Config `Parts` with the scorer `Uniform01`: uniform random numbers."""
         return self.compose(scorer=Uniform01())

@@ -100,6 +100,6 @@ class CurDKV(Method):
         self._adopt(scorer, "leverage", "local_window")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by norms of keys and values among neighbours, and always keep sinks."""
+        """Config `Parts`: scores by norms of keys and values among neighbours; sinks always stay."""
         scorer = LocalLeverage(leverage=self.leverage, local_window=self.local_window)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

@@ -39,7 +39,7 @@ class DefensiveKV(Method):
     paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by largest attention times value norm; kv heads of a layer compete."""
+        """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for rows."""
         scorer = WorstAttention(window=self.window, kernel=self.kernel, stage=self.stage)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)

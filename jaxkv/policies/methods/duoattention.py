@@ -69,7 +69,7 @@ class DuoAttention(Method):
         return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
 
     def parts(self) -> Parts:
-        """Returns `Parts` that keep all rows of retrieval heads; others keep sinks and recent rows and evict by age."""
+        """Config `Parts`: retrieval heads keep all rows; others keep sinks and recent rows and evict by age."""
         assert self.sinks is not None and self.window is not None
         kinds = HeadKinds(retrieval=self.kinds(), reach=self.sinks + self.window)
         keep = Keep(sinks=self.sinks, window=1)

@@ -48,7 +48,7 @@ class ExpectedAttention(Method):
         field(self, "remembered", whole, "remember at least 1 query")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by expected attention times the value's norm, and always keep sinks."""
+        """Config `Parts`: scores by expected attention, times value norm if `value_norms`; sinks always stay."""
         scorer = FutureAttention(
             sinks=self.sinks,
             positions=self.future,

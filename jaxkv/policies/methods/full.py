@@ -20,5 +20,5 @@ class FullKV(Method):
         require(self.budget is None, "budget", self.budget, "FullKV keeps everything: leave it out, or choose a policy")
 
     def parts(self) -> Parts:
-        """Returns `Parts` without a scorer, so that every row is kept."""
+        """Config `Parts` without a scorer, so that every row is kept."""
         return self.compose(scorer=None)

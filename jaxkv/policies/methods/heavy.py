@@ -89,7 +89,7 @@ class RoCo(HeavyMethod):
     paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the mean attention per query that could see them."""
+        """Config `Parts`: scores by mean attention per query that could see the row."""
         return self.attended(CumulativeAttention(mean=True), recent=self.recent)
 
 
@@ -114,5 +114,5 @@ class TOVA(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the last token's attention; heads keep the same rows unless `per_head`."""
+        """Config `Parts`: scores by the last token's attention; heads keep the same rows unless `per_head`."""
         return self.attended(LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads())

@@ -27,5 +27,5 @@ class KeyDiff(Method):
     paper: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the cosine of key and mean key."""
+        """Config `Parts` with the scorer `KeyDifference`: minus the cosine of a key and its head's mean key."""
         return self.compose(scorer=KeyDifference())

@@ -21,7 +21,7 @@ _MOST = 1e15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagInformation(Scorer, Value):
-    """LagKV's scorer: ranks a partition's rows by spread over channels, scaled by the range of the next partition.
+    """LagKV's scorer: a row's rank in its partition by std over channels, scaled by the next partition's min and max.
 
     Rows behind the sinks form partitions of `lag` rows. Each channel of a partition is scaled by minimum and maximum of
     the same channel in the next one, a channel that does not vary there counting as 0; the standard deviation over

@@ -89,7 +89,7 @@ class OmniKV(Method):
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Returns this policy with `found` as filter layers if it has none, its base fitted; ValueError if unfit."""
+        """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError if none fit."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -135,7 +135,7 @@ class BrutalOffload(Method):
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that keep every row and load upper layers' rows from host memory."""
+        """Config `Parts`: every row is kept, and upper layers' rows are loaded from host memory."""
         return self.compose(scorer=None, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":

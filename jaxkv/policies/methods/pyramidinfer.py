@@ -40,5 +40,5 @@ class PyramidInfer(WindowMethod):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by the window's attention; heads share a subset of the lower layer's rows."""
+        """Config `Parts`: scores by the window's attention; heads share a subset of the lower layer's rows."""
         return self.observed(heads=SharedHeads(), nested=True)

@@ -52,5 +52,5 @@ class RKV(Method):
         self._adopt(self._scorer, "window", "pooling", "mix_lambda", "threshold")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by attention and redundancy, and always keep sinks and the last tokens."""
+        """Config `Parts`: scores by attention and redundancy; sinks and the last tokens always stay."""
         return self.compose(scorer=self._scorer, keep=Keep(sinks=self.sinks, window=self.window))

@@ -47,6 +47,6 @@ class SimLayerKV(Method):
         require(enough, "budget", self.budget, f"below sinks + recent = {least}: give at least that, or fewer recent")
 
     def parts(self) -> Parts:
-        """Returns `Parts`: the layers that look back furthest keep all rows, the others sinks and recent rows alone."""
+        """Config `Parts`: layers that look back furthest keep all rows, others sinks and recent rows alone."""
         keep, layers = Keep(sinks=self.sinks, window=self.recent), LazyLayers(sinks=self.sinks, recent=self.recent)
         return self.compose(scorer=Recency(window=self.window), keep=keep, layers=layers)

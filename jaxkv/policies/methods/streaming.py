@@ -42,6 +42,6 @@ class StreamingLLM(Method):
         require(not both, "slide", self.slide, "rolling positions move in steps: every=64")
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by position and keep sinks and newest token; with `slide` evict by age."""
+        """Config `Parts`: scores by position; sinks and newest token stay; `slide` evicts a row per new token."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions)
