@@ -21,7 +21,7 @@ _TOKENS = 1024
 
 
 class Selector(enum.Enum):
-    """Enum of weights of the window's queries in filter layers' choices: LAST alone, EXPONENTIAL by age, UNIFORM.
+    """Enum of how filter layers weigh the last queries to choose tokens: the LAST only, EXPONENTIAL by age, or UNIFORM.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -31,7 +31,7 @@ class Selector(enum.Enum):
     UNIFORM = "uniform"
 
     def weights(self, window: int) -> Float[np.ndarray, " w"]:
-        """Float32 weights `[w]` of the window's queries by age, the newest first; a single 1 for LAST.
+        """Float32 weights `[w]` of the last queries, the newest first: halved by age, all 1, or a single 1 for LAST.
 
         Args:
             window: number of queries; LAST has one.
@@ -49,7 +49,7 @@ class Selector(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Static config of reads while decoding: each layer's filter layer or WHOLE, and the offloaded layers.
+    """Static config of decoding: the filter layer whose chosen tokens each layer reads, or WHOLE; the offloaded layers.
 
     Attributes:
         filters: layers that choose, ascending.
@@ -96,7 +96,7 @@ class Reading:
 
 
 def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Indices of layers that read every row: below the first filter, the filters, and `adjacent` above each filter.
+    """Ascending indices of layers that read every row: below the first filter, filters, and `adjacent` above each.
 
     Hao et al., OmniKV, section 4.1: (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
@@ -112,7 +112,7 @@ def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, 
 
 @runtime_checkable
 class Reads(Protocol):
-    """Protocol of the part `read`: while decoding, layers read chosen rows only, or rows held in host memory."""
+    """Protocol of a policy's part `read`: which rows each layer reads while decoding, and which lie in host memory."""
 
     @property
     def queries(self) -> int:
@@ -127,7 +127,7 @@ class Reads(Protocol):
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a layer reads if it does not read everything.
+        """Integers `[B]`: the number of each prompt's tokens that a layer reads where it does not read every row.
 
         Args:
             lengths: tokens of each prompt.
@@ -138,7 +138,7 @@ class Reads(Protocol):
         """
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config of which rows each layer reads, for prompts padded to `slots`.
+        """Returns the `Reading`, the static config of which rows each layer reads, for prompts padded to `slots`.
 
         Args:
             layers: L.
@@ -155,7 +155,7 @@ class Reads(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredReads(Value):
-    """OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
+    """Config of OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
 
     Fields are those of `OmniKV`.
     """
@@ -198,7 +198,7 @@ class FilteredReads(Value):
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """Raises ValueError for `mem` beside a budget or a budget below the window; stores the default budget."""
+        """Stores `mem`, or the budget (by default 1024 tokens); ValueError for both, a bad `mem`, or too few tokens."""
         mem, budget = self.mem, self.budget
         require(mem is None or budget is None, "mem", mem, f"it solves for the budget, which is {budget!r}: give one")
         if mem is not None:
@@ -233,19 +233,19 @@ class FilteredReads(Value):
         return self.offload or self.by_chunks
 
     def described(self) -> str:
-        """Text for people: the budget, the selector, and whether unread rows lie in host memory."""
+        """Text for people that names the budget or `mem`, the selector, and whether unread rows lie in host memory."""
         tokens = f"mem={self.mem}" if self.budget is None else f"budget={self.budget!r}"
         chosen = f"{tokens}, chosen by the {Selector(self.selector).value} selector in filter layers"
         return chosen + ("; the rest waits in host memory" if self.offload else "")
 
     def check(self, layers: int) -> None:
-        """Raises ValueError if the model lacks the filter layers, or no layer is left to read their choice.
+        """Raises ValueError if the model lacks the filter layers, no layer reads their choice, or `mem` is too low.
 
         Args:
             layers: L.
 
         Raises:
-            ValueError: naming the filter layers.
+            ValueError: naming `filter_layers` or `mem`.
         """
         filters, whole = self._filters, self.whole(layers)
         require(filters[-1] < layers, "filter_layers", filters, f"the model's layers are 0 to {layers - 1}")
@@ -261,7 +261,7 @@ class FilteredReads(Value):
         return self.filter_layers or ()
 
     def whole(self, layers: int) -> tuple[int, ...]:
-        """Indices of layers that read every row, ascending.
+        """Ascending tuple of the indices of layers that read every row.
 
         Args:
             layers: L.
@@ -281,14 +281,15 @@ class FilteredReads(Value):
         return (mem - whole) / (1 - whole)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a layer reads of a filter's choice: the budget in tokens.
+        """Integers `[B]`: the number of each prompt's tokens that a filter layer chooses, from the budget or `mem`.
 
         Args:
             lengths: tokens of each prompt.
             layers: L.
 
         Returns:
-            The budget, or the share's whole number of each prompt; at least the window, or 1, at most the prompt.
+            The budget, or the share's whole number of each prompt; at least the window, or 1. At most the prompt,
+            except for a budget in tokens with `include_generated`.
 
         References:
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
@@ -304,7 +305,7 @@ class FilteredReads(Value):
         return np.maximum(wanted, self._least) if grows else np.minimum(np.maximum(wanted, self._least), lengths)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config of filter layers, the layers that read their choices, and offloaded layers."""
+        """Returns the `Reading`: static config of filter layers, layers that read their choices, offloaded layers."""
         filters, whole = self._filters, self.whole(layers)
         return Reading(
             filters=filters,
@@ -322,7 +323,7 @@ class FilteredReads(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedReads(Value):
-    """BrutalOffload's reads: every layer reads every row, upper layers' rows are loaded from host memory.
+    """Config of BrutalOffload's reads: layers read every row, those of upper layers are loaded from host memory.
 
     Fields are those of `BrutalOffload`.
     """
@@ -339,11 +340,11 @@ class LoadedReads(Value):
             field(self, name, whole, f"give a number, at least {least}", least=least)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a layer reads: all, the prompts' lengths."""
+        """Integers `[B]`: the number of each prompt's tokens that a layer reads, which is all of them (`lengths`)."""
         return np.asarray(lengths, np.int64)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Returns the static config in which every layer reads every row and upper layers are offloaded."""
+        """Returns the `Reading`: static config in which every layer reads every row and upper layers are offloaded."""
         return Reading(
             filters=(),
             sources=(WHOLE,) * layers,
@@ -358,5 +359,5 @@ class LoadedReads(Value):
         )
 
     def described(self) -> str:
-        """Text for people that says from which layer on rows lie in host memory."""
+        """Text for people: from which layer on rows lie in host memory, and how many layers are loaded ahead."""
         return f"everything; layers from {self.resident_layers} on wait in host memory, loaded {self.ahead} ahead"

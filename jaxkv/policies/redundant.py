@@ -73,12 +73,12 @@ class Redundancy(WindowScorer):
         return jnp.where(before, weight * self.pooling(paid, before) - (1 - weight) * redundancy, 0.0)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: the observations, of which attention has been pooled already."""
+        """Scores `[B, K, S]`: the observations unchanged, as `observe` has already pooled attention over neighbours."""
         return observed
 
 
 def compares_keys(scorer: Scorer | None) -> bool:
-    """True if a scorer compares each key with all others; False if not, and without the property or a scorer."""
+    """True if a scorer compares each key with all others; False also for None or a scorer without this property."""
     return getattr(scorer, "compares_keys", False)
 
 
@@ -88,7 +88,7 @@ def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Arr
 
 
 def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: float) -> Float[Array, " S"]:
-    """Mean cosine `[S]` of each key with its head's other keys; a row's last similar key counts as 0 for that row."""
+    """Column means `[S]` of a head's key-key cosines, each row's own and last one above `threshold` counted as 0."""
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)

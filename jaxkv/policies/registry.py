@@ -17,7 +17,7 @@ POLICIES: dict[str, type[Method]] = {}
 
 
 def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
-    """Class decorator that registers a policy by name, for `policy="snapkv"`; its constructor then takes keywords only.
+    """Class decorator that adds a policy to `POLICIES` by name, and makes its constructor take keywords only.
 
     Positional and unknown arguments of its constructor are then refused with what to write instead.
 
@@ -61,7 +61,7 @@ def policy_class(name: str, field: str = "policy") -> type[Method]:
 
 
 def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Method:
-    """Returns the policy of an argument: a policy, a name or class (with `options` as fields), or None for FullKV.
+    """Policy instance for an argument: an instance as it is, a name or class made with `options`, FullKV for None.
 
     Refusals call the argument `field`.
     """
@@ -83,7 +83,7 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
 def policy_for(
     given: Any, config: ModelConfig, filters: tuple[int, ...] | None = None, *, field: str = "policy"
 ) -> Method:
-    """Policy of an argument, as by `as_policy`, fitted to the model, `filters` as filter layers; ValueError if unfit.
+    """Policy instance from an argument, as by `as_policy`, with `filters` filled in for the model; ValueError if unfit.
 
     Raises ValueError if the model cannot honour the policy.
     """

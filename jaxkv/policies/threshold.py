@@ -15,7 +15,7 @@ _LARGEST, _REMEDY = 1e30, "give the least score of a row that stays"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThresholdHeads(HeadsAround):
-    """KVzap's rule under a budget: of the rows that `budgets` choose, those stay whose score is at least `threshold`.
+    """Head budgets by KVzap's rule: of the rows that the inner `budgets` choose, those stay that score >= `threshold`.
 
     Attributes:
         threshold: the least score of a row that stays. Rows that stay anyway, such as the window, may have less.
@@ -59,13 +59,13 @@ class ThresholdHeads(HeadsAround):
     def above(
         self, chosen: Bool[Array, "B K S"], scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
-        """Mask of chosen rows with scores of at least the threshold; number `[B, K]` of such candidates not chosen."""
+        """Pair: mask `[B, K, S]` of chosen rows scoring >= threshold; count `[B, K]` of unchosen candidates that do."""
         high = scores >= jnp.float32(self.threshold)
         return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
 
 
 def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
-    """Stores a dataclass's field `threshold` as a float in [low, high], unless it is None; else raises ValueError."""
+    """Converts a dataclass's field `threshold` to float in place, unless None; ValueError if outside [low, high]."""
     if value.threshold is not None:
         between = "" if high == _LARGEST else f", between {low:g} and {high:g}"
         field(value, "threshold", real, f"{_REMEDY}{between}, or None", low=low, high=high)

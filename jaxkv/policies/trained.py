@@ -56,7 +56,7 @@ class KVzapGate(Gate):
 
     @classmethod
     def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
-        """Number of kv heads K and width of hidden states E, from one layer's weights."""
+        """Pair (K, E) of the number of kv heads and the width of hidden states, from one layer's weights."""
         return len(weights.bias), (weights.weight if weights.inner is None else weights.inner).shape[1]
 
     def to_bytes(self) -> bytes:
@@ -71,7 +71,7 @@ class KVzapGate(Gate):
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`, predicted logarithms of KVzip+'s scores, from normed hidden states."""
+        """Scores `[B, K, S]` of rows, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
             x = jax.nn.gelu(_product("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
@@ -122,7 +122,7 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
-        """Number of kv heads K and width of hidden states E, from one layer's weights."""
+        """Pair (K, E) of the number of kv heads and the width of hidden states, from one layer's weights."""
         return weights.k.shape[0], weights.k.shape[2]
 
     def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:

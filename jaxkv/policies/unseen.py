@@ -175,7 +175,7 @@ class WorstAttention(Scorer, Value):
         return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: largest pooled attention of any window query, times the value's share of norms."""
+        """Scores `[B, K, S]`: largest pooled attention of a window query, or the mean, times the value norm's share."""
         if seen.norms is None or seen.norm_totals is None:
             raise TypeError("WorstAttention needs the norms of the values")
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
@@ -198,7 +198,7 @@ class WorstAttention(Scorer, Value):
         return raised * share
 
     def first(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Ranks `[B, K, S]` by mean attention of the rows that the first stage takes; S for all other rows."""
+        """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
         slots = seen.k.shape[2]
         column, before = jnp.arange(slots, dtype=jnp.int32), (seen.length - self.window)[:, None, None]
 

@@ -38,7 +38,7 @@ class Statistic(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceLayers(LayerBudgets, Value):
-    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; exact sum.
+    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; their sum is exact.
 
     Attributes:
         statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
@@ -95,7 +95,7 @@ class VarianceLayers(LayerBudgets, Value):
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]` by the statistics F; at least 1% of the prompt, and all if the budget holds it."""
+        """Integers `[L, N]`: rows kept per kv head, from the statistics F; all of a prompt within its budget."""
         stat = finite(weights)
         xp = namespace(stat)
         budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
@@ -106,7 +106,7 @@ class VarianceLayers(LayerBudgets, Value):
         return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head `[L, N]` for prompts longer than their budget; ValueError if dense layers take too many."""
+        """Integers `[L, N]`: rows per kv head of prompts over the budget; ValueError if dense layers take too many."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
         least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
@@ -132,7 +132,7 @@ class VarianceLayers(LayerBudgets, Value):
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
-        """Integer rows per layer, each in [least, length], of sum `total`, computed from the statistics F."""
+        """Integers `[L, N]`: rows per layer, each in [least, length], that sum to `total`, from the statistics F."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
@@ -164,7 +164,7 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
 
 
 def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
-    """Real rows per layer of sum `total`: clip(c * claims, least, most) with a common factor c.
+    """Fractional rows per layer that sum to `total`: clip(c * claims, least, most) with a common factor c.
 
     Layers with negligible claims share the rows that the others cannot hold.
     """
@@ -187,7 +187,7 @@ def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialVarianceLayers(VarianceLayers):
-    """D2O's layer budgets as published code: three layers keep the whole prompt beyond the budget; sizes truncated.
+    """D2O's layer budgets as in its published code: dense layers keep whole prompts beyond the budget; sizes truncated.
 
     Attributes:
         recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
@@ -203,7 +203,7 @@ class OfficialVarianceLayers(VarianceLayers):
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Rows chosen by score and most recent rows of each layer, two tables `[L, N]`, each truncated to integers.
+        """Pair of integer tables `[L, N]`, by layer and prompt: rows kept by score, and most recent rows kept.
 
         Args:
             budget: `[N]` rows per kv head and layer on average.
@@ -224,13 +224,13 @@ class OfficialVarianceLayers(VarianceLayers):
         return xp.where(dense, length - recent, heavy), recent
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head of each layer `[L, N]`: rows by score plus recent rows, at least the forced ones."""
+        """Integers `[L, N]`: rows kept per kv head, those by score plus the most recent, at least the forced ones."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
         return xp.clip(heavy + recent, xp.minimum(forced, length), length)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
-        """Number of most recent rows of each layer `[L, N]`, from the layers' statistics F."""
+        """Integers `[L, N]`: number of most recent rows kept in each layer, from the layers' statistics F."""
         stat = finite(weights)
         xp = namespace(stat)
         return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]

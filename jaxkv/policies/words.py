@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def by_name(cls: C) -> C:
-    """Class decorator: a policy's constructor raises TypeError, with a remedy, for positional or unknown arguments.
+    """Class decorator that makes a constructor raise TypeError, with a hint, for positional or unknown arguments.
 
     Arguments that the constructor takes are passed on; a class without a constructor of its own is left as it is.
     """
@@ -59,7 +59,7 @@ def share_kept(removed: Any) -> str:
 
 
 def _refusal(name: str, fields: list[str], args: tuple[Any, ...], unknown: dict[str, Any]) -> TypeError:
-    """Makes the TypeError for the first argument that is positional, or that has an unknown name."""
+    """Returns a TypeError that says what to write instead of the first positional argument or unknown keyword."""
     if args:
         given = shortened(args[0].__name__ if isinstance(args[0], type) else brief(args[0]))
         number = as_real(args[0]) is not None
