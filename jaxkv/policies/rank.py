@@ -29,14 +29,14 @@ class Rank(Protocol):
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] on scores at each new token, before its attention is added; None if attention is ignored.
+        """Factor in [0, 1] on rows' scores at each new token, before its attention is added; None if scores stay fixed.
 
         None for scores that attention does not change: they stay as they began.
         """
         return None
 
     def begin(self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]) -> Float[Array, "B K N"]:
-        """Initial float32 scores `[B, K, N]` of new rows, before they receive attention; 0 by default.
+        """Initial float32 scores `[B, K, N]` of new rows, before they receive attention; zeros by default.
 
         Args:
             k: the new rows' keys.
@@ -94,12 +94,12 @@ class ByAge(Rank, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Append(Value):
-    """Mode after the prompt: new rows are appended to the kept ones, and none is evicted."""
+    """Config without fields for decoding that appends new rows to the kept ones and evicts none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evict(Value):
-    """Mode after the prompt: for every new row beyond the budget, the row of lowest rank is evicted.
+    """Config of decoding that evicts the row of lowest `rank`, a `Rank`, for every new row beyond the budget.
 
     Attributes:
         rank: how rows are compared.
@@ -113,7 +113,7 @@ class Evict(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Again(Value):
-    """Mode after the prompt: every `every` tokens the cache, prompt and answer together, is compressed again.
+    """Config of decoding that compresses the cache, prompt and answer together, again after every `every` new tokens.
 
     Attributes:
         every: number of new tokens between compressions: the cache never holds more than the budget and this many rows.

@@ -21,7 +21,7 @@ _TOKENS = 1024
 
 
 class Selector(enum.Enum):
-    """Enum of weights of the window's queries in filter layers' choices: LAST alone, EXPONENTIAL by age, UNIFORM.
+    """Enum of how filter layers weigh the last queries to choose tokens: the LAST only, EXPONENTIAL by age, or UNIFORM.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -31,7 +31,7 @@ class Selector(enum.Enum):
     UNIFORM = "uniform"
 
     def weights(self, window: int) -> Float[np.ndarray, " w"]:
-        """Float32 weights `[w]` of the window's queries by age, the newest first; a single 1 for LAST.
+        """Float32 weights `[w]` of the last queries, the newest first: halved by age, all 1, or a single 1 for LAST.
 
         Args:
             window: number of queries; LAST has one.
@@ -127,7 +127,7 @@ class Reads(Protocol):
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a layer reads if it does not read everything.
+        """Integers `[B]`: the number of each prompt's tokens that a layer reads where it does not read every row.
 
         Args:
             lengths: tokens of each prompt.
@@ -233,19 +233,19 @@ class FilteredReads(Value):
         return self.offload or self.by_chunks
 
     def described(self) -> str:
-        """Text for people: the budget, the selector, and whether unread rows lie in host memory."""
+        """Text for people that names the budget or `mem`, the selector, and whether unread rows lie in host memory."""
         tokens = f"mem={self.mem}" if self.budget is None else f"budget={self.budget!r}"
         chosen = f"{tokens}, chosen by the {Selector(self.selector).value} selector in filter layers"
         return chosen + ("; the rest waits in host memory" if self.offload else "")
 
     def check(self, layers: int) -> None:
-        """Raises ValueError if the model lacks the filter layers, or no layer is left to read their choice.
+        """Raises ValueError if the model lacks the filter layers, no layer reads their choice, or `mem` is too low.
 
         Args:
             layers: L.
 
         Raises:
-            ValueError: naming the filter layers.
+            ValueError: naming `filter_layers` or `mem`.
         """
         filters, whole = self._filters, self.whole(layers)
         require(filters[-1] < layers, "filter_layers", filters, f"the model's layers are 0 to {layers - 1}")
@@ -288,7 +288,8 @@ class FilteredReads(Value):
             layers: L.
 
         Returns:
-            The budget, or the share's whole number of each prompt; at least the window, or 1, at most the prompt.
+            The budget, or the share's whole number of each prompt; at least the window, or 1. At most the prompt,
+            except for a budget in tokens with `include_generated`.
 
         References:
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
@@ -339,7 +340,7 @@ class LoadedReads(Value):
             field(self, name, whole, f"give a number, at least {least}", least=least)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a layer reads: all, the prompts' lengths."""
+        """Integers `[B]`: the number of each prompt's tokens that a layer reads, which is all of them (`lengths`)."""
         return np.asarray(lengths, np.int64)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
@@ -358,5 +359,5 @@ class LoadedReads(Value):
         )
 
     def described(self) -> str:
-        """Text for people that says from which layer on rows lie in host memory."""
+        """Text for people: from which layer on rows lie in host memory, and how many layers are loaded ahead."""
         return f"everything; layers from {self.resident_layers} on wait in host memory, loaded {self.ahead} ahead"

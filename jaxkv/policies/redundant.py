@@ -78,7 +78,7 @@ class Redundancy(WindowScorer):
 
 
 def compares_keys(scorer: Scorer | None) -> bool:
-    """True if a scorer compares each key with all others; False if not, and without the property or a scorer."""
+    """True if a scorer compares each key with all others; False also for None or a scorer without this property."""
     return getattr(scorer, "compares_keys", False)
 
 

@@ -17,7 +17,7 @@ POLICIES: dict[str, type[Method]] = {}
 
 
 def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
-    """Class decorator that registers a policy by name, for `policy="snapkv"`; its constructor then takes keywords only.
+    """Class decorator that adds a policy to `POLICIES` by name, and makes its constructor take keywords only.
 
     Positional and unknown arguments of its constructor are then refused with what to write instead.
 

@@ -27,7 +27,7 @@ class GroupReduce(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureQueries(Value):
-    """Settings of `QueryMoments`: statistics of a text's queries as if rotated to positions after the text.
+    """Config of query statistics for positions after the text: tokens skipped, positions averaged, covariance or not.
 
     Attributes:
         skip: number of first tokens left out of the statistics.
@@ -47,7 +47,7 @@ class FutureQueries(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay(Value):
-    """Settings of a second pass over the prompt on top of its full cache: texts, tokens at a time, weights.
+    """Config of KVzip's second pass over the prompt, on its full cache: chunk length, sinks, texts between, weighting.
 
     The prompt is read again in chunks; nothing that the pass computes stays but the attention that rows receive.
 
@@ -91,7 +91,7 @@ class Replay(Value):
 @partial(jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
-    """Float32 mean and covariance of each query head's queries, as if rotated to positions after the text.
+    """Pytree of float32 mean and covariance of each query head's queries, as if rotated to positions after the text.
 
     Attributes:
         mean: `f32[B, K, G, D]`.
@@ -106,7 +106,7 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAttention(Value):
-    """Settings of `BlockSums`: attention within blocks of a prompt, where queries see later keys as well.
+    """Config of attention within blocks of a prompt, not causal: block size, and first and last tokens in no block.
 
     Attributes:
         size: tokens of a block.
@@ -134,7 +134,7 @@ class BlockAttention(Value):
 @partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["asked"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSums:
-    """Attention `f32[B, K, G, S]` that each key receives from all queries of its block, and the settings."""
+    """Pytree of attention `f32[B, K, G, S]` that each key receives from all queries of its block, with its settings."""
 
     sums: Float[Array, "B K G S"]
     asked: BlockAttention
@@ -142,7 +142,7 @@ class BlockSums:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Config of what prefill computes per layer beyond keys and values: last queries, attention sums, norms, moments.
+    """Config of extras that prefill computes per layer for scorers: last queries, attention sums, norms, moments.
 
     Attributes:
         queries: w, the last rotated queries of each sequence.
@@ -175,7 +175,7 @@ class Needs:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Input of `Scorer.observe`, one layer of a right-padded batch of prompts: keys, values, last queries.
+    """Pytree input of `Scorer.observe`: one layer's keys, values, last queries and extras for right-padded prompts.
 
     Attributes:
         q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is the scorer's `queries`.
@@ -269,7 +269,7 @@ class Scorer(Protocol):
 
     @property
     def blocks(self) -> BlockAttention | None:
-        """Settings of the `BlockSums` that `observe` reads, with keys before RoPE, at prefill only; else None."""
+        """Settings of the `BlockSums` that `observe` reads at prefill, with keys before RoPE; None if it reads none."""
         return None
 
     @property
@@ -291,8 +291,8 @@ class Scorer(Protocol):
     def looks_at_end(self) -> bool:
         """True if scores follow the attention of a prompt's last queries; by default, if `queries` is above 0.
 
-        `jaxkv.prefill` then warns of documents whose question is still to come. A scorer that looks at these queries
-        and keeps other rows nonetheless, by their worst case say, overrides this property.
+        `jaxkv.prefill` then warns of documents whose question comes later: it may lack rows. A scorer that looks at
+        these queries and keeps other rows nonetheless, by their worst case say, overrides this property.
         """
         return self.queries > 0
 
@@ -375,7 +375,7 @@ def gate_of(scorer: Scorer | None) -> Gate | None:
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Raises a TypeError unless `scorer` is None or an instance with a scorer's properties and methods."""
+    """Raises TypeError unless `scorer` is None or a hashable instance with valid properties and methods of `Scorer`."""
     if scorer is None:
         return
     if isinstance(scorer, type):

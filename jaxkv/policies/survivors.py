@@ -37,7 +37,7 @@ def survivors(
     room: Int[Array, " B"],
     norms: Float[Array, "B K S"] | None = None,
 ) -> Bool[Array, "B K S"]:
-    """Mask `[B, K, S]` of the candidates that may still be kept after later layers' heads compete; at most `room`.
+    """Mask `[B, K, S]` of candidate rows that may still be kept once later layers' heads compete; at most `room[b]`.
 
     `room` is at least the rows that these heads keep together in the end, `rounding_rows` more of each head included.
     """

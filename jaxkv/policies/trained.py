@@ -71,7 +71,7 @@ class KVzapGate(Gate):
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`, predicted logarithms of KVzip+'s scores, from normed hidden states."""
+        """Scores `[B, K, S]` of rows, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
             x = jax.nn.gelu(_product("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)

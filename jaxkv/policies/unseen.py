@@ -198,7 +198,7 @@ class WorstAttention(Scorer, Value):
         return raised * share
 
     def first(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Ranks `[B, K, S]` by mean attention of the rows that the first stage takes; S for all other rows."""
+        """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
         slots = seen.k.shape[2]
         column, before = jnp.arange(slots, dtype=jnp.int32), (seen.length - self.window)[:, None, None]
 

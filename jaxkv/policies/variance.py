@@ -38,7 +38,7 @@ class Statistic(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceLayers(LayerBudgets, Value):
-    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; exact sum.
+    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; their sum is exact.
 
     Attributes:
         statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
@@ -106,7 +106,7 @@ class VarianceLayers(LayerBudgets, Value):
         return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head `[L, N]` for prompts longer than their budget; ValueError if dense layers take too many."""
+        """Integers `[L, N]`: rows per kv head of prompts over the budget; ValueError if dense layers take too many."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
         least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
@@ -187,7 +187,7 @@ def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialVarianceLayers(VarianceLayers):
-    """D2O's layer budgets as published code: three layers keep the whole prompt beyond the budget; sizes truncated.
+    """D2O's layer budgets as in its published code: dense layers keep whole prompts beyond the budget; sizes truncated.
 
     Attributes:
         recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
@@ -224,7 +224,7 @@ class OfficialVarianceLayers(VarianceLayers):
         return xp.where(dense, length - recent, heavy), recent
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head of each layer `[L, N]`: rows by score plus recent rows, at least the forced ones."""
+        """Integers `[L, N]`: rows kept per kv head, those by score plus the most recent, at least the forced ones."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
         return xp.clip(heavy + recent, xp.minimum(forced, length), length)

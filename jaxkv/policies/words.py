@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def by_name(cls: C) -> C:
-    """Class decorator: a policy's constructor raises TypeError, with a remedy, for positional or unknown arguments.
+    """Class decorator that makes a constructor raise TypeError, with a hint, for positional or unknown arguments.
 
     Arguments that the constructor takes are passed on; a class without a constructor of its own is left as it is.
     """

@@ -24,7 +24,7 @@ def check_shared(policy: Method, base: Method | None, remedy: str, *, but: tuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapper(Method):
-    """Base of policies that replace some parts of another policy; subclasses write `wrap`.
+    """Base class of policies built on another policy, `base`: a subclass's `wrap` replaces some of its parts.
 
     Attributes:
         base: the policy whose parts are used, with its budget, spans and behaviour while decoding; or its name or
@@ -52,7 +52,7 @@ class Wrapper(Method):
         check_shared(self, inner, "the base says {!r}: give it there only")
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for base policies that this policy cannot wrap; a hook of subclasses, empty here.
+        """Hook in which subclasses raise ValueError for base policies that they cannot wrap; does nothing here.
 
         Args:
             base: the base policy.
