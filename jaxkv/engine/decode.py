@@ -42,7 +42,7 @@ class Beside(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Result of `step`: logits `f32[B, V]` after the last real tokens, new cache, and new tails, `Scratch` or None."""
+    """Result of `step`: last logits `f32[B, V]`, new cache, and either new tails, `Scratch` or None."""
 
     logits: Float[Array, "B V"]
     cache: Cache
