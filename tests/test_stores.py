@@ -23,7 +23,8 @@ DECODED = []
 class Half(Dense):
     """Rows as float16, whatever the model's dtype."""
 
-    fused: ClassVar[bool] = False
+    fused_step: ClassVar[bool] = False
+    fused_eviction: ClassVar[bool] = False
     wide: str
 
     @classmethod
