@@ -363,7 +363,7 @@ class ValueMerge(Merger, Value):
 
     @partial(jax.jit, static_argnums=0)
     def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
-        """Values `[S, D]` of one kv head after each value's share was added, in order, to the next `window` values."""
+        """Values `[S, D]` of a kv head after each (kept or not) added by chance a share to the next `window` values."""
         slots, window = v.shape[0], self.window
         index = jnp.arange(slots, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)

@@ -127,7 +127,7 @@ class Reads(Protocol):
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Integers `[B]`: the number of each prompt's tokens that a layer reads where it does not read every row.
+        """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step while decoding.
 
         Args:
             lengths: tokens of each prompt.
