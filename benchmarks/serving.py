@@ -133,15 +133,21 @@ def measured(model, peer, served, rounds):
     for each in names.values():
         by_http(*served, each, prompts[:SLOTS], new[:SLOTS])
     found = {}
+
+    def keep(name, mine):
+        # A round takes most of an hour on a slow machine: one that is ended has told what it measured.
+        print(f"{name}: {mine['requests_a_minute']:.1f} requests a minute", flush=True)
+        found.setdefault(name, []).append(mine)
+
     for _ in range(rounds):
         if peer is not None:
-            found.setdefault(PEER, []).append(by_peer(peer, prompts, new))
+            keep(PEER, by_peer(peer, prompts, new))
         for name, policy in policies.items():
-            found.setdefault(f"generate, one by one, {name}", []).append(one_by_one(model, policy, prompts, new))
+            keep(f"generate, one by one, {name}", one_by_one(model, policy, prompts, new))
         for name, engine in engines.items():
-            found.setdefault(name, []).append(by_engine(engine, prompts, new))
+            keep(name, by_engine(engine, prompts, new))
         for name, each in names.items():
-            found.setdefault(name, []).append(figures(*by_http(*served, each, prompts, new), new))
+            keep(name, figures(*by_http(*served, each, prompts, new), new))
     sizes = {name: engine.stats.nbytes for name, engine in engines.items()}
     sizes |= {name: sizes[name.replace("jaxkv serve", "jaxkv.Engine")] for name in names}
     config = model.config

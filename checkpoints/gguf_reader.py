@@ -59,7 +59,7 @@ class GgufTensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Whole stored array read from the file, numbers or quantised bytes; ValueError if the file is shorter."""
+        """Stored array, numbers or quantised bytes, read whole from the file; ValueError if the file is shorter."""
         return self._read(0, math.prod(self.stored)).reshape(self.stored)
 
     def rows(self, first: int, last: int) -> np.ndarray:

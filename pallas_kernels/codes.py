@@ -34,8 +34,8 @@ def shape_of(rows: jax.Array | Coded) -> tuple[int, ...]:
 
 def itemsize_of(rows: jax.Array | Coded, dtype: Any) -> int:
     """Bytes of a stored element, by which tiles are chosen; 4 in a float32 model, whose products use registers."""
-    stored = (rows.code if isinstance(rows, Coded) else rows).dtype.itemsize
-    return max(stored, jnp.dtype(dtype).itemsize) if jnp.dtype(dtype).itemsize == 4 else stored
+    wide = jnp.dtype(dtype).itemsize
+    return 1 if isinstance(rows, Coded) and wide < 4 else wide
 
 
 def operands(name: str, rows: jax.Array | Coded) -> dict[str, jax.Array]:

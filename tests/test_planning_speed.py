@@ -10,7 +10,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import Experts
 from jaxkv.planning.gpus import gpu_named
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.speed import APPENDS, CHOOSES, EVICTS, MERGES, all_reduce, estimate
+from jaxkv.planning.speed import APPENDS, CHOOSES, EVICTS, MERGES, OF_CODES, all_reduce, estimate
 
 MODEL = (Path(__file__).parents[1] / "benchmarks/results/gpu_model.md").read_text()
 LLAMA = {
@@ -55,6 +55,13 @@ def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
 
 STEPS = table("sequences x tokens", "policy", "ideal, ms")
 LARGEST = table("policy", "bytes of a sequence, MB", "largest batch")
+
+
+def test_rows_in_8_bits_are_read_as_the_model_says():
+    """Seconds per byte of 8-bit rows over those of 16-bit rows, where rows fill the device."""
+    times = {row["case"]: float(row["rows, us"]) for row in table("case", "programs", "rows, us")}
+    less = (128 + 2) / 256
+    assert pytest.approx(times["8 x 8192"] * less / times["8 x 8192, 8 bits"], rel=0.02) == OF_CODES
 
 
 @pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['policy']}, {row['sequences x tokens']}")

@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import dataclasses
-import functools
 from typing import ClassVar
 
 import engine_runs
@@ -19,7 +18,6 @@ from policy_table import BY_NAME
 from test_stores import Half
 
 import jaxkv
-from jaxkv.arguments import as_model
 from jaxkv.cache.stores import Dense
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Wrapper
@@ -386,37 +384,3 @@ def test_closing_answers_or_cancels():
 def test_engines_that_cannot_be_are_refused(options, error):
     with pytest.raises(ValueError, match=error):
         jaxkv.Engine(lettered.tiny(), **{"slots": 1, "max_prompt_tokens": 16, "max_new_tokens": 8} | options)
-
-
-def test_slots_from_memory(monkeypatch):
-    from jaxkv import memory
-    from jaxkv.serving import room
-
-    session = jaxkv.Session(lettered.tiny(), POLICY)
-    limits = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}
-    assert room.slots_that_fit(session, **limits) == 64
-    one = jaxkv.engine.slots.Slots(session, count=1, **limits).nbytes
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 20 * one)
-    count = room.slots_that_fit(session, **limits)
-    assert 3 <= count <= 16
-    monkeypatch.setattr(memory, "machine_bytes", lambda: one // 2)
-    with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
-        room.slots_that_fit(session, **limits)
-
-
-def test_slots_from_memory_on_a_mesh(monkeypatch):
-    """As many as fit with the prompts that wait, each of which takes a slot in both groups; not half as many."""
-    from jaxkv import memory
-    from jaxkv.serving import room
-
-    session = jaxkv.Session(as_model(meshes.model_of(4), meshes.mesh_of(2, 2)), POLICY)
-    limits = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}
-    slots = functools.partial(jaxkv.engine.slots.Slots, session, **limits)
-    pair = slots(count=2).nbytes
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * pair)
-    count = room.slots_that_fit(session, **limits)
-    held = slots(count=count).nbytes + room.ahead_of(count) * pair
-    assert count % 2 == 0 and 0.45 < held / (40 * pair) < 0.9
-    monkeypatch.setattr(memory, "machine_bytes", lambda: pair // 2)
-    with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
-        room.slots_that_fit(session, **limits)

@@ -1,0 +1,41 @@
+"""`slots="auto"`: how many slots of an engine fit into the free memory, beside the prompts that wait."""
+
+import functools
+
+import lettered
+import meshes
+import pytest
+
+import jaxkv
+from jaxkv import memory
+from jaxkv.arguments import as_model
+from jaxkv.engine.slots import Slots
+from jaxkv.serving import room
+
+LIMITS = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}
+
+
+def test_slots_from_memory(monkeypatch):
+    session = jaxkv.Session(lettered.tiny(), jaxkv.KNorm(budget=16))
+    assert room.slots_that_fit(session, **LIMITS) == 64
+    one = Slots(session, count=1, **LIMITS).nbytes
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 20 * one)
+    count = room.slots_that_fit(session, **LIMITS)
+    assert 3 <= count <= 16
+    monkeypatch.setattr(memory, "machine_bytes", lambda: one // 2)
+    with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
+        room.slots_that_fit(session, **LIMITS)
+
+
+def test_slots_from_memory_on_a_mesh(monkeypatch):
+    """As many as fit with the prompts that wait, each of which takes a slot in both groups; not half as many."""
+    session = jaxkv.Session(as_model(meshes.model_of(4), meshes.mesh_of(2, 2)), jaxkv.KNorm(budget=16))
+    slots = functools.partial(Slots, session, **LIMITS)
+    pair = slots(count=2).nbytes
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * pair)
+    count = room.slots_that_fit(session, **LIMITS)
+    held = slots(count=count).nbytes + room.ahead_of(count) * pair
+    assert count % 2 == 0 and 0.45 < held / (40 * pair) < 0.9
+    monkeypatch.setattr(memory, "machine_bytes", lambda: pair // 2)
+    with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
+        room.slots_that_fit(session, **LIMITS)
