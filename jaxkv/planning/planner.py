@@ -229,7 +229,7 @@ def outlook_of(
 ) -> Outlook:
     """`Outlook` (speed, requests an hour, break-even, quality) of a setting's batch and of its largest batch `most`.
 
-    There is no speed if the batch does not fit, or if rows are offloaded or in fewer bits.
+    There is no speed if the batch does not fit, or if rows are offloaded, or decoded in each step.
     """
     count = setting.gpus if isinstance(setting, Setting) else 1
     hourly, fitting = None if price is None else price * count, fits(setting)
