@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.cache import STORES
+from jaxkv.cache.quantised import STORES
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import Loss, evaluate
 
