@@ -42,7 +42,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         raise TypeError(f"path={path!r}: give a folder")
     require(path is None or bool(str(path).strip()), "path", path, "give a folder")
     # JAX opens the folder at each program: the process may have gone to another working folder by then.
-    folder = (cache_dir() / "compiled" / _processor() if path is None else Path(path).expanduser()).absolute()
+    folder = (cache_dir() / "compiled" / _processor() if path is None else Path(os.path.expanduser(path))).absolute()
     require(not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: give a folder")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Prefill and decode are dozens of small programs: the defaults, made for single large ones, would leave most out.

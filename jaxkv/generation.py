@@ -16,8 +16,8 @@ from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import policy_for
 from jaxkv.results import Generation, Stream
 from jaxkv.sampling import Sampling
 from jaxkv.text.prompts import Prompt, encode
@@ -194,7 +194,7 @@ def generate(
     arguments.require_drawable(params, sampling, key, stops)
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:
-        policy = None if policy is None else policy_for(policy, params.config, params.filter_layers)
+        policy = None if policy is None else policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
         arguments.require_ours(params, cache, policy)
         policy = cache.policy
     session = Session(params, policy, implementation=implementation, key=key)

@@ -55,7 +55,7 @@ def load_cache(
     there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
     with hosts.together("jaxkv.load_cache", there):
         # A cache that is to be sharded need not fit on one device.
-        cache = _read(Path(path).expanduser(), given, on_host=there is not None)
+        cache = _read(Path(os.path.expanduser(path)), given, on_host=there is not None)
     if mesh is not None:
         cache = reshard(cache, mesh)
     elif model is not None and model.axes is not None:
@@ -98,6 +98,8 @@ def _agreed(given: Method, said: Any, layers: int) -> Method:
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
     with contextlib.suppress(ValueError):  # a policy that no model of so many layers takes is another one
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
+    budget, remedy = given.parts().budget, "a saved cache says how many rows they were: leave the policy out"
+    require(not isinstance(budget, str), "policy.budget", budget, remedy)
     remedy = "another one compressed the cache: leave it out, or give that one"
     require(encode(given, None, "policy") == said, "policy", given, remedy)
     return given

@@ -22,10 +22,10 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.layers import sets_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import policy_for
 from jaxkv.results import Generation
 from jaxkv.sharding.mesh import host
 
@@ -168,7 +168,7 @@ def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | 
         AssertionError: naming the property that does not hold, and where.
     """
     model = tiny_model() if model is None else model
-    policy = policy_for(policy, model.config, model.filter_layers)
+    policy = policy_for(policy, model.config, model.filter_layers, dtype=model.dtype)
     budget, rng = policy.parts().budget, np.random.default_rng(seed)
     longest = max(2 * budget + 1, 24) if isinstance(budget, int) else 97
     # Alone, the shorter prompt is padded to a smaller bucket, and it still has rows to drop.

@@ -328,6 +328,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.parts()
     for refused, remedy in (
+        (isinstance(parts.budget, str), "bytes are those of a whole model's cache: give rows, or a share"),
         (parts.read, f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate"),
         (parts.rolling, "it stores keys before RoPE, and here they come after it: leave rolling positions out"),
         (parts.evicts, f"{name} drops rows for new ones, and here none go: give SnapKV, or its mode='prefill' if any"),

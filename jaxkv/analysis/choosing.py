@@ -1,6 +1,7 @@
 """Masks of the prompt rows that policies keep: many policies and budgets from one forward pass, without a cache."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -21,8 +22,9 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import as_policy, policy_for
+from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Needs
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.sharding.mesh import host, place
@@ -45,7 +47,8 @@ class Grid:
 def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
     """Validated `Grid` of every policy at every budget, fitted to the model's layers and its filter layers (OmniKV)."""
     params, made = as_model(params), checked(policies, budgets)
-    cells = tuple(tuple(policy_for(cell, params.config, params.filter_layers) for cell in row) for row in made.cells)
+    fitted = functools.partial(policy_for, config=params.config, filters=params.filter_layers, dtype=params.dtype)
+    cells = tuple(tuple(map(fitted, row)) for row in made.cells)
     return dataclasses.replace(made, cells=cells)
 
 
@@ -57,6 +60,8 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
     listed = _checks.several("policies", policies, "give a list of one or more policies")
     remedy = "give a list of one or more budgets, rows or shares"
     budgets = tuple(map(plain, _checks.several("budgets", budgets, remedy)))
+    numbers = not any(isinstance(budget, str) for budget in budgets)
+    require(numbers, "budgets", budgets, "figures are drawn over rows: give rows, or shares")
     once = len(set(map(typed, budgets))) == len(budgets)
     require(once, "budgets", budgets, "two of them are the same: give each once")
     names = listed if isinstance(policies, Mapping) else tuple(map(_name, listed))

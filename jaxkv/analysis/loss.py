@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +17,7 @@ from jaxkv.analysis.choosing import Budget, Grid, Policies, PolicyLike, grid
 from jaxkv.analysis.figures import PolicyFigure
 from jaxkv.analysis.measuring import Arrays, Layer, PolicyMeasure, Text, by_head, measured
 from jaxkv.attention import probabilities
+from jaxkv.attention.xla import exact_einsum
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies import AdaKV, SnapKV
@@ -31,10 +31,6 @@ from jaxkv.text.prompts import Prompt
 ALLOCATIONS: Mapping[str, PolicyLike] = MappingProxyType(
     {"uniform": SnapKV(), "safeguarded": AdaKV(), "adaptive": AdaKV(alpha=0.0)}
 )
-
-
-# By default a GPU rounds float32 products to ten bits, and the bound need not hold for rounded numbers.
-_exact = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,18 +220,18 @@ def _loss(
         mine: Array, keys: Array, values: Array, sets: Array, position: Array, behind: Array
     ) -> tuple[Array, Array]:
         paid, values = probabilities(mine, keys, position), values.astype(jnp.float32)
-        whole = _exact("gws,sd->gwd", paid, values)
+        whole = exact_einsum("gws,sd->gwd", paid, values)
 
         def one(kept: Array) -> tuple[Array, Array]:
             seen = jnp.where(kept | behind, paid, 0.0)
             share = seen.sum(axis=-1)
-            left = _exact("gws,sd->gwd", seen, values) / jnp.maximum(share, 1e-30)[..., None]
+            left = exact_einsum("gws,sd->gwd", seen, values) / jnp.maximum(share, 1e-30)[..., None]
             return whole - left, share.sum(axis=0)
 
         return lax.map(one, sets.T)
 
     apart, share = by_head(head, (q, k, v, rows), (positions, since))
-    loss = jnp.abs(total(_exact("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(axis=-1)
+    loss = jnp.abs(total(exact_einsum("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(axis=-1)
     norms = lax.cummax(most_of_devices(_norms(v, weight), "H", graphs.axes), axis=1)
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)
@@ -250,7 +246,7 @@ def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float
     size = min(256, slots)
 
     def norms(part: Array) -> Array:
-        seen = _exact("bksd,ekgd->bkgse", part.astype(jnp.float32), weight)
+        seen = exact_einsum("bksd,ekgd->bkgse", part.astype(jnp.float32), weight)
         return jnp.abs(seen).sum(axis=-1).max(axis=(1, 2))
 
     parts = jnp.moveaxis(v.reshape(batch, heads, slots // size, size, dim), 2, 0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._drawing import COLUMN, paper, style
@@ -14,6 +13,7 @@ from jaxkv.analysis.choosing import Budget, Policies, grid
 from jaxkv.analysis.figures import PolicyFigure, error
 from jaxkv.analysis.measuring import Arrays, Layer, PolicyMeasure, Text, by_head, measured
 from jaxkv.attention import probabilities
+from jaxkv.attention.xla import exact_einsum
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.door import program
@@ -190,6 +190,6 @@ def paid(
     def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
         shares = probabilities(mine, keys, position)
         # By default a GPU rounds products to ten bits, and policies differ in the fourth digit.
-        return jnp.einsum("gws,sn->gwn", shares, sets.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        return exact_einsum("gws,sn->gwn", shares, sets.astype(jnp.float32))
 
     return by_head(head, (q, k, rows), (positions,))

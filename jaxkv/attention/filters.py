@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.xla import MASKED, inside_segments, scale_queries
+from jaxkv.attention.xla import MASKED, exact_einsum, inside_segments, scale_queries
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -141,7 +141,7 @@ def by_page(
 
     def product(part: Array, of: Array) -> Array:
         """Float32 inner products `[B, K, G, p]` of a part of the queries with one bound of all pages."""
-        return jnp.einsum("bkgd,bkpd->bkgp", part, of.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        return exact_einsum("bkgd,bkpd->bkgp", part, of.astype(jnp.float32))
 
     # The larger product of a channel is that with the maximum where q is positive, with the minimum elsewhere.
     bound = product(jnp.maximum(wide, 0), high) + product(jnp.minimum(wide, 0), low)

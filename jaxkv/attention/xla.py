@@ -5,6 +5,7 @@ The formulation depends on the shape; measurements stand beside each choice, `be
 
 import enum
 import math
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
+# Einsum of float32 arrays in float32 on every device: GPUs would use TF32.
+exact_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 # Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
 MASKED = -1e30
 KEY_BLOCK = 512

@@ -162,7 +162,7 @@ class KVCache:
         # Saved caches are independent of the mesh: rows are laid out as on one device.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
-        write_cache(Path(path).expanduser(), self.policy, whole, None if self.axes is None else self.axes.mesh)
+        write_cache(Path(os.path.expanduser(path)), self.policy, whole, None if self.axes is None else self.axes.mesh)
 
     def require_arrays(self) -> None:
         """Raises ValueError if any of the cache's arrays has been donated."""

@@ -27,7 +27,7 @@ from jaxkv.analysis.similarity import SimilarityMeasure
 from jaxkv.arguments import random_key
 from jaxkv.cli.files import Target, read_long_text
 from jaxkv.cli.models import add_dtype_option, add_model_option, ids_of, require_model
-from jaxkv.cli.numbers import argument, budgets, positive, seed
+from jaxkv.cli.numbers import argument, positive, row_budgets, seed
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.compilation import enable_compilation_cache
@@ -107,7 +107,7 @@ def run_analyze(options: argparse.Namespace) -> int:
     """
     require_model(options.model)
     names = _listed(options.what, "--what", FIGURES)
-    sizes = budgets(options.budgets)
+    sizes = row_budgets(options.budgets)
     policies = _policies(_USUAL if options.policies is None else options.policies)
     special = {"loss": ALLOCATIONS} if options.policies is None else {}
     of_policies = bool(set(names) & set(_OF_POLICIES))

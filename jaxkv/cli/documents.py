@@ -69,7 +69,7 @@ def run_compress(options: argparse.Namespace) -> int:
     """Runs `jaxkv compress`: prefills the document, saves its cache; prints figures to stderr; returns exit code 0."""
     policy, implementation = policy_from(options), named(options.implementation)
     require_model(options.model)
-    out = Path(options.out).expanduser()
+    out = Path(os.path.expanduser(options.out))
     require(not os.path.lexists(out), "--out", options.out, "it is there: give a new folder, or remove it")
     require(out.parent.is_dir(), "--out", options.out, f"there is no folder {out.parent}: make it first")
     text = read_long_text(options.file, "FILE").strip()

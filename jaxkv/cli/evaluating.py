@@ -74,7 +74,8 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     add_model_option(add)
     about = "of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base pyramidkv'"
     add("--policies", required=True, metavar="A,B", help=about)
-    about = "rows per kv head and layer, or shares of each prompt: 64,128,0.2; for policies whose options say none"
+    about = "rows per kv head and layer, shares of each prompt, or bytes of its cache: 64,0.2,16MB; for policies whose "
+    about += "options say none"
     add("--budgets", default="", metavar="N,N", help=about)
     add("--out", required=True, metavar="DIR", help="the folder, made where it is not there")
     if cls.asks:
@@ -117,8 +118,11 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
         "seed": how.seed,
         "batch": options.batch,
         "shard": None if shard is None else list(shard),
-        "budgets": {row: policy.parts().budget for row, policy in policies.items()},
     }
+    sizes = {row: policy.parts().budget for row, policy in policies.items()}
+    if not any(isinstance(size, str) for size in sizes.values()):
+        # Bytes are so many rows of a model, which is not there yet: `evaluate` compares them.
+        asked["budgets"] = sizes
     require_same(folder, asked)
     mesh = None if options.mesh is None else mesh_of(options.mesh)
     enable_compilation_cache()

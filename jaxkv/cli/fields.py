@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 
 import numpy as np
 
-from jaxkv.cli.numbers import real, span, whole, whole_or_real
+from jaxkv.cli.numbers import budget, real, span, whole, whole_or_real
 
 
 class Arity(enum.Enum):
@@ -67,6 +67,7 @@ _ONE = {
     frozenset({int}): Words(read=whole, metavar="N"),
     frozenset({float}): Words(read=real, metavar="X"),
     frozenset({int, float}): Words(read=whole_or_real, metavar="N"),
+    frozenset({int, float, str}): Words(read=budget, metavar="N"),
     frozenset({str}): Words(read=str, metavar="WORD"),
     frozenset({str, tuple[int, ...]}): Words(read=str, metavar="TEXT"),
     frozenset({str, tuple[tuple[float, ...], ...]}): Words(read=str, metavar="FILE"),

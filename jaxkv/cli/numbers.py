@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jaxkv._values import FARTHEST, shortened
+from jaxkv.policies.checks import bytes_of
 
 Read = TypeVar("Read")
 _DIGITS = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
@@ -83,12 +84,32 @@ def span(text: str) -> tuple[int, int]:
     return whole(match[1]), whole(match[2])
 
 
-def budgets(text: str) -> list[int | float]:
-    """List of the comma-separated numbers in `--budgets`, ints or floats, maybe empty; ValueError for other words."""
+def budget(text: str) -> int | float | str:
+    """Budget parsed from text: rows (int), a share (float), or bytes such as "64MB" as they stand; else ValueError."""
+    if bytes_of(text):
+        return text
+    try:
+        return whole_or_real(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or bytes, such as 64MB") from None
+
+
+def budgets(text: str) -> list[int | float | str]:
+    """List of the comma-separated budgets in `--budgets`, as `budget` reads them, maybe empty; else ValueError."""
+    return _listed(text, budget)
+
+
+def row_budgets(text: str) -> list[int | float]:
+    """List of the comma-separated rows or shares in `--budgets`, maybe empty; ValueError for other words."""
+    return _listed(text, whole_or_real)
+
+
+def _listed(text: str, read: Callable[[str], Read]) -> list[Read]:
+    """List of the comma-separated words of `--budgets`, each parsed by `read`, whose ValueError is given the word."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         try:
-            found.append(whole_or_real(word))
+            found.append(read(word))
         except ValueError as error:
             raise ValueError(f"--budgets={word!r}: {error}") from None
     return found

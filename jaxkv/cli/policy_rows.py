@@ -9,6 +9,7 @@ from jaxkv._errors import require
 from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.policies import Method
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
 # Options that set how many rows are kept or read, as a budget does.
@@ -40,8 +41,8 @@ class Spelled:
     parser: argparse.ArgumentParser
     option: str
 
-    def policy(self, budget: int | float | None = None) -> Method:
-        """Builds the policy at a budget (int rows or float share; None for its own); ValueError for bad options."""
+    def policy(self, budget: Budget = None) -> Method:
+        """Builds the policy at a budget (rows, a share or bytes; None for its own); ValueError for bad options."""
         more = [] if budget is None else ["--budget", str(budget)]
         try:
             return policy_from(self.parser.parse_args(["--policy", *self.text.split(), *more]))
@@ -67,7 +68,7 @@ def spelled(given: str, option: str = "--policies") -> Iterator[Spelled]:
         yield Spelled(text=text, name=name, sized=sized, parser=parser, option=option)
 
 
-def rows_of(given: str, budgets: Sequence[int | float]) -> dict[str, Method]:
+def rows_of(given: str, budgets: Sequence[int | float | str]) -> dict[str, Method]:
     """Dict from row name to policy of an evaluation's table: each policy of `--policies` at each budget.
 
     A policy that takes no budget, or whose options set one, has a single row.

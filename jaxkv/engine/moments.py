@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
+from jaxkv.attention.xla import exact_einsum
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
 from jaxkv.models.values import Rope
@@ -90,7 +91,7 @@ def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: Fu
     wide = q.astype(jnp.float32)
     mean = (wide * weight).sum(axis=3) / jnp.maximum(number, 1.0)[:, None, None, None]
     off = (wide - mean[..., None, :]) * weight
-    product = jnp.einsum("bkgni,bkgnj->bkgij", off, off, precision=lax.Precision.HIGHEST)
+    product = exact_einsum("bkgni,bkgnj->bkgij", off, off)
     return _Sums(number, mean, product if asked.covariance else None)
 
 

@@ -17,12 +17,12 @@ from jaxkv._values import is_traced, is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import bucket, buckets, by_length
-from jaxkv.engine.prefill_bytes import PrefillBytes, row_bytes
+from jaxkv.engine.prefill_bytes import PrefillBytes
 from jaxkv.models.config import ModelConfig
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import policy_for
 from jaxkv.policies.survivors import bounded, rounding_rows
 from jaxkv.sharding.mesh import NAMES
 
@@ -131,7 +131,7 @@ def plan_prefill(
     lengths, room = [plain(each) for each in lengths], plain(room)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "every prompt needs at least one token")
-    parts, length = policy_for(policy, config).parts(), np.asarray(lengths, np.int64)
+    parts, length = policy_for(policy, config, dtype=dtype).parts(), np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = by_length(parts, length, layers)
@@ -174,7 +174,7 @@ def plan_prefill(
         forced=np.asarray(numbers.forced),
         cache_bytes=work.cache,
         full_bytes=-(-full_bytes // (groups * stretches)),
-        slack_bytes=max(0, sum(work.pools) - (promised + spare) * row_bytes(config, parts, item)),
+        slack_bytes=max(0, sum(work.pools) - (promised + spare) * parts.row_bytes(config.head_dim, item)),
         peak_bytes=work.peak,
         host_bytes=work.host,
         loaded_bytes=work.loaded,

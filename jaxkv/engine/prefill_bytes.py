@@ -20,12 +20,6 @@ from jaxkv.policies.scorer import Replay
 WORKSPACE = 1 << 25
 
 
-def row_bytes(config: ModelConfig, parts: Parts, item: int) -> int:
-    """Bytes of one row of a pool: key, value and position, and the score of policies that score while decoding."""
-    ongoing = parts.ongoing
-    return parts.store.row_bytes(config.head_dim, item) + 4 + (4 if ongoing is not None and ongoing.scored else 0)
-
-
 def bound_bytes(reading: Reading | None, config: ModelConfig, batch: int, item: int, pool_rows: tuple[int, ...]) -> int:
     """Bytes of the minimum and maximum key of every page of the layers that choose pages (Quest); 0 without pages.
 
@@ -72,7 +66,7 @@ class PrefillBytes:
     @cached_property
     def pools(self) -> list[int]:
         """List of the bytes of each layer's pool, or of the one pool that all layers share."""
-        return [rows * self.batch * row_bytes(self.config, self.parts, self.item) for rows in self.pool_rows]
+        return [rows * self.batch * self.parts.row_bytes(self.config.head_dim, self.item) for rows in self.pool_rows]
 
     @property
     def cache(self) -> int:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, backend_of
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.xla import Walk, exact_einsum
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
 from jaxkv.models.config import ModelConfig
@@ -212,7 +212,7 @@ def _projected_norms(block: Block, v: Float[Array, "B K C D"]) -> Float[Array, "
     heads, dim = v.shape[1], v.shape[3]
     weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, block.config.group, dim)
     # |v W|^2 = v (W W^T) v^T: no array of C rows of the model's width.
-    gram = jnp.einsum("ekgi,ekgj->kgij", weight, weight, precision=lax.Precision.HIGHEST)
+    gram = exact_einsum("ekgi,ekgj->kgij", weight, weight)
     wide = v.astype(jnp.float32)
-    square = jnp.einsum("bkci,kgij,bkcj->bkgc", wide, gram, wide, precision=lax.Precision.HIGHEST)
+    square = exact_einsum("bkci,kgij,bkcj->bkgc", wide, gram, wide)
     return jnp.sqrt(jnp.maximum(square, 0.0))

@@ -29,8 +29,8 @@ from jaxkv.engine.recompress import due, recompress
 from jaxkv.engine.replay import Padded, texts_of
 from jaxkv.engine.spec import implementations_for, spec_for
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import policy_for
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.sharding.mesh import missing
 from jaxkv.text.prompts import Encoded, Prompt, encode
@@ -80,7 +80,8 @@ class Session:
             TypeError: for an argument of the wrong kind, with what to give instead.
         """
         self.params = arguments.as_model(params)
-        self.policy = policy_for(policy, self.params.config, self.params.filter_layers)
+        fitted = policy_for(policy, self.params.config, self.params.filter_layers, dtype=self.params.dtype)
+        self.policy = fitted
         self.implementations = implementations_for(params, self.policy, arguments.as_implementation(implementation))
         self.texts = texts_of(self.policy.parts().needs.replay, params.text, params.config)
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()

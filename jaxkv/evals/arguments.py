@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,16 +15,17 @@ from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.records import as_json
 from jaxkv.evals.task import TASKS, How, Sample, Task, must_be_given
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import POLICIES, policy_class, policy_for, takes_budget
+from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
 
-def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dict[str, Method]:
+def at_budgets(names: Iterable[str], budgets: Iterable[int | float | str] = ()) -> dict[str, Method]:
     """Dict {row name, such as "adakv@128": policy} of each named policy at each budget; once if it takes no budget.
 
     Args:
         names: names of registered policies.
-        budgets: rows per kv head and layer, or shares of each prompt.
+        budgets: rows per kv head and layer, shares of each prompt, or bytes of a sequence's cache, such as "64MB".
 
     Returns:
         Policies by row.
@@ -89,7 +91,8 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
     require(not any(odd) and all(policies), "policies", odd, "rows have names of one line, such as 'adakv@128'")
     config, filters = params.config, params.filter_layers
     fields = {name: f"policies[{name!r}]" for name in policies}
-    return {name: policy_for(each, config, filters, field=fields[name]) for name, each in policies.items()}
+    fitted = functools.partial(policy_for, config=config, filters=filters, dtype=params.dtype)
+    return {name: fitted(each, field=fields[name]) for name, each in policies.items()}
 
 
 def seed_of(seed: int, name: str) -> int:

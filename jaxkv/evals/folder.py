@@ -17,7 +17,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
         raise TypeError(f"{name}={out!r}: give a folder")
     require("\0" not in str(out), name, str(out), "give a folder: no name has this character")
     require(bool(str(out).strip()), name, str(out), "give a folder")
-    path = Path(out).expanduser()
+    path = Path(os.path.expanduser(out))
     try:
         inside = {each.name for each in path.iterdir() if not each.name.startswith(".")} if path.exists() else set()
         above = next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ class _Document(NamedTuple):
 
 def _documents(data: str, count: int) -> Iterator[_Document]:
     """Yields the documents of a JSON-lines file; lines of one id, or successive lines of one text, are one document."""
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     if not path.is_file():
         raise FileNotFoundError(f"data={data!r}: no such file; give {_FORM}")
     rows = json_lines(path, ())

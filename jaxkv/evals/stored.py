@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,7 +138,7 @@ def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: i
     if data is None:
         path = _fetched(name, hub)
     else:
-        path = Path(data).expanduser() / f"{name}.jsonl"
+        path = Path(os.path.expanduser(data)) / f"{name}.jsonl"
         if not path.is_file():
             raise FileNotFoundError(f"data={data!r}: no {path.name} in it; put the files of {hub.url} there")
     if data is None and hub.member:

@@ -196,7 +196,7 @@ class Evaluation:
         """
         if not isinstance(folder, (str, os.PathLike)):
             raise TypeError(f"{field}={folder!r}: give the folder of an evaluation")
-        path = Path(folder).expanduser()
+        path = Path(os.path.expanduser(folder))
         try:
             run, lines = read_run(path), whole_lines(path)
         except NotADirectoryError:

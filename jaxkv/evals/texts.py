@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -19,7 +20,7 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
         packed = (resources.files("jaxkv.evals") / "data" / "documents.json.gz").read_bytes()
         rows = json.loads(gzip.decompress(packed))
         return {row["title"]: row["text"] for row in rows[: count or None]}
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     if path.suffix == ".jsonl" and path.is_file():
         read = json_lines(path, ("text",), count)
         odd = next((row["text"] for row in read if not isinstance(row["text"], str)), None)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -210,7 +211,7 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
 
 def _stored(data: str) -> Iterator[_Talk]:
     """Yields the conversations that have a reference, from a file in the format of MT-bench's `question.jsonl`."""
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     if not path.is_file():
         where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"
         raise FileNotFoundError(f"data={data!r}: no such file; give a question.jsonl, such as {where}")

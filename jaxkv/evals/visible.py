@@ -24,10 +24,10 @@ from jaxkv.evals.retrieval import TwoStage
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.methods import FullKV
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
-from jaxkv.policies.registry import policy_for
 from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.mesh import host, missing, place
 
@@ -101,7 +101,7 @@ def visible_attention(
     """
     for name, ids in (("prompt", prompt), ("answer", answer)):
         require(len(ids) >= 1, name, ids, "give at least 1 token")
-    policy = policy_for(policy, params.config, params.filter_layers)
+    policy = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     whole, steps, axes = [*prompt, *answer], len(answer), params.axes
     copies, slots = 1 + missing(1, axes), bucket(len(whole))
     padded = np.zeros((copies, slots), np.int32)

@@ -35,8 +35,8 @@ from jaxkv.exporting.place import as_folder
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import policy_for
 from jaxkv.sampling import Greedy, Sampling, argument
 
 FORMAT, VERSION = "jaxkv export", 3
@@ -101,7 +101,7 @@ def export(
         raise ImportError("jax.export writes its files with flatbuffers: pip install flatbuffers") from error
     params = as_model(params, mesh)
     layers, positions = params.config.layers, params.config.max_positions
-    chosen = policy_for(policy, params.config, params.filter_layers)
+    chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     longest = _counts("lengths", lengths)
     batches, new = _counts("batch", batch), whole("new", new, "draw at least 1 token")
     question = whole("question", question, "give tokens, 0 for none", least=0)

@@ -26,9 +26,10 @@ from jaxkv.planning.served import Served, Slot
 from jaxkv.planning.setting import HostSetting, Request, Setting, tokens_of
 from jaxkv.planning.sizes import sizes_of, weights_of
 from jaxkv.planning.speed import Speed, estimate
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.methods.full import FullKV
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import POLICIES, as_policy, policy_for
+from jaxkv.policies.registry import POLICIES, as_policy
 from jaxkv.policies.wrapper import with_budget
 
 # Remedies offer budgets in multiples of _STEP, from _LEAST_BUDGET on, and other policies in the order of _OTHERS.
@@ -149,9 +150,9 @@ def setting_of(
         filters = known.likely_filters
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
-    given = policy_for(given, known.config, filters)
     if dtype is None:
         dtype = "float32" if here else "bfloat16"
+    given = policy_for(given, known.config, filters, dtype=dtype)
     length: int = tokens_of(context)
     request = Request(
         model=known.name, config=known.config, policy=given, context=length, batch=batch, new=new, dtype=dtype

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv._values import amount
-from jaxkv.engine.prefill_bytes import row_bytes
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.planning.setting import HostSetting, Setting
 from jaxkv.planning.speed import Speed
@@ -105,7 +104,7 @@ class Slot:
         stretches = setting.mesh.shape["kv"] if isinstance(setting, Setting) else 1
         new = max(1, setting.new)
         shape = slot_shape(parts, config, prompt=setting.context, question=0, new=new, stretches=stretches)
-        each = row_bytes(config, parts, jnp.dtype(setting.dtype).itemsize)
+        each = parts.row_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize)
         return cls(setting=setting, nbytes=sum(shape.rows) * each)
 
     def held(self, slots: int) -> int:

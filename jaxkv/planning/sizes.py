@@ -15,7 +15,6 @@ from jaxkv.attention import Implementation
 from jaxkv.engine.growth import MOST_AHEAD, first_room
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.prefill_bytes import row_bytes
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Request, Setting
@@ -123,7 +122,7 @@ def sizes_of(setting: Setting) -> Sizes:
 def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CacheParts:
     """`CacheParts` (bytes by purpose) of a prefill's plan, on one of `kv` devices that share a prompt's kv heads."""
     config, parts = request.config, request.policy.parts()
-    row = row_bytes(config, parts, jnp.dtype(request.dtype).itemsize)
+    row = parts.row_bytes(config.head_dim, jnp.dtype(request.dtype).itemsize)
     pools = row * request.sequences * sum(planned.pool_rows(config.kv_heads, kv))
     room = row * request.sequences * request.local.kv_heads * sum(planned.room)
     spare, reasons = planned.slack_bytes, list[str]()

@@ -1,5 +1,6 @@
 """Checks of what users give a policy: budgets, spans and parts at construction, and parts' results under a trace."""
 
+import re
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -14,6 +15,36 @@ from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
 
 Span = tuple[int, int]
+# Rows per kv head and layer (int), share of the prompt (float), bytes of a sequence's cache (str), or everything.
+Budget = int | float | str | None
+
+_BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def bytes_of(text: str) -> int | None:
+    """Number of bytes that text such as "64MB" (10^6), "1.5 GB" or "64MiB" (2^20) says; None for other text."""
+    match = _BYTES.fullmatch(text)
+    if match is None or (match[3] and not match[2]):
+        return None
+    unit = (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")
+    return int(Fraction(match[1]) * unit)
+
+
+def _in_units(count: int) -> str:
+    """Number of bytes as text in the largest decimal unit of which it is a whole number, such as "64MB"."""
+    power = max(at for at in range(len(_UNITS)) if count % 1000**at == 0)
+    return f"{count // 1000**power}{_UNITS[power]}"
+
+
+def as_policy_budget(given: Any) -> Budget:
+    """Returns a budget as `as_budget` does, or bytes such as "64MB" in one spelling; ValueError for anything else."""
+    if not isinstance(given, str):
+        return as_budget(given)
+    count = bytes_of(given)
+    remedy = "give rows per head (an int), a share (a float), or bytes of a sequence's cache, such as '64MB'"
+    require(bool(count), "budget", given, remedy)
+    return _in_units(count or 0)
 
 
 def as_budget(given: Any) -> int | float | None:

@@ -88,7 +88,7 @@ class FileArrays(OfModel, Value, abc.ABC):
             return given
         if not isinstance(given, (str, os.PathLike)):
             raise TypeError(f"{name}={given!r}: give {cls.wanted}")
-        path = Path(given).expanduser()
+        path = Path(os.path.expanduser(given))
         try:
             return cls.of_tensors(tensors(path) if path.is_dir() else read_header(path))
         except (OSError, ValueError) as error:

@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._checks import field, flag
-from jaxkv._errors import require
+from jaxkv._errors import refusal, require
 from jaxkv._values import ENDLESS, Value, namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import as_budget
+from jaxkv.policies.checks import Budget, as_policy_budget
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
@@ -70,7 +70,8 @@ class Parts(Value):
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. None: everything, or what `layers` say by themselves.
+            share of each sequence's own prompt. str: bytes of a sequence's cache, which `policy_for` turns into rows.
+            None: everything, or what `layers` say by themselves.
         min_budget: "raise" refuses a ratio that comes out below what must stay for some sequence; "clamp" raises it.
         scorer: which rows matter; None keeps everything.
         keep: which rows stay whatever their score.
@@ -84,7 +85,7 @@ class Parts(Value):
         store: how rows are held: a subclass of `jaxkv.cache.Store`.
     """
 
-    budget: int | float | None = None
+    budget: Budget = None
     min_budget: str = "raise"
     scorer: Scorer | None = None
     keep: Keep = Keep()
@@ -98,7 +99,7 @@ class Parts(Value):
     store: type[Store] = Dense
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", as_budget(self.budget))
+        object.__setattr__(self, "budget", as_policy_budget(self.budget))
         known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
         require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
         check_scorer("scorer", self.scorer)
@@ -234,6 +235,19 @@ class Parts(Value):
             hidden=gate_of(scorer) is not None,
         )
 
+    def row_bytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of one cache row: key, value and position, and the score of policies that score while decoding.
+
+        Args:
+            dim: D.
+            itemsize: bytes per element of the model's dtype.
+
+        Returns:
+            Bytes.
+        """
+        scores = self.ongoing is not None and self.ongoing.scored
+        return self.store.row_bytes(dim, itemsize) + 4 + (4 if scores else 0)
+
     @property
     def read_as_stored(self) -> bool:
         """True if a GPU's kernels read rows as the store holds them in every step; False if steps decode rows first."""
@@ -300,6 +314,8 @@ class Parts(Value):
             return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
         if budget is None or self.scorer is None:
             return lengths.copy()
+        if isinstance(budget, str):
+            raise refusal("budget", budget, "bytes are rows of one model: give rows, or a share")
         rows = np.maximum(share_of(lengths, budget), 1) if isinstance(budget, float) else np.minimum(budget, lengths)
         low = np.flatnonzero(rows < forced)
         if strict and low.size and (self.min_budget == "raise" or not isinstance(budget, float)):

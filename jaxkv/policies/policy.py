@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jaxkv._errors import require
 from jaxkv._values import Value, normalise
 from jaxkv.cache.stores import Store
-from jaxkv.policies.checks import Span, as_budget, as_spans, as_store, store_class
+from jaxkv.policies.checks import Budget, Span, as_policy_budget, as_spans, as_store, store_class
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
@@ -49,8 +49,9 @@ class Method(Value):
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. None: everything. 1024 rows by default, unless the policy says another
-            default. numpy's numbers count as Python's of their kind.
+            share of each sequence's own prompt. Text such as "64MB": as many rows as these bytes of a sequence's cache
+            hold, over all layers, in the model's sizes and the store's bits. None: everything. 1024 rows by default,
+            unless the policy says another default. numpy's numbers count as Python's of their kind.
         min_budget: "clamp" raises a ratio that comes out below sinks + window + protected rows, as it does for short
             prompts, to these rows, and counts such sequences in `Stats.raised_budgets`; "raise" refuses it.
         protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
@@ -62,7 +63,7 @@ class Method(Value):
             bits with a scale for 32 elements, "mixed" keys in 8 and values in 4; or a subclass of `jaxkv.cache.Store`.
     """
 
-    budget: int | float | None = None
+    budget: Budget = None
     min_budget: str = "clamp"
     protect: tuple[Span, ...] = ()
     every: int | None = None
@@ -96,7 +97,7 @@ class Method(Value):
                 remedy += "@dataclasses.dataclass(frozen=True, kw_only=True) above it"
                 raise TypeError(f"{owner.__name__}.{field.name}: {remedy}")
         normalise(self)
-        object.__setattr__(self, "budget", as_budget(self.budget))
+        object.__setattr__(self, "budget", as_policy_budget(self.budget))
         object.__setattr__(self, "protect", as_spans(self.protect))
         object.__setattr__(self, "store", as_store(self.store))
         check_merger("merge", self.merge)

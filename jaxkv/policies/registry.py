@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.words import by_name
 
@@ -78,18 +77,6 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
     if needed:
         raise TypeError(f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)")
     return cls(**(options or {}))
-
-
-def policy_for(
-    given: Any, config: ModelConfig, filters: tuple[int, ...] | None = None, *, field: str = "policy"
-) -> Method:
-    """Returns a policy instance from one, a name, class or None, fitted to the model's layers; ValueError if unfit.
-
-    Raises ValueError if the model cannot honour the policy.
-    """
-    policy = as_policy(given, field=field).for_model(config.layers, filters)
-    policy.parts().require_fits(config)
-    return policy
 
 
 def defaults(cls: type[Method]) -> dict[str, str]:

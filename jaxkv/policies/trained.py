@@ -11,12 +11,12 @@ import safetensors.numpy
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import NamedTensors
 
 _NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
 _EPSILON = 1e-6
-_product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "inner", "inner_bias"], meta_fields=[])
@@ -74,8 +74,8 @@ class KVzapGate(Gate):
         """Scores `[B, K, S]` of rows, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
-            x = jax.nn.gelu(_product("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
-        return _product("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
+            x = jax.nn.gelu(exact_einsum("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
+        return exact_einsum("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
@@ -128,11 +128,11 @@ class FastKVzipGate(Gate):
     def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]` from 0 to 1: the own key's share of a softmax with base keys, mean over query maps."""
         x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
-        q = _product("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
+        q = exact_einsum("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
         q = _normed(q, weights.q_norm)
-        k = _normed(_product("bse,kce->bksc", x, weights.k), weights.k_norm)
-        own = _product("bkswc,bksc->bksw", q, k) / divisor + weights.bias[:, None]
-        base = _product("bkswc,knc->bkswn", q, weights.base) / divisor
+        k = _normed(exact_einsum("bse,kce->bksc", x, weights.k), weights.k_norm)
+        own = exact_einsum("bkswc,bksc->bksw", q, k) / divisor + weights.bias[:, None]
+        base = exact_einsum("bkswc,knc->bkswn", q, weights.base) / divisor
         return jax.nn.sigmoid(own - jax.nn.logsumexp(base, axis=-1)).mean(axis=-1)
 
 

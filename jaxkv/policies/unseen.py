@@ -13,7 +13,7 @@ from jaxkv._checks import field, flag, real, whole
 from jaxkv._errors import require
 from jaxkv._values import Value
 from jaxkv.attention.columns import mean_over_window
-from jaxkv.attention.xla import logit_divisor
+from jaxkv.attention.xla import exact_einsum, logit_divisor
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.gates import Gate
@@ -116,19 +116,14 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
 
     def block(first: Int[Array, ""]) -> Float[Array, "B K G N"]:
         keys = lax.dynamic_slice_in_dim(padded, first, size, axis=2).astype(jnp.float32)
-        logits = _product("bkgd,bknd->bkgn", moments.mean, keys) / logit_divisor(dim)
+        logits = exact_einsum("bkgd,bknd->bkgn", moments.mean, keys) / logit_divisor(dim)
         if moments.covariance is None:
             return logits
-        turned = _product("bkgij,bknj->bkgni", moments.covariance, keys)
+        turned = exact_einsum("bkgij,bknj->bkgni", moments.covariance, keys)
         return logits + (turned * keys[:, :, None]).sum(axis=-1) / (2 * dim)
 
     blocks = lax.map(block, jnp.arange(0, padded.shape[2], size, dtype=jnp.int32))
     return jnp.moveaxis(blocks, 0, 3).reshape(batch, heads, group, -1)[..., :slots]
-
-
-def _product(axes: str, a: Array, b: Array) -> Array:
-    """Einsum of two float32 arrays at the highest precision, so that GPUs do not use TF32."""
-    return jnp.einsum(axes, a, b, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import typed
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -80,7 +81,7 @@ class Wrapper(Method):
         return self if its is self.inner else dataclasses.replace(self, base=its)
 
 
-def with_budget(policy: Method, budget: int | float) -> Method:
+def with_budget(policy: Method, budget: Budget) -> Method:
     """Copy of the policy that keeps `budget` rows, set in its base if it has one; unchanged if it takes no budget."""
     parts, inner = policy.parts(), getattr(policy, "inner", None)
     if parts.budget is None:

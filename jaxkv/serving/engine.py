@@ -121,7 +121,7 @@ class Engine:
         wanted = slots_that_fit(self._session, **limits, share=share) if slots == "auto" else slots
         count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
         self._slots = Slots(self._session, count=count, ends=max(1, len(params.ends)), **limits)
-        folder = None if documents is None else Path(documents).expanduser().absolute()
+        folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
             document_bytes = int(_DOCUMENT_SHARE * share * memory.available_bytes(device_of(params)))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)

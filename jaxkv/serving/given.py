@@ -53,6 +53,6 @@ def own_policy(given: Any, policy: Method, document: Document | None) -> Method 
     budget = as_budget(given)
     assert most is not None and budget is not None
     kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"
-    fits = isinstance(budget, int) == isinstance(most, int) and budget <= most
+    fits = isinstance(most, (int, float)) and isinstance(budget, int) == isinstance(most, int) and budget <= most
     require(fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that")
     return with_budget(policy, budget)

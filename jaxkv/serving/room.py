@@ -8,7 +8,6 @@ import numpy as np
 from jaxkv import _checks, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.engine.prefill_bytes import row_bytes
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.loading import LanguageModel
@@ -72,7 +71,7 @@ def slots_that_fit(
     device = device_of(params)
     # Devices of a CPU mesh share the machine's memory.
     together = 1 if axes is None else axes.in_one_memory
-    each = sum(shape.rows) * row_bytes(config, parts, params.dtype.itemsize) * together
+    each = sum(shape.rows) * parts.row_bytes(config.head_dim, params.dtype.itemsize) * together
     prompt = session.planned(np.asarray([max_prompt]), 0)
     # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
     beside = prompt.peak_bytes * together

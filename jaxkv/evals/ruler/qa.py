@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def read(folder: str | None, name: str) -> DataSet:
     A missing file is a FileNotFoundError that says what to put where; a file of another format is refused.
     """
     file, address = FILES[name]
-    path = None if folder is None else Path(folder).expanduser() / file
+    path = None if folder is None else Path(os.path.expanduser(folder)) / file
     if path is None or not path.is_file():
         where = f"the folder that `data` names as {file}" if path is None else str(path)
         raise FileNotFoundError(f"data={folder!r}: {name} asks questions of a file: put {address} into {where}")

@@ -1,6 +1,7 @@
 """The task `ruler`, with functions that the task `needle` shares: lengths, wordings, samples of prompts."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -117,7 +118,7 @@ def read_wording(settings: Any) -> Wording:
     """
     if settings.haystack is None:
         return wording_of(settings.wording)
-    path = Path(settings.haystack).expanduser()
+    path = Path(os.path.expanduser(settings.haystack))
     if not path.is_file():
         raise FileNotFoundError(f"haystack={settings.haystack!r}: no such file; give a text file, or leave it out")
     try:

@@ -11,6 +11,7 @@ from jaxkv._checks import field, real
 from jaxkv._values import namespace
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, finite
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
@@ -106,7 +107,7 @@ class CAKE(WindowMethod):
         Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv:2503.12491.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     pooling: Pooling = AvgPool(5)
     gamma: float = 200.0
     allocation: LayerBudgets = PreferenceLayers()

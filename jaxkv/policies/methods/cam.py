@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.folding import ValueMerge
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.parts import Parts
@@ -25,7 +26,7 @@ class CaM(WindowMethod):
         KVCache-Factory, on a copy of the values.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     pooling: Pooling = NoPool()
     start: float = 0.1
     expected: bool = False

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxkv._checks import field, real, whole
 from jaxkv._values import Value
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -101,7 +102,7 @@ class CAPKV(Method):
         CAPKV, arXiv:2604.25975; with normalised keys and a rotated mean query, as in kvpress.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     sinks: int = 4
     tau: float = 5.0
     remembered: int = 256

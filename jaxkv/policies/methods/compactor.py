@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from jaxkv._checks import field, flag, real, whole
 from jaxkv._values import Value
 from jaxkv.policies.attended import AvgPool
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -94,7 +95,7 @@ class Compactor(Method):
         Chari and Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression, arXiv:2507.08143.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     sinks: int = 8
     window: int = 4
     block: int = 256

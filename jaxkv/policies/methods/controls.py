@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -14,7 +15,7 @@ from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
 class LocalWindow(Method):
     """Keeps the most recent tokens only, without sinks: a control."""
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
 
     paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
 
@@ -32,7 +33,7 @@ class KNorm(Method):
         Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
 
     paper: ClassVar[str] = "L2 norm, arXiv:2406.11430"
 
@@ -46,7 +47,7 @@ class KNorm(Method):
 class Random(Method):
     """Keeps rows drawn at random with the key given to `prefill` or `generate`: a control."""
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
 
     paper: ClassVar[str] = "control"
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import choice, field, whole
 from jaxkv._values import Value
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -88,7 +89,7 @@ class CurDKV(Method):
         Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     sinks: int = 4
     leverage: Leverage | str = Leverage.PRODUCT
     local_window: int = 16

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
@@ -29,7 +30,7 @@ class DefensiveKV(Method):
         DefensiveKV, arXiv:2510.13334.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     window: int = 32
     sinks: int = 0
     kernel: int = 5

@@ -4,11 +4,12 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
+from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -50,18 +51,13 @@ def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Arra
     peak = p.argmax(axis=-1)
     is_peak = index == peak[..., None]
     others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
-    held, left = _product("gws,sd->gwd", others, v), others.sum(axis=-1, keepdims=True)
+    held, left = exact_einsum("gws,sd->gwd", others, v), others.sum(axis=-1, keepdims=True)
     of_peak = ((most * (best - held / jnp.where(left > 0, left, 1.0))) ** 2).sum(axis=-1, keepdims=True)
     out = held + most * best
-    products = _product("gwd,sd->gws", out, v)
+    products = exact_einsum("gwd,sd->gws", out, v)
     distances = jnp.maximum((v * v).sum(axis=-1) - 2 * products + (out * out).sum(axis=-1, keepdims=True), 0.0)
     changes = jnp.where(is_peak, of_peak, (others / (1 - others)) ** 2 * distances)
     return jnp.where((position >= 0)[:, None], changes, 0.0).sum(axis=1).mean(axis=0)
-
-
-def _product(axes: str, a: Array, b: Array) -> Array:
-    """Einsum of two float32 arrays at the highest precision, so that GPUs do not use TF32."""
-    return jnp.einsum(axes, a, b, precision=lax.Precision.HIGHEST)
 
 
 @register
@@ -78,7 +74,7 @@ class DropKV(Method):
         DropKV: eviction by decoupled residual-output perturbation, https://openreview.net/forum?id=MqfNzH3TVH.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     window: int = 32
     sinks: int = 0
     pooling: Pooling = NoPool()

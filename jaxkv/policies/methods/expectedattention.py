@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._checks import field, whole
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -32,7 +33,7 @@ class ExpectedAttention(Method):
         Distribution, arXiv:2510.00636.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     sinks: int = 4
     future: int = 512
     covariance: bool = True

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import field, real
 from jaxkv._values import Value, share_of
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
@@ -55,7 +56,7 @@ class FastKVzip(Method):
         Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, arXiv:2601.17668.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     gate: str | FastKVzipGate | None = None
     threshold: float | None = None
     sinks: int = 4

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.head_shares import Importance
 from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -24,7 +25,7 @@ class HeadKV(WindowMethod):
         Fu et al., Not All Heads Matter, arXiv:2410.19258; a kv head takes the sum of its query heads' shares.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     scores: str | tuple[tuple[float, ...], ...] | None = None
     beta: int | float = 1.2
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -30,7 +31,7 @@ class _Streaming(Method):
         sinks: first tokens that always stay, within the budget.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     mode: Mode | str = Mode.STREAMING
     sinks: int = 0
 

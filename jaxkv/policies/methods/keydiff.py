@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -22,7 +23,7 @@ class KeyDiff(Method):
         Resource-Constrained Environments, arXiv:2504.15364.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
 
     paper: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -35,7 +36,7 @@ class KVzap(Method):
         Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     gate: str | KVzapGate | None = None
     threshold: float | None = None
     sinks: int = 0

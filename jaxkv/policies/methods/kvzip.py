@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxkv._errors import require
 from jaxkv._values import Value
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers, UniformLayers
@@ -61,7 +62,7 @@ class KVzip(Method):
         Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     over: str = "model"
     sinks: int = 4
     chunk: int = 2048

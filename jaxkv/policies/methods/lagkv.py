@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxkv._checks import field, flag, whole
 from jaxkv._values import Value
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -97,7 +98,7 @@ class LagKV(Method):
         arXiv:2504.04704.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     sinks: int = 4
     lag: int = 128
     cross_scoring: bool = False

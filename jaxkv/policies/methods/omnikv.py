@@ -5,7 +5,7 @@ import functools
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.checks import store_class
+from jaxkv.policies.checks import as_budget, store_class
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
@@ -76,7 +76,7 @@ class OmniKV(Method):
     @property
     def _reads(self) -> FilteredReads:
         """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
-        return FilteredReads(**{name: getattr(self, name) for name in _READS})
+        return FilteredReads(**{name: getattr(self, name) for name in _READS} | {"budget": as_budget(self.budget)})
 
     @functools.cached_property
     def inner(self) -> Method | None:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import SharedHeads
 from jaxkv.policies.layers import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -28,7 +29,7 @@ class PyramidInfer(WindowMethod):
         section 3.3; recent tokens count equally.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     pooling: Pooling = NoPool()
     allocation: LayerBudgets = LinearLayers(beta=20.0)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.layers import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
@@ -22,7 +23,7 @@ class PyramidKV(WindowMethod):
         section 4.2.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     window: int = 8
     allocation: LayerBudgets = LinearLayers(beta=20.0)
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jaxkv._errors import require
 from jaxkv._values import Value
 from jaxkv.models.config import ModelConfig
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.head_filters import HeadFilters
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -82,7 +83,7 @@ class QFilters(Method):
         Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, arXiv:2503.02812.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     q_filters: str | HeadFilters | None = None
 
     paper: ClassVar[str] = "Q-Filters, arXiv:2503.02812"

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
-from jaxkv.policies.checks import store_class
+from jaxkv.policies.checks import as_budget, store_class
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -64,7 +64,7 @@ class Quest(Method):
     @property
     def _reads(self) -> PagedReads:
         """Makes `PagedReads`, the config of reading pages of rows while decoding, of this policy's fields."""
-        return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=self.budget)
+        return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=as_budget(self.budget))
 
     @functools.cached_property
     def inner(self) -> Method | None:

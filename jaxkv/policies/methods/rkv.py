@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv.policies.attended import MaxPool, Pooling
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -32,7 +33,7 @@ class RKV(Method):
         Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, arXiv:2505.24133.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     window: int = 8
     sinks: int = 0
     pooling: Pooling = MaxPool(7)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxkv._checks import field, whole
 from jaxkv._errors import require
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.lazy import LazyLayers, Recency
 from jaxkv.policies.parts import Parts
@@ -32,7 +33,7 @@ class SimLayerKV(Method):
         Zhang et al., SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction, arXiv:2410.13846.
     """
 
-    budget: int | float | None = 0.5
+    budget: Budget = 0.5
     window: int = 32
     sinks: int = 4
     recent: int = 1024

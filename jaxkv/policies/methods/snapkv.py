@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
-from jaxkv.policies.checks import instance
+from jaxkv.policies.checks import Budget, instance
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
@@ -60,6 +60,6 @@ class SnapKV(WindowMethod):
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
 
     paper: ClassVar[str] = "SnapKV, arXiv:2404.14469"

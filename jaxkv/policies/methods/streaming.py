@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxkv._checks import field, flag
 from jaxkv._errors import require
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -28,7 +29,7 @@ class StreamingLLM(Method):
         Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453, section 3.2.
     """
 
-    budget: int | float | None = 1024
+    budget: Budget = 1024
     sinks: int = 4
     rolling_positions: bool = False
     slide: bool = False

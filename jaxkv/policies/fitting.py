@@ -1,0 +1,59 @@
+"""Fits a policy to a model: fields that depend on its layers, and a budget in bytes as rows of the model's sizes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv._errors import refusal, require
+from jaxkv._values import ENDLESS
+from jaxkv.models.config import ModelConfig
+from jaxkv.policies.checks import bytes_of
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import as_policy
+from jaxkv.policies.wrapper import with_budget
+
+
+def policy_for(
+    given: Any,
+    config: ModelConfig,
+    filters: tuple[int, ...] | None = None,
+    *,
+    dtype: Any,
+    field: str = "policy",
+) -> Method:
+    """Returns a policy instance from one, a name, class or None, fitted to a model; ValueError if the model cannot.
+
+    Args:
+        given: the policy.
+        config: the model's sizes.
+        filters: the model's filter layers, if they have been found.
+        dtype: of the model, in which it computes keys and values.
+        field: what refusals call the policy.
+
+    Returns:
+        The policy, its budget in rows, a share, or None.
+
+    Raises:
+        ValueError: if the model cannot honour it.
+        TypeError: for no policy.
+    """
+    policy = as_policy(given, field=field).for_model(config.layers, filters)
+    policy.parts().require_fits(config)
+    return _in_rows(policy, config, jnp.dtype(dtype).itemsize)
+
+
+def _in_rows(policy: Method, config: ModelConfig, itemsize: int) -> Method:
+    """The policy with a budget in bytes as rows per kv head; itself for other budgets; ValueError for too few bytes."""
+    parts = policy.parts()
+    budget = parts.budget
+    if not isinstance(budget, str):
+        return policy
+    # Of every kv head and layer one: what a budget of one row more takes.
+    each = config.layers * config.kv_heads * parts.row_bytes(config.head_dim, itemsize)
+    rows = (bytes_of(budget) or 0) // each
+    require(rows >= 1, "budget", budget, f"a row of every kv head and layer takes {each:,} bytes: give more")
+    try:
+        return with_budget(policy, min(rows, ENDLESS))
+    except ValueError as error:
+        # A policy's own least rows, of its sinks and window.
+        raise refusal("budget", budget, f"of {each:,} bytes a row in all kv heads and layers, {error}") from None

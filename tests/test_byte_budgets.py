@@ -1,0 +1,148 @@
+"""Budgets in bytes: as many rows as fit, of every policy and store, and what bytes cannot be given to."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from policy_table import TABLE
+
+import jaxkv
+from jaxkv.cli import main
+from jaxkv.policies.checks import bytes_of
+from jaxkv.policies.fitting import policy_for
+from jaxkv.policies.wrapper import with_budget
+
+CONFIG = tiny.MODELS["gqa3"]
+# Keys, values and positions of one row in every kv head and layer: float32, bfloat16, and codes with their scales.
+EACH = {
+    ("dense", "float32"): 3 * 2 * (2 * 8 * 4 + 4),
+    ("dense", "bfloat16"): 3 * 2 * (2 * 8 * 2 + 4),
+    ("int8", "float32"): 3 * 2 * (2 * (8 + 2) + 4),
+    ("int4", "bfloat16"): 3 * 2 * (2 * (8 // 2 + 4) + 4),
+    ("mixed", "float32"): 3 * 2 * (8 + 2 + 8 // 2 + 4 + 4),
+}
+
+
+def fitted(policy, dtype="float32"):
+    return policy_for(policy, CONFIG, (0,), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("64MB", 64 * 10**6),
+        ("64 mb", 64 * 10**6),
+        (" 1.5GB ", 1500 * 10**6),
+        ("64MiB", 64 * 2**20),
+        ("0.1kb", 100),
+        ("7B", 7),
+        ("64", None),
+        ("64ib", None),
+        ("MB", None),
+        ("-1MB", None),
+        ("1e3MB", None),
+        ("64MB\n64MB", None),
+    ],
+)
+def test_texts_say_bytes(text, count):
+    assert bytes_of(text) == count
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.make(24).parts().scorer], ids=lambda row: row.name)
+def test_every_policy_has_as_many_rows_as_fit(row):
+    policy = row.make(24)
+    each = CONFIG.layers * CONFIG.kv_heads * policy.parts().row_bytes(CONFIG.head_dim, 4)
+    most = 25 * each - 1
+    wanted = fitted(with_budget(policy, 24))
+    assert fitted(with_budget(policy, f"{most}B")) == wanted
+    assert fitted(with_budget(policy, f"{24 * each}B")) == wanted != fitted(with_budget(policy, f"{25 * each}B"))
+
+
+@pytest.mark.parametrize(("store", "dtype"), EACH)
+def test_stores_and_dtypes_say_how_many_rows(store, dtype):
+    each = EACH[store, dtype]
+    found = fitted(jaxkv.SnapKV(budget=f"{40 * each + 1}B", window=8, store=store), dtype)
+    assert found == jaxkv.SnapKV(budget=40, window=8, store=store)
+
+
+@pytest.mark.parametrize("policy", [jaxkv.SnapKV, jaxkv.AdaKV, jaxkv.PyramidKV, jaxkv.H2O, jaxkv.D2O])
+def test_caches_take_no_more(policy):
+    """Of two prompts, one shorter than its rows; kept rows' bytes are counted as `Stats` counts them."""
+    made = policy(budget="12KB", store="int8")
+    session = jaxkv.Session(tiny.tiny(CONFIG), made)
+    rows = session.policy.parts().budget
+    cache = session.prefill(tiny.prompts(3, (90, rows // 2)))
+    kept = np.asarray(cache.kept).sum(axis=(0, 2)) * cache.row_bytes
+    assert 12_000 - 6 * cache.row_bytes < kept[0] <= 12_000 and kept[1] <= kept[0]
+
+
+def test_spellings_are_one():
+    one, other = jaxkv.SnapKV(budget="64MB"), jaxkv.SnapKV(budget=" 0.064 gb")
+    assert one == other and one.budget == other.budget == "64MB" and hash(one) == hash(other)
+    assert jaxkv.SnapKV(budget="1KiB").budget == "1024B"
+    assert jaxkv.SnapKV(budget=np.str_("2GB")).budget == "2GB"
+
+
+def test_bases_have_the_bytes():
+    """A wrapper's bytes are its base's; OmniKV's base has its own, and OmniKV reads tokens."""
+    each = EACH["dense", "float32"]
+    text = f"{32 * each}B"
+    assert fitted(jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=text, window=8))) == fitted(
+        jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=32, window=8))
+    )
+    omni = fitted(jaxkv.OmniKV(base=jaxkv.SnapKV(budget=text, window=8), filter_layers=(0,)))
+    assert omni.inner.budget == 32
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: jaxkv.SnapKV(budget="64"), "budget='64': give rows per head"),
+        (lambda: jaxkv.SnapKV(budget="0MB"), "budget='0MB': give rows per head"),
+        (lambda: jaxkv.SnapKV(budget="lots"), "budget='lots': give rows per head"),
+        (lambda: jaxkv.FullKV(budget="64MB"), "budget='64MB': FullKV keeps everything"),
+        (lambda: jaxkv.Quest(budget="64MB"), "budget='64MB': give rows per head .* or a share"),
+        (lambda: jaxkv.OmniKV(budget="64MB"), "budget='64MB': give rows per head .* or a share"),
+        (lambda: fitted(jaxkv.SnapKV(budget="400B")), "a row of every kv head and layer takes 408 bytes: give more"),
+        (lambda: fitted(jaxkv.SnapKV(budget="5KB")), "budget='5KB': of 408 bytes a row .* budget=12: below sinks"),
+        (
+            lambda: jaxkv.compress(*[jnp.zeros((1, 2, 64, 8))] * 2, policy=jaxkv.KeyDiff(budget="1MB")),
+            "bytes are those of a whole model's cache: give rows, or a share",
+        ),
+        (lambda: jaxkv.SnapKV(budget="1MB").parts().budgets(*np.ones((2, 1), np.int64)), "bytes are rows of one model"),
+    ],
+)
+def test_what_bytes_cannot_be_given_to(make, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        make()
+
+
+def test_saved_caches_say_rows(tmp_path):
+    policy, model = jaxkv.SnapKV(budget="16KB", window=8), tiny.tiny(CONFIG)
+    cache = jaxkv.Session(model, policy).prefill(tiny.prompts(5, (90, 61)))
+    cache.save(tmp_path / "cache")
+    assert jaxkv.load_cache(tmp_path / "cache", model).policy == jaxkv.SnapKV(budget=39, window=8)
+    with pytest.raises(ValueError, match="a saved cache says how many rows they were: leave the policy out"):
+        jaxkv.load_cache(tmp_path / "cache", model, policy=policy)
+
+
+def test_engines_and_plans_take_bytes(capsys):
+    """An engine's requests, and the rows that a plan of the same sizes prints for each store."""
+    model, prompts = tiny.tiny(CONFIG), tiny.prompts(6, (90, 61))
+    with jaxkv.Engine(
+        model, policy=jaxkv.SnapKV(budget="16KB", window=8), slots=2, max_prompt_tokens=96, max_new_tokens=4
+    ) as engine:
+        found = [list(each.tokens) for each in engine.map(prompts, max_new_tokens=4, stop_at_eos=False)]
+    alone = jaxkv.generate(
+        model, prompts, policy=jaxkv.SnapKV(budget=39, window=8), max_new_tokens=4, stop_at_eos=False, progress=False
+    )
+    assert found == [list(each) for each in alone.tokens]
+    main(
+        ["plan", "--model", "llama-3.1-8b", "--gpus", "h100x1", "--context", "32768", "--budget", "64MB", "--json"]
+        + ["--policy", "snapkv", "--store", "int8"]
+    )
+    told = json.loads(capsys.readouterr().out)
+    each = 32 * 8 * (2 * 130 + 4)
+    assert f"budget={64 * 10**6 // each}" in json.dumps(told)
