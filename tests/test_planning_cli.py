@@ -111,6 +111,21 @@ def test_json(capsys):
     assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
 
 
+def test_options_behind_a_name_come_before_those_of_the_command(capsys):
+    """Equal bytes in three stores are as many rows as fit; a budget of its own takes another's place."""
+    names = "snapkv,snapkv --store int8,adakv --base pyramidkv --store int4,snapkv --budget 512"
+    found = json.loads(run(capsys, *ASKED, "--compare", names, "--budget", "1GB", "--window", "16", "--json"))
+    layers, heads, dim = 80, 8, 128
+    each = [layers * heads * (bits + 4) for bits in (2 * 2 * dim, 2 * (dim + 2), 2 * (dim // 2 + 4 * dim // 32))]
+    rows = [10**9 // size for size in each]
+    assert [plan["policy"] for plan in found] == [
+        f"SnapKV(budget={rows[0]}, window=16)",
+        f"SnapKV(budget={rows[1]}, store='int8', window=16)",
+        f"AdaKV(base=PyramidKV(budget={rows[2]}, store='int4', window=16))",
+        "SnapKV(budget=512, window=16)",
+    ]
+
+
 def test_an_engine(capsys):
     """`--serve`: one line of a plan, three columns of a table; a policy that slots do not take says why."""
     asked = [*ASKED, "--budget", "512", "--serve"]
@@ -154,7 +169,7 @@ BAD = {
     "none of them has --budget=64": ["--compare", "full,brutaloffload", "--budget", "64"],
     "give it among those of --compare": ["--compare", "full,h2o", "--policy", "snapkv"],
     "no such policy": ["--compare", "full,h2oo"],
-    "give policies, such as": ["--compare", ","],
+    "give some of full": ["--compare", ","],
     "give a file that ends in .png, .svg, .pdf": ["--plot", "memory.gif"],
     "there is no folder": ["--plot", "/nowhere/memory.png"],
     "'0': give at least 1": ["--batch", "0"],

@@ -8,7 +8,8 @@ from jaxkv._errors import require
 from jaxkv.cli.files import Target
 from jaxkv.cli.models import require_model
 from jaxkv.cli.numbers import argument, natural, positive, real
-from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
+from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
+from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture
 from jaxkv.planning.comparison import compared
@@ -19,7 +20,6 @@ from jaxkv.planning.plans import MachinePlan, Plan
 from jaxkv.planning.quality import qualities
 from jaxkv.planning.setting import Setting, tokens_of
 from jaxkv.policies import Method
-from jaxkv.policies.registry import policy_class
 
 NOTES = """\
 Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
@@ -34,6 +34,10 @@ examples:
   several policies in one table, and a picture of memory against context:
     jaxkv plan --model llama-3.1-8b --gpus a100-80gb --context 32768 --batch 8 --budget 1024 \\
         --compare full,snapkv,adakv,omnikv --plot memory.svg
+
+  how many rows the same bytes of a sequence's cache hold in 16 bits, in 8 and in 4:
+    jaxkv plan --model llama-3.1-8b --gpus h200x1 --context 32K --batch 8 --budget 256MB \\
+        --compare 'snapkv,snapkv --store int8,snapkv --store int4'
 
   how many requests `jaxkv serve` answers, by policy:
     jaxkv plan --model llama-3.1-8b --gpus h200x1 --context 32K --budget 1024 --compare full,adakv --serve
@@ -69,7 +73,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--price", type=argument(real), metavar="X", help="of a GPU for an hour: prices of requests and of tokens")
     add = parser.add_argument_group("output").add_argument
     add("--quality", metavar="FOLDER", help="scores beside bytes: the --out of `jaxkv eval`, for the same policies")
-    add("--compare", metavar="NAMES", help="policies, with commas between them: a table, a row each")
+    compare = "policies, with commas between them: a table, a row each; options go behind a name: 'snapkv --store int8'"
+    add("--compare", metavar="NAMES", help=compare)
     add("--plot", metavar="FILE", help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])")
     add("--compile", action="store_true", help="ask XLA's compiler for these GPUs, too; minutes")
     add("--json", action="store_true", help="print JSON; of --compare a list")
@@ -145,13 +150,10 @@ def _target(options: argparse.Namespace) -> Target | None:
 
 def _compared(options: argparse.Namespace) -> list[Method]:
     """List of `--compare`'s policies, each with the given options it has; ValueError for an option that none has."""
-    names = [name.strip() for name in options.compare.split(",") if name.strip()]
-    require(bool(names), "--compare", options.compare, "give policies, such as full,snapkv,adakv,omnikv")
     require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")
-    # A policy that is named twice is compared once.
-    names = list({policy_class(name): name for name in names}.values())
-    flags = {name: set(flags_of(policy_class(name))) for name in names}
+    entries = list(spelled(options.compare, "--compare"))
     for flag, written in given_flags(options).items():
-        some = any(flag in mine for mine in flags.values())
+        some = any(flag in each.flags for each in entries)
         require(some, "--compare", options.compare, f"none of them has {written}: leave it out")
-    return [policy_from(only(options, name, flags[name])) for name in names]
+    # A policy that is named twice is compared once.
+    return list(dict.fromkeys(each.beside(options) for each in entries))

@@ -220,6 +220,12 @@ def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Na
     return argparse.Namespace(**given)
 
 
+def with_options_of(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:
+    """Copy of parsed options in which the policy options that `own` has replace those of the same name."""
+    theirs = {name: value for name, value in vars(own).items() if name == "base" or name.startswith(_PREFIX)}
+    return argparse.Namespace(**(vars(options) | {name: value for name, value in theirs.items() if value is not None}))
+
+
 def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     """Yields (flag, text as written, argparse's value) of each policy option that the user gave, without `--base`."""
     for flag, spelling in options.policy_spellings.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from jaxkv._errors import require
-from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
+from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from, with_options_of
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.policies import Method
 from jaxkv.policies.checks import Budget
@@ -40,6 +40,20 @@ class Spelled:
     sized: bool
     parser: argparse.ArgumentParser
     option: str
+
+    @property
+    def flags(self) -> set[str]:
+        """Set of the flags that the policy accepts."""
+        return set(flags_of(policy_class(self.name)))
+
+    def beside(self, options: argparse.Namespace) -> Method:
+        """Builds the policy of its own options, and of the command's where it has them and does not set them itself."""
+        own = self.parser.parse_args(["--policy", *self.text.split()])
+        shared = only(options, self.name, self.flags - given_flags(own).keys())
+        try:
+            return policy_from(with_options_of(shared, own))
+        except ValueError as error:
+            raise ValueError(f"{self.option}={self.text!r}: {error}") from None
 
     def policy(self, budget: Budget = None) -> Method:
         """Builds the policy at a budget (rows, a share or bytes; None for its own); ValueError for bad options."""
