@@ -58,6 +58,7 @@ def sharded_of(policy, slots):
     from jaxkv.planning import hlo
     from jaxkv.planning.planner import known_model, setting_of
     from jaxkv.planning.programs import traced_loop
+    from jaxkv.planning.setting import Asked
     from jaxkv.planning.sizes import weights_of
     from jaxkv.planning.speed import estimate
     from jaxkv.planning.worker import compiled_program, on_gpus
@@ -67,8 +68,9 @@ def sharded_of(policy, slots):
         "policy": perf_steps.policy_of(perf_steps.Setting(policy, SLOTS, TOKENS)),
         "batch": SLOTS,
         "dtype": "bfloat16",
+        "weights": None,
     }
-    setting, _ = setting_of(known, "h100x8", None, context=TOKENS, new=aot_sharded.NEW, **made)
+    setting, _ = setting_of(known, "h100x8", None, Asked(context=TOKENS, new=aot_sharded.NEW, **made))
     with on_gpus(setting) as work:
         traced, pools = traced_loop(perf_steps.in_slots(work, slots))
         compiled, text = compiled_program("decode", traced)

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 import math
 import os
 import re
@@ -23,9 +22,11 @@ from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat, named_parameters, parameters
 from jaxkv.models.sources import Source, sources_of
+from jaxkv.models.values import as_weights
 from jaxkv.sharding.mesh import Axes, put
 from jaxkv.sharding.parameters import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
+from jaxkv.weights import read, read_codes
 from jaxkv.words import by_other_names
 
 # Buffers that some exporters write; rotations are computed from the config.
@@ -33,8 +34,6 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 _HEAD = "lm_head.weight"
-# The tensors of one parameter.
-_Parts = list[tuple[Source, StoredTensor]]
 
 
 class LanguageModel(nnx.Module):
@@ -58,7 +57,8 @@ class LanguageModel(nnx.Module):
 
     def __repr__(self) -> str:
         layers, megabytes = self.config.layers, self.nbytes / 1e6
-        return f"LanguageModel({self.name!r}, {layers} layers, {self.dtype}, {megabytes:,.1f} MB)"
+        weights = "" if self.decoder.weights is None else f" with {self.decoder.weights} weights"
+        return f"LanguageModel({self.name!r}, {layers} layers, {self.dtype}{weights}, {megabytes:,.1f} MB)"
 
     __str__ = __repr__  # Flax would print every parameter
 
@@ -97,7 +97,7 @@ class LanguageModel(nnx.Module):
         there = self.flat.on_mesh.get(axes)
         if there is None:
             hosts.require_same("LanguageModel.on", self, mesh)
-            decoder = Decoder(self.config, dtype=self.dtype)
+            decoder = Decoder(self.config, dtype=self.dtype, weights=self.decoder.weights)
             _spread_over(self.decoder, decoder, axes.mesh)
             there = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.on_mesh = {axes: there}
@@ -130,7 +130,12 @@ class LanguageModel(nnx.Module):
 @by_other_names
 @settled
 def load(
-    name_or_path: str | os.PathLike[str], dtype: Any = None, *, mesh: Mesh | None = None, progress: bool = True
+    name_or_path: str | os.PathLike[str],
+    dtype: Any = None,
+    *,
+    weights: str | None = None,
+    mesh: Mesh | None = None,
+    progress: bool = True,
 ) -> LanguageModel:
     """Loads a model by name, path or hub id and returns a `LanguageModel`.
 
@@ -138,6 +143,9 @@ def load(
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
             folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
+        weights: "int8" holds linear maps as 8-bit codes with a float32 scale per output, rounded as they are read:
+            about half of 16 bits' memory. On a CPU a step converts them, and takes longer. None holds them in `dtype`,
+            in which embeddings, activations and caches are in any case.
         mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
             own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
             tensors, so that parts of them are read unchecked.
@@ -156,13 +164,13 @@ def load(
         platform = jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
         dtype = "float32" if platform == "cpu" else "bfloat16"
     with hosts.together("jaxkv.load", mesh):
-        kind = _dtype(dtype)
+        kind, narrow = _dtype(dtype), as_weights(weights)
         checkpoint = open_checkpoint(fetch(name_or_path, progress=progress and hosts.speaks()))
         config = ModelConfig.from_hf(checkpoint.config)
         _check_depth(config, checkpoint)
         text = Text.from_checkpoint(checkpoint)
     hosts.require_same("jaxkv.load", None, mesh, dtype=kind, config=config)
-    decoder = Decoder(config, dtype=kind)
+    decoder = Decoder(config, dtype=kind, weights=narrow)
     fill(decoder, checkpoint, None if mesh is None else model_mesh(mesh, config))
     name = os.fspath(name_or_path)
     filters = manifest(name).filter_layers if name in names() else checkpoint.filter_layers
@@ -207,8 +215,16 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
         _check_room({path: each.get_value() for path, each in parameters.items()}, mesh)
         for path, of in sources.items():
             parts = [(source, checkpoint.stored[source.name]) for source in of]
-            parameters[path].set_value(_read(parts, parameters[path].get_value(), path, mesh))
-    _check_finite({of: parameters[path].get_value() for path, of in sources.items()})
+            weight, scale = parameters[path], parameters.get(f"{path}_scale")
+            if scale is None:
+                weight.set_value(read(parts, weight.get_value(), path, mesh))
+            else:
+                codes, scales = read_codes(parts, weight.get_value(), path, mesh)
+                weight.set_value(codes)
+                scale.set_value(scales)
+    # Codes are finite; scales are not where a weight is not.
+    held = {path: parameters.get(f"{path}_scale", parameters[path]) for path in sources}
+    _check_finite({of: held[path].get_value() for path, of in sources.items()})
 
 
 def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
@@ -227,13 +243,6 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
         memory.check_bytes(share, "a device's part of the model", device, remedy=remedy)
 
 
-def _read(parts: _Parts, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
-    """One parameter as a JAX array, read from its tensors; sharded over `mesh` if one is given."""
-    if mesh is None:
-        return jnp.array(_part(parts, like.shape, like.dtype, (slice(None),) * len(like.shape)))
-    return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
-
-
 def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
     """Raises ValueError, naming the tensors, if parameters contain NaN or infinity."""
     # All computations are dispatched before the first result is awaited.
@@ -244,43 +253,6 @@ def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
         bad += [source.name for source in of if not sound[source.at]]
     remedy = "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
     require(not bad, "weights", list(dict.fromkeys(bad))[:4], remedy)
-
-
-def _part(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """Part `index` of a parameter as a numpy array, read from its tensors."""
-    ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
-    buffer = np.empty([len(each) for each in ranges], dtype)
-    for source, tensor in parts:
-        depth = len(source.at)
-        if not all(at in span for at, span in zip(source.at, ranges, strict=False)):
-            continue
-        mine = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
-        spans = source.spans(ranges[depth:])
-        mine = mine.reshape([sum(last - first for first, last in axis) for axis in spans])
-        for places in itertools.product(*map(_packed, spans)):
-            there = tuple(slice(first, last) for first, last, _ in places)
-            whole = all((each.start, each.stop) == (0, size) for each, size in zip(there, tensor.shape, strict=True))
-            mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
-    return buffer
-
-
-def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
-    """(first, end, slice) for each (first, end) span: the slice it fills when the spans are concatenated."""
-    ends = itertools.accumulate(last - first for first, last in spans)
-    return [(first, last, slice(end - last + first, end)) for (first, last), end in zip(spans, ends, strict=True)]
-
-
-def _spread(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
-    """One parameter as a sharded JAX array; devices that hold the same part share one read."""
-    read: dict[tuple, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
-        if key not in read:
-            read[key] = _part(parts, shape, dtype, index)
-        return read[key]
-
-    return jax.make_array_from_callback(shape, where, part, dtype=dtype)
 
 
 @functools.cache
@@ -347,5 +319,5 @@ def _fingerprint(decoder: Decoder) -> str:
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First row of a parameter, and the uint32 sum of its bits, which is the same in any order of addition."""
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16 if leaf.dtype.itemsize == 2 else jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize])
     return leaf[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

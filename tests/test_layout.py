@@ -48,6 +48,7 @@ LAYERS = (
     "jaxkv.text",
     "jaxkv.sampling",
     "jaxkv.words",
+    "jaxkv.weights",
     "jaxkv.loading",
     # Sizes: arguments are refused by them.
     "jaxkv.engine.lengths",

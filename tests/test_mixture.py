@@ -9,7 +9,10 @@ from jax import lax
 from jaxkv.models.mixture import MixtureMLP, block_rows, in_blocks, one_by_one
 from jaxkv.models.values import Experts
 
-WAYS = {"in_blocks": jax.jit(in_blocks), "one_by_one": jax.jit(one_by_one)}
+WAYS = {
+    name: jax.jit(lambda x, ids, shares, gate_up, down, of=of: of(x, ids, shares, (gate_up, None), (down, None)))
+    for name, of in {"in_blocks": in_blocks, "one_by_one": one_by_one}.items()
+}
 
 
 def weights(rng, count, width, hidden):
@@ -65,7 +68,7 @@ def test_work_and_memory_beside_every_expert_for_every_token():
     shape = jax.ShapeDtypeStruct
     gate_up, down = shape((count, 2, hidden, width), jnp.float32), shape((count, width, hidden), jnp.float32)
     x, shares = shape((tokens, width), jnp.float32), shape((tokens, chosen), jnp.float32)
-    ours = jax.jit(in_blocks).lower(x, shape((tokens, chosen), jnp.int32), shares, gate_up, down)
+    ours = WAYS["in_blocks"].lower(x, shape((tokens, chosen), jnp.int32), shares, gate_up, down)
     rows = shape((tokens * chosen, width), jnp.float32)
     turned = shape((count, width, 2 * hidden), jnp.float32)
     ragged = jax.jit(lax.ragged_dot).lower(rows, turned, shape((count,), jnp.int32))

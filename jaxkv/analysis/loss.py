@@ -20,6 +20,7 @@ from jaxkv.attention import probabilities
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
+from jaxkv.models.layers import float_weight
 from jaxkv.policies import AdaKV, SnapKV
 from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import most_of_devices, total
@@ -213,7 +214,7 @@ def _loss(
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
     """Two arrays `[B, n, w]`: L1 change of queries' attention output under n masks of kept rows; its upper bound."""
     block, (_, heads, group, _, dim) = graphs.block(leaves), q.shape
-    weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, group, dim)
+    weight = float_weight(block.attention, "out").reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
 
     def head(

@@ -26,7 +26,7 @@ from jaxkv.analysis.retained import RetainedMeasure
 from jaxkv.analysis.similarity import SimilarityMeasure
 from jaxkv.arguments import random_key
 from jaxkv.cli.files import Target, read_long_text
-from jaxkv.cli.models import add_dtype_option, add_model_option, ids_of, require_model
+from jaxkv.cli.models import add_dtype_option, add_model_option, add_weights_option, ids_of, require_model
 from jaxkv.cli.numbers import argument, positive, row_budgets, seed
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -81,6 +81,7 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is looked at").add_argument
     add_model_option(add)
     add_dtype_option(add)
+    add_weights_option(add)
     add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
     usual = f"of each text at most (default: {_TOKENS}, or what the model was made for)"
     add("--tokens", type=count, metavar="N", help=usual)
@@ -117,7 +118,7 @@ def run_analyze(options: argparse.Namespace) -> int:
     folder = None if options.out is None else _folder(options.out, pictures=bool(kinds))
     texts = [read_long_text(name, "--text") for name in options.text]
     enable_compilation_cache()
-    params = load(options.model, dtype=options.dtype)
+    params = load(options.model, dtype=options.dtype, weights=options.weights)
     measures = _measures(names, lambda name: grid(params, special.get(name, policies), sizes))
     following = options.following if of_policies else 0
     whole = ids_of(params, options.model, texts)

@@ -15,7 +15,13 @@ from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.cli.extras import needing
 from jaxkv.cli.files import Target
-from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
+from jaxkv.cli.models import (
+    add_dtype_option,
+    add_implementation_option,
+    add_model_option,
+    add_weights_option,
+    require_model,
+)
 from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.serving import slots_from
@@ -55,6 +61,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add_model_option(add)
     add_dtype_option(add)
+    add_weights_option(add)
     add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
     add_implementation_option(add)
     add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
@@ -162,4 +169,5 @@ def _recipe(options: argparse.Namespace, *, most_answers: int) -> Recipe:
         "documents": options.documents,
         "implementation": named(options.implementation),
     }
-    return Recipe(model=options.model, dtype=options.dtype, mesh=options.mesh, options=engine)
+    model = {"model": options.model, "dtype": options.dtype, "weights": options.weights}
+    return Recipe(**model, mesh=options.mesh, options=engine)

@@ -11,7 +11,13 @@ from jaxkv.arguments import random_key
 from jaxkv.attention import named
 from jaxkv.cli.files import read_long_text
 from jaxkv.cli.generating import add_drawing_options, json_text, require_text, sampling_from
-from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
+from jaxkv.cli.models import (
+    add_dtype_option,
+    add_implementation_option,
+    add_model_option,
+    add_weights_option,
+    require_model,
+)
 from jaxkv.cli.numbers import argument, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -58,10 +64,11 @@ def add_ask_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--model`, `--dtype` and `--implementation` to a command's parser."""
+    """Adds `--model`, `--dtype`, `--weights` and `--implementation` to a command's parser."""
     add = parser.add_argument_group("model").add_argument
     add_model_option(add)
     add_dtype_option(add)
+    add_weights_option(add)
     add_implementation_option(add)
 
 
@@ -74,7 +81,7 @@ def run_compress(options: argparse.Namespace) -> int:
     require(out.parent.is_dir(), "--out", options.out, f"there is no folder {out.parent}: make it first")
     text = read_long_text(options.file, "FILE").strip()
     enable_compilation_cache()
-    model = load(options.model, dtype=options.dtype)
+    model = load(options.model, dtype=options.dtype, weights=options.weights)
     key = random_key(options.seed)
     cache = prefill(model, text, policy=policy, key=key, raw=options.raw, implementation=implementation)
     cache.save(out)
@@ -96,7 +103,7 @@ def run_ask(options: argparse.Namespace) -> int:
     cache = load_cache(options.folder)
     remedy = "it is of several documents: ask them in Python, jaxkv.generate(params, questions, cache=cache)"
     require(cache.batch == 1, "FOLDER", options.folder, remedy)
-    model = load(options.model, dtype=options.dtype)
+    model = load(options.model, dtype=options.dtype, weights=options.weights)
     answers = generate(
         model,
         options.questions,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from jaxkv._errors import require
-from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.models import add_dtype_option, add_model_option, add_weights_option, require_model
 from jaxkv.cli.numbers import argument, budgets, natural, positive, seed
 from jaxkv.cli.policy_rows import rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -89,6 +89,7 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     add("--shard", metavar="I/N", help="every N-th batch from the I-th on, counted from 0; `jaxkv eval merge` joins")
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
     add_dtype_option(add)
+    add_weights_option(add)
     add("--json", action="store_true", help="print JSON instead of the table")
 
 
@@ -126,7 +127,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
     require_same(folder, asked)
     mesh = None if options.mesh is None else mesh_of(options.mesh)
     enable_compilation_cache()
-    params = load(options.model, dtype=options.dtype, mesh=mesh)
+    params = load(options.model, dtype=options.dtype, weights=options.weights, mesh=mesh)
     try:
         done = evaluate(
             params, task, policies, folder, how=how, batch=options.batch, shard=shard, mesh=mesh, progress=True

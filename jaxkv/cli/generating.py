@@ -12,7 +12,13 @@ from jaxkv._errors import require
 from jaxkv.arguments import random_key
 from jaxkv.attention import named
 from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
+from jaxkv.cli.models import (
+    add_dtype_option,
+    add_implementation_option,
+    add_model_option,
+    add_weights_option,
+    require_model,
+)
 from jaxkv.cli.numbers import argument, positive, real, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout
@@ -29,6 +35,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and prompt").add_argument
     add_model_option(add)
     add_dtype_option(add)
+    add_weights_option(add)
     add_implementation_option(add)
     add("--prompt", metavar="TEXT", help="the prompt itself")
     add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
@@ -111,7 +118,7 @@ def run_generate(options: argparse.Namespace) -> int:
         target.check({"--prompt-file": options.prompt_file or "", "--model": options.model})
     prompt = _prompt(options)  # last: stdin or a FIFO may keep us waiting
     enable_compilation_cache()
-    model = load(options.model, dtype=options.dtype)
+    model = load(options.model, dtype=options.dtype, weights=options.weights)
     streams = sys.stdout.isatty() and not options.json and not options.no_stream
     answered = generate(
         model,

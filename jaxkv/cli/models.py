@@ -21,6 +21,15 @@ def add_dtype_option(add: Callable[..., Any]) -> None:
     add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
+def add_weights_option(add: Callable[..., Any]) -> None:
+    """Adds the `--weights` option by `add`, an argparse group's `add_argument`."""
+    add(
+        "--weights",
+        metavar="BITS",
+        help="int8: linear maps in 8 bits, about half of 16 bits' memory (default: dtype)",
+    )
+
+
 def add_implementation_option(add: Callable[..., Any]) -> None:
     """Adds the `--implementation` option by `add`, an argparse group's `add_argument`."""
     computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"

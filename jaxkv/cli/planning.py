@@ -6,7 +6,7 @@ import json
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.cli.files import Target
-from jaxkv.cli.models import require_model
+from jaxkv.cli.models import add_weights_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
 from jaxkv.cli.policy_rows import spelled
@@ -18,7 +18,7 @@ from jaxkv.planning.gpus import gpus
 from jaxkv.planning.planner import known_model, planned, require_price, setting_of
 from jaxkv.planning.plans import MachinePlan, Plan
 from jaxkv.planning.quality import qualities
-from jaxkv.planning.setting import Setting, tokens_of
+from jaxkv.planning.setting import Asked, Setting, tokens_of
 from jaxkv.policies import Method
 
 NOTES = """\
@@ -69,6 +69,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
     add("--new", type=argument(natural), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
+    add_weights_option(add)
     add("--serve", action="store_true", help="an engine, too: slots that fit, and such prompts answered a second")
     add("--price", type=argument(real), metavar="X", help="of a GPU for an hour: prices of requests and of tokens")
     add = parser.add_argument_group("output").add_argument
@@ -115,11 +116,14 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
             known,
             options.gpus,
             options.mesh,
-            policy=each,
-            context=options.context,
-            batch=options.batch,
-            new=options.new,
-            dtype=options.dtype,
+            Asked(
+                policy=each,
+                context=options.context,
+                batch=options.batch,
+                new=options.new,
+                dtype=options.dtype,
+                weights=options.weights,
+            ),
         )
         for each in policies
     ]

@@ -8,7 +8,13 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.cli.extras import needing
-from jaxkv.cli.models import add_dtype_option, add_implementation_option, add_model_option, require_model
+from jaxkv.cli.models import (
+    add_dtype_option,
+    add_implementation_option,
+    add_model_option,
+    add_weights_option,
+    require_model,
+)
 from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.serving_policies import engines, further_policies
@@ -42,6 +48,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add_model_option(add)
     add_dtype_option(add)
+    add_weights_option(add)
     add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
     add_implementation_option(add)
     add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
@@ -142,7 +149,7 @@ def slots_from(text: str) -> int | str:
 def _loaded(options: argparse.Namespace) -> LanguageModel:
     """Loads the model of --model as a `LanguageModel`; ValueError if it has no tokenizer."""
     enable_compilation_cache()
-    params = load(options.model, dtype=options.dtype)
+    params = load(options.model, dtype=options.dtype, weights=options.weights)
     require(params.text is not None, "--model", options.model, "the checkpoint has no tokenizer: answers are texts")
     return params
 

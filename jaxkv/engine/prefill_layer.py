@@ -12,6 +12,7 @@ from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
 from jaxkv.models.decoder import Block, Graphs, Leaves
+from jaxkv.models.layers import float_weight
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.scorer import BlockSums, Needs, QueryMoments
 from jaxkv.sharding.collectives import mean_of_devices
@@ -117,7 +118,7 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
     """
     batch, heads, slots, dim = v.shape
     size = block_size(slots, _BLOCKS)
-    weight = block.attention.out[...].reshape(-1, heads, block.config.group, dim)
+    weight = float_weight(block.attention, "out").astype(v.dtype).reshape(-1, heads, block.config.group, dim)
 
     def norms(part: Array) -> Array:
         seen = jnp.einsum("bksd,ekgd->bkgse", part, weight, preferred_element_type=jnp.float32)

@@ -19,6 +19,7 @@ from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
+from jaxkv.models.layers import float_weight
 from jaxkv.models.rope import angles, rotate
 from jaxkv.policies.scorer import Replay
 from jaxkv.sharding.door import program
@@ -210,7 +211,7 @@ def _norm(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
 def _projected_norms(block: Block, v: Float[Array, "B K C D"]) -> Float[Array, "B K G C"]:
     """Float32 L2 norm of each value after the output projection of each of the kv head's query heads."""
     heads, dim = v.shape[1], v.shape[3]
-    weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, block.config.group, dim)
+    weight = float_weight(block.attention, "out").reshape(-1, heads, block.config.group, dim)
     # |v W|^2 = v (W W^T) v^T: no array of C rows of the model's width.
     gram = exact_einsum("ekgi,ekgj->kgij", weight, weight)
     wide = v.astype(jnp.float32)

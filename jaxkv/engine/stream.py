@@ -1,15 +1,15 @@
 """Residual stream between the blocks of a decode step; its last addition may be left to a fused add-and-norm kernel."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block, Ends
-from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, products, project
+from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, linear, linear_parts
 from jaxkv.sharding.mesh import Axes
 
 
@@ -48,9 +48,9 @@ def block_output(block: Block, x: Float[Array, "M N E"], attended: Float[Array, 
     if not spec.streams(x.shape[1]):
         return Stream(x=block.finish(x, attended))
     merged = _padded(attended, x.shape[0]).reshape(*x.shape[:2], -1)
-    added = _added(merged, block.attention.out, block.attention.out_bias, block.axes)
+    added = _added(block.attention, "out", merged, block.axes)
     wide, normed = _joined(x, added, block.mlp_norm, jnp.dtype(jnp.float32), spec)
-    added = _added(block.mlp.hidden(normed), block.mlp.down, block.mlp.down_bias, block.axes)
+    added = _added(block.mlp, "down", block.mlp.hidden(normed), block.axes)
     return Stream(x=wide, added=added)
 
 
@@ -62,13 +62,11 @@ def logits(outer: Ends, stream: Stream, batch: int, spec: Spec) -> Float[Array, 
     return outer.logits_of(normed[:, 0])[:batch]
 
 
-def _added(
-    x: Float[Array, "M N F"], weight: nnx.Param, bias: nnx.Param | None, axes: Axes | None
-) -> Float[Array, "n M N E"]:
-    """Float32 matrix product of `x` and a weight as split-K partial sums; one summed part with a bias or on a mesh."""
-    if bias is None and (axes is None or axes.size("H") == 1):
-        return products(x, weight[...])
-    return project(x, weight[...], None if bias is None else bias[...], wide=True, over=axes)[None]
+def _added(module: Any, name: str, x: Float[Array, "M N F"], axes: Axes | None) -> Float[Array, "n M N E"]:
+    """Linear map of `x` by a module's weight as split-K partial sums; one summed part with a bias or on a mesh."""
+    if axes is None or axes.size("H") == 1:
+        return linear_parts(module, name, x)
+    return linear(module, name, x, wide=True, over=axes)[None]
 
 
 def _padded(a: Array, rows: int) -> Array:

@@ -100,6 +100,10 @@ def export(
     except ImportError as error:
         raise ImportError("jax.export writes its files with flatbuffers: pip install flatbuffers") from error
     params = as_model(params, mesh)
+    held = params.decoder.weights
+    require(
+        held is None, "params", f"{held} weights", "programs are exported with weights of one dtype: load it without"
+    )
     layers, positions = params.config.layers, params.config.max_positions
     chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     longest = _counts("lengths", lengths)

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, _value, empty, products, project
+from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, add_linear, empty, linear, linear_parts, project
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.models.values import LayerSpec
@@ -28,11 +28,11 @@ class Attention(nnx.Module):
     Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`; query head h belongs to kv head h // G.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         heads, group, dim = config.kv_heads, config.group, config.head_dim
-        self.q = empty(heads, group, dim, config.embed, dtype=dtype)
-        self.kv = empty(2, heads, dim, config.embed, dtype=dtype)
-        self.out = empty(config.embed, config.heads * dim, dtype=dtype)
+        add_linear(self, "q", heads, group, dim, config.embed, dtype=weights)
+        add_linear(self, "kv", 2, heads, dim, config.embed, dtype=weights)
+        add_linear(self, "out", config.embed, config.heads * dim, dtype=weights)
         self.q_bias = empty(heads, group, dim, dtype=dtype) if config.qkv_bias else None
         self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
         self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
@@ -43,14 +43,14 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """Transformer block in two halves, before and after attention, which callers compute between them."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.config = config
         self.axes: Axes | None = None
         self.spec = LayerSpec()
         self.attention_norm = _norm(config, dtype)
-        self.attention = Attention(config, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, weights=weights)
         self.mlp_norm: Any = None if config.shared_norm else _norm(config, dtype)
-        self.mlp = _mlp(config, dtype)
+        self.mlp = _mlp(config, dtype, weights)
 
     def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         """Hidden states after the norm that precedes attention."""
@@ -62,9 +62,9 @@ class Block(nnx.Module):
 
     def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
-        attention, norm = self.attention, self.attention.q_norm
+        norm = self.attention.q_norm
         # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
-        q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
+        q = linear(self.attention, "q", normed, wide=norm is None)
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
     def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
@@ -75,8 +75,8 @@ class Block(nnx.Module):
 
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys before RoPE, and values, each `[B, K, N, D]`; keys are float32, or the norm's dtype with a key norm."""
-        attention, norm = self.attention, self.attention.k_norm
-        kv = project(normed, attention.kv[...], _value(attention.kv_bias), wide=norm is None)
+        norm = self.attention.k_norm
+        kv = linear(self.attention, "kv", normed, wide=norm is None)
         k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
@@ -84,13 +84,8 @@ class Block(nnx.Module):
         """Unrotated Q, and K and V, of one token per sequence, as n float32 partial sums (split-K), or as one sum."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one whose halves it then copies.
-        q, kv = (
-            _parts(of, weight, bias)
-            for of, weight, bias in (
-                (normed, attention.q, attention.q_bias),
-                (lax.optimization_barrier(normed), attention.kv, attention.kv_bias),
-            )
-        )
+        q = linear_parts(attention, "q", normed[:, 0])
+        kv = linear_parts(attention, "kv", lax.optimization_barrier(normed)[:, 0])
         if attention.q_norm is None or attention.k_norm is None:
             return self._scaled(q), kv
         narrow = kv.sum(axis=0).astype(normed.dtype)
@@ -102,14 +97,14 @@ class Block(nnx.Module):
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
         if self.config.parallel:
             return self._finish_parallel(x, merged)
-        added = project(merged, self.attention.out[...], _value(self.attention.out_bias), wide=True, over=self.axes)
+        added = linear(self.attention, "out", merged, wide=True, over=self.axes)
         wide = x.astype(jnp.float32) + added
         return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
 
     def _finish_parallel(self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"]) -> Float[Array, "B N E"]:
         """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
-        added = total(project(merged, self.attention.out[...], wide=True) + self.mlp.part(normed), self.axes)
+        added = total(linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(normed), self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
             added = added if bias is None else added + bias[...].astype(jnp.float32)
         return (x.astype(jnp.float32) + added).astype(x.dtype)
@@ -121,29 +116,32 @@ def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     return (LayerNorm if config.layer_norm else RMSNorm)(config.embed, eps=config.norm_eps, dtype=dtype)
 
 
-def _mlp(config: ModelConfig, dtype: jnp.dtype) -> Any:
+def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
     if config.experts is not None:
-        return MixtureMLP(config.embed, config.hidden, config.experts, dtype=dtype)
+        return MixtureMLP(config.embed, config.hidden, config.experts, dtype=dtype, weights=weights)
     kind = GatedMLP if config.gated else GeluMLP
-    return kind(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype)
-
-
-def _parts(x: Float[Array, "M 1 E"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "n M ..."]:
-    if bias is None:
-        return products(x[:, 0], weight[...])
-    return project(x[:, 0], weight[...], bias[...], wide=True)[None]
+    return kind(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype, weights=weights)
 
 
 class Decoder(nnx.Module):
-    """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are only shapes until loaded."""
+    """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are only shapes until loaded.
 
-    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32):
-        self.config = config
+    With `weights="int8"` linear maps are held as int8 codes and a scale per output; the embedding, which is gathered
+    and may be the output matrix, too, norms, biases and a mixture's router keep `dtype`.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, weights: str | None = None):
+        self.config, self.weights = config, weights
         dtype = jnp.dtype(dtype)
+        narrow = dtype if weights is None else jnp.dtype(weights)
         self.embedding = empty(config.vocab, config.embed, dtype=dtype)
-        self.blocks = nnx.List([Block(config, dtype=dtype) for _ in range(config.layers)])
+        self.blocks = nnx.List([Block(config, dtype=dtype, weights=narrow) for _ in range(config.layers)])
         self.norm = _norm(config, dtype)
-        self.head = None if config.tied else empty(config.vocab, config.embed, dtype=dtype)
+        # Flax decides by the first value whether an attribute is a parameter.
+        if config.tied:
+            self.head: nnx.Param | None = None
+        else:
+            add_linear(self, "head", config.vocab, config.embed, dtype=narrow)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -161,6 +159,7 @@ class Ends(nnx.Module):
 
     def __init__(self, decoder: Decoder):
         self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
+        self.head_scale = getattr(decoder, "head_scale", None)
         self.axes: Axes | None = None
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
@@ -181,8 +180,8 @@ class Ends(nnx.Module):
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
-        head = self.embedding if self.head is None else self.head
-        return project(normed, head[...]).astype(jnp.float32)
+        logits = project(normed, self.embedding[...]) if self.head is None else linear(self, "head", normed)
+        return logits.astype(jnp.float32)
 
 
 class Took(NamedTuple):

@@ -1,10 +1,12 @@
 """Layers of the decoder: linear maps whose weights are stored as rows `[out, in]`, norms, dense MLPs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
@@ -21,18 +23,60 @@ def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
+def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
+    """Gives a module an uninitialised weight `name`, and `name_scale`: float32 scales per output, None if not int8."""
+    setattr(module, name, empty(*shape, dtype=dtype))
+    scaled = dtype == jnp.int8
+    setattr(module, f"{name}_scale", empty(*shape[:-1], dtype=jnp.dtype(jnp.float32)) if scaled else None)
+
+
+def held(module: Any, name: str) -> tuple[Num[Array, "*out E"], Float[Array, "*out"] | None]:
+    """A module's weight `name`, and its scales per output if it is int8 codes, else None."""
+    return getattr(module, name)[...], _value(getattr(module, f"{name}_scale"))
+
+
+def linear(
+    module: Any,
+    name: str,
+    x: Float[Array, "*rows E"],
+    *,
+    bias: bool = True,
+    wide: bool = False,
+    over: Axes | None = None,
+) -> Float[Array, "..."]:
+    """Linear map of x by a module's weight `name`, with its scales, and with its bias if it has one; see `project`."""
+    added = getattr(module, f"{name}_bias", None) if bias else None
+    weight, scale = held(module, name)
+    return project(x, weight, _value(added), scale=scale, wide=wide, over=over)
+
+
+def linear_parts(module: Any, name: str, x: Float[Array, "*rows E"]) -> Float[Array, "n ..."]:
+    """Linear map as `linear` in n float32 partial sums, see `products`; n is 1 for a weight with a bias."""
+    if getattr(module, f"{name}_bias", None) is None:
+        return products(x, *held(module, name))
+    return linear(module, name, x, wide=True)[None]
+
+
+def float_weight(module: Any, name: str) -> Float[Array, "*out E"]:
+    """A module's weight `name` in float32, int8 codes multiplied by their scales."""
+    weight, scale = held(module, name)
+    wide = weight.astype(jnp.float32)
+    return wide if scale is None else wide * scale[..., None]
+
+
 def project(
     x: Float[Array, "*rows E"],
-    weight: Float[Array, "*out E"],
+    weight: Num[Array, "*out E"],
     bias: Float[Array, "*out"] | None = None,
     *,
+    scale: Float[Array, "*out"] | None = None,
     wide: bool = False,
     over: Axes | None = None,
 ) -> Float[Array, "..."]:
     """Linear map of x's last axis by `weight [*out, E]`, summed in float32, with an optional bias.
 
-    `weight` may have several output axes. Output in x's dtype, or float32 if `wide`; `over` sums it over the devices
-    of a mesh that hold a part of E each.
+    `weight` may have several output axes; int8 codes come with a `scale` per output. Output in x's dtype, or float32
+    if `wide`; `over` sums it over the devices of a mesh that hold a part of E each.
     """
     rows, outputs = x.shape[:-1], weight.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
@@ -40,14 +84,20 @@ def project(
     if x.dtype.itemsize == 2 and count < MIN_ROWS_16BIT:
         flat = jnp.pad(flat, ((0, MIN_ROWS_16BIT - count), (0, 0)))
     matrix = weight.reshape(-1, weight.shape[-1])
+    if scale is not None:
+        # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
+        matrix = matrix.astype(x.dtype)
     out = lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = out if scale is None else out * scale.reshape(-1)
     out = total(out[:count].reshape(*rows, *outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out if wide else out.astype(x.dtype)
 
 
-def products(x: Float[Array, "*rows E"], weight: Float[Array, "*out E"]) -> Float[Array, "n ..."]:
+def products(
+    x: Float[Array, "*rows E"], weight: Num[Array, "*out E"], scale: Float[Array, "*out"] | None = None
+) -> Float[Array, "n ..."]:
     """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds up (split-K).
 
     A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split; XLA splits it too,
@@ -55,6 +105,7 @@ def products(x: Float[Array, "*rows E"], weight: Float[Array, "*out E"]) -> Floa
     """
     rows, outputs, width = x.shape[:-1], weight.shape[:-1], x.shape[-1]
     flat, matrix = x.reshape(-1, width), weight.reshape(-1, width)
+    matrix = matrix if scale is None else matrix.astype(x.dtype)
     parts = 1
     if flat.shape[0] <= _FEW_ROWS:
         while (
@@ -63,6 +114,7 @@ def products(x: Float[Array, "*rows E"], weight: Float[Array, "*out E"]) -> Floa
             parts *= 2
     flat, matrix = (each.reshape(-1, parts, width // parts) for each in (flat, matrix))
     out = lax.dot_general(flat, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
+    out = out if scale is None else out * scale.reshape(-1)
     return out.reshape(parts, *rows, *outputs)
 
 
@@ -100,17 +152,17 @@ class LayerNorm(nnx.Module):
 class DenseMLP(nnx.Module):
     """Base class of dense MLPs, down(hidden(x)); subclasses define the activations `hidden`."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
-        self.down = empty(width, hidden, dtype=dtype)
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
+        add_linear(self, "down", width, hidden, dtype=weights)
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
         """Float32 output `[*rows, E]` of the MLP, without the residual; summed over the devices of `over`."""
-        return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
+        return linear(self, "down", self.hidden(x), wide=True, over=over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         """Float32 MLP output from this device's shard of hidden width F, without bias; the caller sums over devices."""
-        return project(self.hidden(x), self.down[...], wide=True)
+        return linear(self, "down", self.hidden(x), bias=False, wide=True)
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
         """Activations `[*rows, F]` before the down projection, in x's dtype; NotImplementedError in this base class."""
@@ -120,15 +172,15 @@ class DenseMLP(nnx.Module):
 class GatedMLP(DenseMLP):
     """SwiGLU MLP down(silu(gate(x)) * up(x)); gate and up are one parameter `[2, F, E]`."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
-        super().__init__(width, hidden, bias=bias, dtype=dtype)
-        self.gate_up = empty(2, hidden, width, dtype=dtype)
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
+        super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
+        add_linear(self, "gate_up", 2, hidden, width, dtype=weights)
         self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
         """Activations silu(gate(x)) * up(x), in x's dtype."""
         # Converting to 16 bits is slow on a CPU: done once, after the gate, instead of three times.
-        both = project(x, self.gate_up[...], _value(self.gate_up_bias), wide=True)
+        both = linear(self, "gate_up", x, wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
@@ -136,14 +188,14 @@ class GatedMLP(DenseMLP):
 class GeluMLP(DenseMLP):
     """MLP down(gelu(up(x))) with the exact GELU; up is `[F, E]`."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
-        super().__init__(width, hidden, bias=bias, dtype=dtype)
-        self.up = empty(hidden, width, dtype=dtype)
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
+        super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
+        add_linear(self, "up", hidden, width, dtype=weights)
         self.up_bias = empty(hidden, dtype=dtype) if bias else None
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
         """Activations gelu(up(x)), in x's dtype."""
-        up = project(x, self.up[...], _value(self.up_bias), wide=True)
+        up = linear(self, "up", x, wide=True)
         return jax.nn.gelu(up, approximate=False).astype(x.dtype)
 
 

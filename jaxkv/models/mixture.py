@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from jaxkv.models.layers import empty, project
+from jaxkv.models.layers import add_linear, empty, held, project
 from jaxkv.models.values import Experts
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
 # Rows per block: fewer cost as much, since an expert's weights are read anyway; more do not fit a GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
+# All experts' weights, and their scales per output if they are int8 codes.
+Weights = tuple[Num[Array, "X ..."], Float[Array, "X ..."] | None]
 
 
 class MixtureMLP(nnx.Module):
@@ -25,11 +27,11 @@ class MixtureMLP(nnx.Module):
     Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`.
     """
 
-    def __init__(self, width: int, hidden: int, experts: Experts, *, dtype: jnp.dtype):
+    def __init__(self, width: int, hidden: int, experts: Experts, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.experts = experts
         self.router = empty(experts.count, width, dtype=dtype)
-        self.experts_gate_up = empty(experts.count, 2, hidden, width, dtype=dtype)
-        self.experts_down = empty(experts.count, width, hidden, dtype=dtype)
+        add_linear(self, "experts_gate_up", experts.count, 2, hidden, width, dtype=weights)
+        add_linear(self, "experts_down", experts.count, width, hidden, dtype=weights)
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
         """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
@@ -39,7 +41,7 @@ class MixtureMLP(nnx.Module):
         """Float32 mixture output from this device's shard of the hidden width F; the caller sums over devices."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
-        gate_up, down = self.experts_gate_up[...], self.experts_down[...]
+        gate_up, down = held(self, "experts_gate_up"), held(self, "experts_down")
         if ids.size > self.experts.count:
             return in_blocks(flat, ids, shares, gate_up, down).reshape(x.shape)
         # So few tokens that hardly any expert is chosen twice. A GPU gathers the chosen weights while multiplying, all
@@ -58,13 +60,16 @@ def one_by_one(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     shares: Float[Array, "T k"],
-    gate_up: Float[Array, "X two F E"],
-    down: Float[Array, "X E F"],
+    gate_up: Weights,
+    down: Weights,
 ) -> Float[Array, "T E"]:
     """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens."""
 
-    def chosen(weights: Float[Array, "X *rest"]) -> Float[Array, "T k *rest"]:
-        return weights.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+    def chosen(weights: Weights) -> Float[Array, "T k *rest"]:
+        code, scale = (None if each is None else each.at[ids].get(mode="promise_in_bounds") for each in weights)
+        assert code is not None
+        wide = code.astype(jnp.float32)
+        return wide if scale is None else wide * scale[..., None]
 
     both = (x.astype(jnp.float32)[:, None, None, None] * chosen(gate_up)).sum(axis=-1)
     hidden = _hidden(both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype)
@@ -75,31 +80,33 @@ def in_blocks(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     shares: Float[Array, "T k"],
-    gate_up: Float[Array, "X two F E"],
-    down: Float[Array, "X E F"],
+    gate_up: Weights,
+    down: Weights,
 ) -> Float[Array, "T E"]:
     """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert."""
-    (tokens, chosen), count = ids.shape, gate_up.shape[0]
+    (tokens, chosen), count = ids.shape, gate_up[0].shape[0]
     size = block_rows(tokens, chosen, count)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     row, share = order // chosen, shares.reshape(-1)[order]
-    held = jnp.zeros(count, jnp.int32).at[ids.reshape(-1)].add(1)
-    blocks = (held + size - 1) // size
-    ends, after = jnp.cumsum(held), jnp.cumsum(blocks)
+    taken = jnp.zeros(count, jnp.int32).at[ids.reshape(-1)].add(1)
+    blocks = (taken + size - 1) // size
+    ends, after = jnp.cumsum(taken), jnp.cumsum(blocks)
 
     def block(index: Int[Array, ""], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
         expert = (after <= index).sum(dtype=jnp.int32)
         end, before = ends[expert], after[expert] - blocks[expert]
-        at = end - held[expert] + (index - before) * size + jnp.arange(size, dtype=jnp.int32)
+        at = end - taken[expert] + (index - before) * size + jnp.arange(size, dtype=jnp.int32)
         mine, at = at < end, jnp.minimum(at, order.size - 1)
         # Without the barrier XLA hoists a CPU's conversion of all experts' 16-bit weights out of the loop.
         whole = lax.optimization_barrier((gate_up, down, expert))
-        gate_ups, downs = (lax.dynamic_index_in_dim(each, whole[2], keepdims=False) for each in whole[:2])
-        both = project(x[row[at]], gate_ups, wide=True)
+        (gate_ups, its), (downs, their) = jax.tree.map(
+            lambda each: lax.dynamic_index_in_dim(each, whole[2], keepdims=False), whole[:2]
+        )
+        both = project(x[row[at]], gate_ups, scale=its, wide=True)
         hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype)
         # Rows after the expert's last one are dropped; their indices are kept unique.
         to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
-        return out.at[to].add(project(hidden, downs, wide=True), mode="drop", unique_indices=True)
+        return out.at[to].add(project(hidden, downs, scale=their, wide=True), mode="drop", unique_indices=True)
 
     return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
 

@@ -97,6 +97,8 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
     ends = _FALCON_ENDS if family == "falcon" else _LLAMA_ENDS
     found: dict[str, tuple[Source, ...]] = {}
     for path, parameter in named_parameters(decoder):
+        if path.endswith("_scale"):
+            continue  # of an int8 weight, computed from it
         shape = parameter.get_value().shape
         if path in ends:
             found[path] = (_plain(ends[path], shape),)

@@ -10,6 +10,10 @@ from typing import Any
 from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
 
+# How linear weights may be held besides the model's dtype.
+WEIGHTS = ("int8",)
+_WEIGHTS = f"give {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype"
+
 
 def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
     """Validates a positive number below 1e38 and returns it as a float; raises ValueError for anything else."""
@@ -128,3 +132,9 @@ class Experts:
     def __post_init__(self) -> None:
         check_numbers(self)
         require(self.chosen <= self.count, "chosen", self.chosen, f"a block has {self.count} experts: choose no more")
+
+
+def as_weights(given: Any) -> str | None:
+    """Validates how linear weights are held, None for the model's dtype or "int8"; ValueError for anything else."""
+    require(given is None or (isinstance(given, str) and given in WEIGHTS), "weights", given, _WEIGHTS)
+    return given

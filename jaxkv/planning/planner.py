@@ -23,7 +23,7 @@ from jaxkv.planning.process import host_weights, process_of
 from jaxkv.planning.quality import Quality, qualities
 from jaxkv.planning.search import largest, lengths_below
 from jaxkv.planning.served import Served, Slot
-from jaxkv.planning.setting import HostSetting, Request, Setting, tokens_of
+from jaxkv.planning.setting import Asked, HostSetting, Request, Setting, tokens_of
 from jaxkv.planning.sizes import sizes_of, weights_of
 from jaxkv.planning.speed import Speed, estimate
 from jaxkv.policies.fitting import policy_for
@@ -50,6 +50,7 @@ class _Options(TypedDict, total=False):
     new: int
     policy: Method | type[Method] | str | None
     dtype: Any
+    weights: str | None
     price: int | float | None
     quality: str | os.PathLike[str] | None
     serve: bool
@@ -72,6 +73,7 @@ def plan(
     new: int = 256,
     policy: Method | type[Method] | str | None = None,
     dtype: Any = None,
+    weights: str | None = None,
     price: int | float | None = None,
     quality: str | os.PathLike[str] | None = None,
     serve: bool = False,
@@ -90,6 +92,7 @@ def plan(
         new: tokens to draw after each prompt.
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
+        weights: "int8" for linear maps in 8 bits, as `jaxkv.load` takes it.
         price: of one GPU, or of this machine, for an hour, in any currency; None leaves prices out.
         quality: folder of an evaluation (`jaxkv eval`, `jaxkv.evaluate`) that has a score of this policy.
         serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer a second.
@@ -105,7 +108,8 @@ def plan(
         ImportError: if the compiler is asked and not installed; the message says how to get it.
     """
     known = known_model(model)
-    setting, notes = setting_of(known, gpus, mesh, policy=policy, context=context, batch=batch, new=new, dtype=dtype)
+    asked = Asked(policy=policy, context=context, batch=batch, new=new, dtype=dtype, weights=weights)
+    setting, notes = setting_of(known, gpus, mesh, asked)
     require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs: leave it out")
     require_price(price)
     scores, more = qualities(quality, [setting], [as_policy(policy)])
@@ -136,26 +140,20 @@ def setting_of(
     known: Known,
     gpus: str,
     mesh: str | tuple[int, int] | None,
-    *,
-    policy: Any,
-    context: int | str,
-    batch: int,
-    new: int,
-    dtype: Any,
+    asked: Asked,
 ) -> tuple[Setting | HostSetting, tuple[str, ...]]:
     """Checks `plan`'s arguments; returns a `Setting` (GPUs) or `HostSetting` (CPU), and texts on assumptions."""
     here = isinstance(gpus, str) and gpus.strip().lower() == "cpu"
-    filters, given, notes = known.filters, as_policy(policy), list[str]()
+    filters, given, notes = known.filters, as_policy(asked.policy), list[str]()
     if filters is None and getattr(given, "filter_layers", ()) is None:
         filters = known.likely_filters
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
-    if dtype is None:
-        dtype = "float32" if here else "bfloat16"
+    dtype = ("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype
     given = policy_for(given, known.config, filters, dtype=dtype)
-    length: int = tokens_of(context)
+    numbers = {"batch": asked.batch, "new": asked.new, "context": tokens_of(asked.context)}
     request = Request(
-        model=known.name, config=known.config, policy=given, context=length, batch=batch, new=new, dtype=dtype
+        model=known.name, config=known.config, policy=given, dtype=dtype, weights=asked.weights, **numbers
     )
     fields = vars(request)
     setting: Setting | HostSetting
@@ -293,7 +291,8 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
         return None
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
-    return estimate(setting, weights_of(setting.config, setting.dtype, setting.mesh))
+    held, wide = (weights_of(setting.config, setting.dtype, setting.mesh, of) for of in (setting.weights, None))
+    return estimate(setting, wide, narrow=held / wide)
 
 
 def _rows_are_read(setting: Setting | HostSetting) -> bool:

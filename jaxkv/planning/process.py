@@ -70,8 +70,8 @@ class Process:
 
 def host_weights(request: Request) -> int:
     """Bytes of a request's parameters in one process."""
-    parameters = parameters_of(request.config)
-    return jnp.dtype(request.dtype).itemsize * sum(each.copies * math.prod(each.shape) for each in parameters)
+    parameters = parameters_of(request.config, request.dtype, request.weights)
+    return sum(each.copies * math.prod(each.shape) * each.itemsize for each in parameters)
 
 
 def process_of(request: Request) -> Process:
@@ -81,8 +81,10 @@ def process_of(request: Request) -> Process:
     room = first_room(parts, config.layers, lengths, request.new) if request.new else 0
     planned = plan_prefill(config, policy, lengths.tolist(), dtype=dtype, room=room)
     evicts = parts.ongoing is not None and parts.ongoing.evicts
-    parameters = parameters_of(config)
+    parameters = parameters_of(config, dtype, request.weights)
     largest = max(math.prod(each.shape) for each in parameters)
+    # A CPU converts int8 codes to the dtype, a matrix at a time.
+    converted = item * max((math.prod(each.shape) for each in parameters if each.itemsize == 1), default=0)
     return Process(
         started=STARTED + TOKENIZER,
         weights=host_weights(request),
@@ -90,7 +92,7 @@ def process_of(request: Request) -> Process:
         loading=(4 + item) * largest,
         left=LEFT,
         cache=planned.cache_bytes,
-        activations=planned.peak_bytes - planned.cache_bytes,
+        activations=planned.peak_bytes - planned.cache_bytes + converted,
         programs=config.layers * ((_DROP if evicts else _APPEND) + (_NARROW if item < 4 else 0)),
         compiling=config.layers * (_COMPILE_DROP if evicts else _COMPILE_APPEND),
         waiting=planned.host_bytes,

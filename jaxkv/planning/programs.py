@@ -43,9 +43,11 @@ _NAMES = {
 SMALL = ("unordered", "placed", "counted", "ring_of")
 
 
-def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None) -> Flat:
+def abstract_model(
+    config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None, *, weights: str | None = None
+) -> Flat:
     """Flattened decoder whose parameters are abstract arrays (shapes and dtypes), sharded if `axes` is given."""
-    decoder = Decoder(config, dtype=dtype)
+    decoder = Decoder(config, dtype=dtype, weights=weights)
     if axes is None:
         return Flat(decoder)
     graph, leaves = nnx.split(decoder)

@@ -12,11 +12,24 @@ from jaxkv._checks import field, whole
 from jaxkv._errors import require
 from jaxkv._values import plain
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import as_weights
 from jaxkv.planning.gpus import GPU
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.parameters import abstract_mesh
 
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Arguments of `jaxkv.plan` on policy, prompts and dtypes, as users give them."""
+
+    policy: Any
+    context: int | str
+    batch: int
+    new: int
+    dtype: Any
+    weights: str | None
 
 
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km])?", re.IGNORECASE)
@@ -56,6 +69,7 @@ class Request:
     context: int
     new: int = 256
     dtype: str = "bfloat16"
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.policy, Method), "policy", self.policy, "give a policy such as SnapKV(budget=256)")
@@ -66,6 +80,7 @@ class Request:
         name = _dtype_name(self.dtype)
         require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", name)
+        as_weights(self.weights)
         limit = self.config.max_positions
         remedy = f"{self.model} was made for {limit} positions: give at most that many"
         require(self.context <= limit, "context", self.context, remedy)

@@ -105,7 +105,7 @@ def sizes_of(setting: Setting) -> Sizes:
     if parts.read is not None and parts.scorer is None:
         kept = float(setting.context)
     return Sizes(
-        weights=weights_of(config, setting.dtype, setting.mesh),
+        weights=weights_of(config, setting.dtype, setting.mesh, setting.weights),
         cache=planned.cache_bytes,
         grown=last.cache_bytes,
         prefill=activations,
@@ -161,30 +161,42 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
 
 
 class Parameter(NamedTuple):
-    """Named tuple of a parameter array of the model: `name`, `shape`, and number of blocks with one (`copies`)."""
+    """Named tuple of a parameter array of the model: name, shape, number of blocks with one, bytes of an element.
+
+    Attributes:
+        name: last part of its name.
+        shape: shape of the array.
+        copies: number of blocks with such an array; 1 outside of them.
+        itemsize: bytes of an element.
+    """
 
     name: str
     shape: tuple[int, ...]
     copies: int
+    itemsize: int
 
 
 @functools.lru_cache(maxsize=64)
-def parameters_of(config: ModelConfig) -> tuple[Parameter, ...]:
-    """Tuple of `Parameter` (name, shape, copies) of a model: a block's, embedding, head and norm; cached."""
-    decoder = Decoder(dataclasses.replace(config, layers=1), dtype="float32")
+def parameters_of(config: ModelConfig, dtype: str, weights: str | None = None) -> tuple[Parameter, ...]:
+    """Tuple of `Parameter` (name, shape, copies, itemsize) of a block, embedding, head and norm; cached.
+
+    `weights` says how linear maps are held, as `jaxkv.load` takes it.
+    """
+    decoder = Decoder(dataclasses.replace(config, layers=1), dtype=dtype, weights=weights)
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(decoder, nnx.Param)):
         names = [str(each.key) for each in path if hasattr(each, "key")]
-        found.append(Parameter(names[-1], leaf.shape, config.layers if names[0] == "blocks" else 1))
+        copies = config.layers if names[0] == "blocks" else 1
+        found.append(Parameter(names[-1], leaf.shape, copies, leaf.dtype.itemsize))
     return tuple(found)
 
 
-def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh) -> int:
-    """Bytes of the parameters that one device of a mesh holds."""
+def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh, weights: str | None = None) -> int:
+    """Bytes of the parameters that one device of a mesh holds; `weights` says how linear maps are held."""
     total = 0
-    for name, shape, copies in parameters_of(config):
-        total += copies * math.prod(NamedSharding(mesh, spec_of(name)).shard_shape(shape))
-    return total * jnp.dtype(dtype).itemsize
+    for name, shape, copies, itemsize in parameters_of(config, dtype, weights):
+        total += copies * math.prod(NamedSharding(mesh, spec_of(name)).shard_shape(shape)) * itemsize
+    return total
 
 
 def _decode(setting: Setting, planned: PrefillPlan) -> int:

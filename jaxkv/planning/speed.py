@@ -90,8 +90,11 @@ class Speed:
     assumed: str
 
 
-def estimate(setting: Setting, weights: int) -> Speed | None:
-    """Estimates a setting's `Speed` by arithmetic, from one GPU's bytes of `weights`; None if rows are offloaded."""
+def estimate(setting: Setting, weights: int, narrow: float = 1.0) -> Speed | None:
+    """Estimates a setting's `Speed` by arithmetic; None if rows are offloaded.
+
+    `weights` is bytes of one GPU's parameters if all have the dtype, `narrow` the share of them that is held and read.
+    """
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
     reading = parts.reading(setting.config.layers, bucket(setting.context))
     if reading is not None and reading.offloaded:
@@ -99,7 +102,7 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     copy, item, layers = COPY * gpu.bandwidth, jnp.dtype(setting.dtype).itemsize, setting.config.layers
     read, used = weights_read(setting, weights)
     flops = _products(setting) * PRODUCTS
-    product = max(read / copy, 2 * used / item * setting.sequences / flops)
+    product = max(narrow * read / copy, 2 * used / item * setting.sequences / flops)
     held, filters = rows_read(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
     rows = parts.store.row_bytes(local.head_dim, item) * local.kv_heads * setting.sequences * float(held.sum())

@@ -40,7 +40,7 @@ def on_gpus(setting: Setting) -> Iterator[Work]:
         mesh = Mesh(devices, ("x",))
         sharding = NamedSharding(mesh, PartitionSpec())
     work = Work(
-        flat=abstract_model(setting.config, setting.dtype, axes),
+        flat=abstract_model(setting.config, setting.dtype, axes, weights=setting.weights),
         policy=setting.policy,
         # The last prompt is copied into groups that have one less.
         batch=setting.sequences * setting.data,

@@ -34,7 +34,7 @@ _MARGIN = 5.0
 # Requests under way in a replica: its engine's queue refuses more, not Ray Serve.
 _MOST = 10_000
 _ARGUMENTS = frozenset(
-    "model name dtype mesh replicas cpus gpus policy policy_options api_key timeout max_body_bytes slots "
+    "model name dtype weights mesh replicas cpus gpus policy policy_options api_key timeout max_body_bytes slots "
     "max_prompt_tokens max_new_tokens max_question_tokens queue documents document_bytes".split()
 )
 _OF_ENGINE = ("slots", "max_prompt_tokens", "max_new_tokens", "queue", "document_bytes")
@@ -295,7 +295,8 @@ def app(args: Mapping[str, Any]) -> Any:
     options = {name: args[name] for name in _OF_ENGINE if name in args}
     options["policy"] = as_policy(args.get("policy"), options=args.get("policy_options"))
     options["max_question_tokens"] = args.get("max_question_tokens", 256)
-    recipe = Recipe(model=model, dtype=args.get("dtype"), mesh=args.get("mesh"), options=options)
+    numbers = {name: args.get(name) for name in ("dtype", "weights", "mesh")}
+    recipe = Recipe(model=model, **numbers, options=options)
     given = {"api_key": args.get("api_key"), "seconds": args.get("timeout"), "body_bytes": args.get("max_body_bytes")}
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     resources = {"num_cpus": args.get("cpus", 1), "num_gpus": args.get("gpus", 0)}

@@ -17,13 +17,15 @@ class Recipe:
 
     Attributes:
         model: name or folder of the model, as `jaxkv.load` takes it.
-        dtype: dtype of the weights; None for the device's.
+        dtype: dtype of activations, caches and, unless `weights` is given, of weights; None for the device's.
+        weights: "int8" for linear maps in 8 bits, as `jaxkv.load` takes it.
         mesh: devices by data and model, such as "1x8"; None for one device.
         options: other arguments of `Engine`.
     """
 
     model: str
     dtype: str | None = None
+    weights: str | None = None
     mesh: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -41,6 +43,6 @@ class Recipe:
         """Loads the model and makes the engine; ValueError for a model without a tokenizer."""
         mesh = None if self.mesh is None else mesh_of(self.mesh, name="mesh")
         enable_compilation_cache()
-        params = load(self.model, dtype=self.dtype)
+        params = load(self.model, dtype=self.dtype, weights=self.weights)
         require(params.text is not None, "model", self.model, "the checkpoint has no tokenizer: answers are texts")
         return Engine(params, mesh=mesh, **self.options)

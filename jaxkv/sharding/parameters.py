@@ -35,7 +35,12 @@ _PARAMETERS = {
 
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, its axes of size 1 are left out."""
-    return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""), mesh)
+    name = path.rsplit(".", 1)[-1]
+    letters = _PARAMETERS.get(name, "")
+    if name.endswith("_scale"):
+        # A scale per output of an int8 weight: the weight's axes without its last.
+        letters = _PARAMETERS[name.removesuffix("_scale")].rpartition(" ")[0]
+    return spec_of_letters(letters, mesh)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
