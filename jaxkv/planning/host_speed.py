@@ -13,13 +13,13 @@ _KEYS_AGAIN = 0.5
 
 
 def host_estimate(setting: HostSetting, weights: int) -> Speed | None:
-    """Estimated `Speed` of a request on this CPU; None if rows are offloaded, or weights in 8 bits.
+    """Estimated `Speed` (decode and prefill seconds, tokens/s) of a request on this CPU; None if rows are offloaded.
 
     `weights` is the bytes of the parameters. The first call in a process measures the machine for some seconds.
     """
     parts, config, item = setting.policy.parts(), setting.config, jnp.dtype(setting.dtype).itemsize
     reading = parts.reading(config.layers, bucket(setting.context))
-    if (reading is not None and reading.offloaded) or setting.weights is not None:
+    if reading is not None and reading.offloaded:
         return None
     rates = host_rates(config, setting.dtype, setting.batch)
     read, used = weights_read(setting, weights)

@@ -151,6 +151,8 @@ def setting_of(
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
     dtype = ("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype
     given = policy_for(given, known.config, filters, dtype=dtype)
+    if asked.weights is not None and not here:
+        notes.append("products are taken to read weights in 8 bits as they are stored, at the rate of wider ones")
     numbers = {"batch": asked.batch, "new": asked.new, "context": tokens_of(asked.context)}
     request = Request(
         model=known.name, config=known.config, policy=given, dtype=dtype, weights=asked.weights, **numbers
@@ -243,9 +245,7 @@ def outlook_of(
     )
     silent = ""
     if speeds[0] is None:
-        narrow = not _rows_are_read(setting)
-        unknown = "each step decodes these rows, no kernel reads them as they are stored" if narrow else _FROM_HOST
-        silent = unknown if fitting else "it does not fit"
+        silent = (_converted(setting) or _FROM_HOST) if fitting else "it does not fit"
     payback = None
     if speeds[0] is not None and setting.policy.parts() != FullKV().parts():
         whole = dataclasses.replace(setting, policy=FullKV())
@@ -283,11 +283,11 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None if rows are offloaded or decoded in steps.
+    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None where no arithmetic covers a step.
 
-    No arithmetic covers rows that come from host memory, or rows that each step has to decode first.
+    That is so if rows come from host memory, or each step converts rows or weights first.
     """
-    if not _rows_are_read(setting):
+    if _converted(setting):
         return None
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
@@ -295,10 +295,14 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
     return estimate(setting, wide, narrow=held / wide)
 
 
-def _rows_are_read(setting: Setting | HostSetting) -> bool:
-    """True if attention reads rows as they are stored; False if each step decodes them first."""
-    parts = setting.policy.parts()
-    return parts.store is Dense or (isinstance(setting, Setting) and parts.read_as_stored)
+def _converted(setting: Setting | HostSetting) -> str:
+    """What each step converts before it computes, rows or weights, as text; empty if all is read as it is stored."""
+    parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
+    if here and setting.weights is not None:
+        return "each step converts weights in 8 bits, at a rate that is not measured"
+    if parts.store is Dense or (not here and parts.read_as_stored):
+        return ""
+    return "each step decodes these rows, no kernel reads them as they are stored"
 
 
 def fits(setting: Setting | HostSetting) -> bool:
