@@ -169,7 +169,7 @@ def load(
         config = ModelConfig.from_hf(checkpoint.config)
         _check_depth(config, checkpoint)
         text = Text.from_checkpoint(checkpoint)
-    hosts.require_same("jaxkv.load", None, mesh, dtype=kind, config=config)
+    hosts.require_same("jaxkv.load", None, mesh, dtype=kind, weights=narrow, config=config)
     decoder = Decoder(config, dtype=kind, weights=narrow)
     fill(decoder, checkpoint, None if mesh is None else model_mesh(mesh, config))
     name = os.fspath(name_or_path)
