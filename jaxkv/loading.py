@@ -133,7 +133,7 @@ def load(
     name_or_path: str | os.PathLike[str],
     dtype: Any = None,
     *,
-    weights: str | None = None,
+    weights: Any = None,
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:

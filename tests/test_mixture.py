@@ -47,7 +47,7 @@ def test_every_row_goes_through_its_experts(way, tokens, count, chosen, among):
 
 
 def test_the_router_takes_the_lowest_of_equals():
-    mixture = MixtureMLP(4, 4, Experts(count=5, chosen=2), dtype=jnp.dtype("float32"))
+    mixture = MixtureMLP(4, 4, Experts(count=5, chosen=2), dtype=jnp.dtype("float32"), weights=jnp.dtype("float32"))
     mixture.router.set_value(jnp.asarray([[0.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4, [-1.0] * 4]))
     ids, shares = mixture.chosen(jnp.ones((2, 4)))
     assert ids.tolist() == [[1, 2], [1, 2]]

@@ -1,11 +1,14 @@
-"""Static configs within `ModelConfig`: RoPE variants, layer specs, mixtures of experts."""
+"""Static configs within `ModelConfig` (RoPE variants, layer specs, mixtures of experts), and how weights are held."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
@@ -135,6 +138,10 @@ class Experts:
 
 
 def as_weights(given: Any) -> str | None:
-    """Validates how linear weights are held, None for the model's dtype or "int8"; ValueError for anything else."""
-    require(given is None or (isinstance(given, str) and given in WEIGHTS), "weights", given, _WEIGHTS)
-    return given
+    """Validates how linear weights are held: returns "int8", also for the dtype, or None; ValueError for others."""
+    name = given
+    if not (given is None or isinstance(given, str)):
+        with contextlib.suppress(TypeError):
+            name = jnp.dtype(given).name
+    require(name is None or (isinstance(name, str) and name in WEIGHTS), "weights", given, _WEIGHTS)
+    return name

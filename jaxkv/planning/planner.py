@@ -50,7 +50,7 @@ class _Options(TypedDict, total=False):
     new: int
     policy: Method | type[Method] | str | None
     dtype: Any
-    weights: str | None
+    weights: Any
     price: int | float | None
     quality: str | os.PathLike[str] | None
     serve: bool
@@ -73,7 +73,7 @@ def plan(
     new: int = 256,
     policy: Method | type[Method] | str | None = None,
     dtype: Any = None,
-    weights: str | None = None,
+    weights: Any = None,
     price: int | float | None = None,
     quality: str | os.PathLike[str] | None = None,
     serve: bool = False,

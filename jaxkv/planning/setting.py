@@ -29,7 +29,7 @@ class Asked:
     batch: int
     new: int
     dtype: Any
-    weights: str | None
+    weights: Any
 
 
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km])?", re.IGNORECASE)
@@ -80,7 +80,7 @@ class Request:
         name = _dtype_name(self.dtype)
         require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", name)
-        as_weights(self.weights)
+        object.__setattr__(self, "weights", as_weights(self.weights))
         limit = self.config.max_positions
         remedy = f"{self.model} was made for {limit} positions: give at most that many"
         require(self.context <= limit, "context", self.context, remedy)
