@@ -62,7 +62,7 @@ def answering(monkeypatch, given: list[str] | None = None) -> list[dict]:
         return Pieces([] if given is None else given) if keywords["stream"] else generation()
 
     monkeypatch.setattr(generating, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(generating, "load", lambda name, dtype=None: None)
+    monkeypatch.setattr(generating, "load", lambda name, **_: None)
     monkeypatch.setattr(generating, "generate", generate)
     return calls
 

@@ -28,7 +28,7 @@ def text(tmp_path, monkeypatch):
     """A file with a text; the model is a tiny one."""
     # A setting of the whole process: switched on here, it would serve the tests that count compilations.
     monkeypatch.setattr(analysing, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(analysing, "load", lambda name, dtype: words())
+    monkeypatch.setattr(analysing, "load", lambda name, **_: words())
     monkeypatch.setattr(analysing, "require_model", lambda name: None)
     path = tmp_path / "text.txt"
     path.write_text(TEXT)

@@ -33,7 +33,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(batch_answers.Batch, "begin", noted)
     monkeypatch.setattr(recipe, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(recipe, "load", lambda name, dtype: lettered.tiny())
+    monkeypatch.setattr(recipe, "load", lambda name, **_: lettered.tiny())
     return begun
 
 

@@ -40,7 +40,7 @@ def asked(monkeypatch):
         raise Called({"prompt": prompt, **keywords})
 
     def run(*arguments):
-        monkeypatch.setattr(generating, "load", lambda name, dtype=None: None)
+        monkeypatch.setattr(generating, "load", lambda name, **_: None)
         monkeypatch.setattr(generating, "generate", stop)
         with pytest.raises(Called) as caught:
             cli.main(["generate", *arguments])
@@ -281,7 +281,7 @@ def test_a_failing_run_leaves_the_old_output(capsys, tmp_path):
 
 @pytest.mark.real
 def test_generate_answers(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(generating, "load", lambda name, dtype=None: running.smollm2())
+    monkeypatch.setattr(generating, "load", lambda name, **_: running.smollm2())
     output = tmp_path / "answer.json"
     output.write_text("old")
     assert cli.main([*REAL, "--json", "--output", str(output)]) == 0

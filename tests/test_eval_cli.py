@@ -25,7 +25,7 @@ def told(monkeypatch):
     """The task under the name `told`, over a tiny model that takes no time to load."""
     monkeypatch.setitem(TASKS, "told", Told)
     monkeypatch.setattr(command, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(command, "load", lambda name, dtype=None, mesh=None: words())
+    monkeypatch.setattr(command, "load", lambda name, **_: words())
     for module in (runs, page, command):
         monkeypatch.setattr(module, "PLOTS_MISSING", True)
 
