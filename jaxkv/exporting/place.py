@@ -14,7 +14,7 @@ def as_folder(given: Any) -> Path:
         raise TypeError(f"directory={given!r}: give the path of the folder to make")
     require("\0" not in path, "directory", given, "no name holds null characters: leave them out")
     try:
-        folder = Path(os.path.expanduser(path))
+        folder = Path(path).expanduser()
     except RuntimeError as error:
         raise refusal("directory", given, "there is no such user's home: write the path out") from error
     return folder

@@ -23,7 +23,7 @@ from jaxkv.planning.process import host_weights, process_of
 from jaxkv.planning.quality import Quality, qualities
 from jaxkv.planning.search import largest, lengths_below
 from jaxkv.planning.served import Served, Slot
-from jaxkv.planning.setting import Asked, HostSetting, Request, Setting, tokens_of
+from jaxkv.planning.setting import Asked, HostSetting, Request, Setting, as_dtype, tokens_of
 from jaxkv.planning.sizes import sizes_of, weights_of
 from jaxkv.planning.speed import Speed, estimate
 from jaxkv.policies.fitting import policy_for
@@ -149,7 +149,7 @@ def setting_of(
         filters = known.likely_filters
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
-    dtype = ("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype
+    dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
     given = policy_for(given, known.config, filters, dtype=dtype)
     if asked.weights is not None and not here:
         notes.append("products are taken to read weights in 8 bits as they are stored, at the rate of wider ones")

@@ -49,6 +49,13 @@ def tokens_of(given: Any, name: str = "context") -> Any:
     return int(count)
 
 
+def as_dtype(given: Any) -> str:
+    """Validates a dtype that a model may have, and returns its name; ValueError for others."""
+    name = _dtype_name(given)
+    require(name in _DTYPES, "dtype", given, f"give one of {', '.join(_DTYPES)}")
+    return str(name)
+
+
 def _dtype_name(given: Any) -> str | None:
     """Name of a dtype given as numpy or JAX type; text is returned unchanged, None for anything else."""
     given = plain(given)
@@ -77,9 +84,7 @@ class Request:
         field(self, "batch", whole, "give 1 prompt or more")
         field(self, "context", whole, "every prompt needs at least one token")
         field(self, "new", whole, "give 0 tokens or more", least=0)
-        name = _dtype_name(self.dtype)
-        require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
-        object.__setattr__(self, "dtype", name)
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
         object.__setattr__(self, "weights", as_weights(self.weights))
         limit = self.config.max_positions
         remedy = f"{self.model} was made for {limit} positions: give at most that many"

@@ -39,17 +39,17 @@ def policy_for(
     """
     policy = as_policy(given, field=field).for_model(config.layers, filters)
     policy.parts().require_fits(config)
-    return _in_rows(policy, config, jnp.dtype(dtype).itemsize)
+    return _in_rows(policy, config, dtype)
 
 
-def _in_rows(policy: Method, config: ModelConfig, itemsize: int) -> Method:
+def _in_rows(policy: Method, config: ModelConfig, dtype: Any) -> Method:
     """The policy with a budget in bytes as rows per kv head; itself for other budgets; ValueError for too few bytes."""
     parts = policy.parts()
     budget = parts.budget
     if not isinstance(budget, str):
         return policy
     # Of every kv head and layer one: what a budget of one row more takes.
-    each = config.layers * config.kv_heads * parts.row_bytes(config.head_dim, itemsize)
+    each = config.layers * config.kv_heads * parts.row_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
     rows = (bytes_of(budget) or 0) // each
     require(rows >= 1, "budget", budget, f"a row of every kv head and layer takes {each:,} bytes: give more")
     try:
