@@ -28,7 +28,7 @@ def cosines(one, other, prompts):
     """Cosine of both models' logits behind each prompt."""
     found = []
     for prompt in prompts:
-        a, b = (np.asarray(jaxkv.prefill(model, [prompt]).logits, np.float64)[0] for model in (one, other))
+        a, b = (np.asarray(jaxkv.Session(model).prefill([prompt]).logits, np.float64)[0] for model in (one, other))
         found.append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
     return found
 
