@@ -101,9 +101,8 @@ def export(
         raise ImportError("jax.export writes its files with flatbuffers: pip install flatbuffers") from error
     params = as_model(params, mesh)
     held = params.decoder.weights
-    require(
-        held is None, "params", f"{held} weights", "programs are exported with weights of one dtype: load it without"
-    )
+    remedy = "programs are exported with weights of one dtype: load it without weights="
+    require(held is None, "params", f"{held} weights", remedy)
     layers, positions = params.config.layers, params.config.max_positions
     chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     longest = _counts("lengths", lengths)

@@ -296,7 +296,7 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
 
 
 def _converted(setting: Setting | HostSetting) -> str:
-    """What each step converts before it computes, rows or weights, as text; empty if all is read as it is stored."""
+    """Text that says why a step converts rows or weights before it computes; empty if it reads all as it is stored."""
     parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
     if here and setting.weights is not None:
         return "each step converts weights in 8 bits, at a rate that is not measured"
