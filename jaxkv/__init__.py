@@ -5,6 +5,7 @@ A name is imported from its module when it is first asked for: `import jaxkv` al
 
 import importlib
 import importlib.util
+import threading
 from typing import TYPE_CHECKING, Any
 
 import jaxkv._beside  # first: it says where two of our packages lie
@@ -67,6 +68,7 @@ _HOMES = {
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
@@ -75,12 +77,12 @@ def __getattr__(name: str) -> Any:
     found = public or (name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"jaxkv.{name}"))
     if not found:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
-    # Threads that ask for different names at once would import JAX from its middle, each waiting for the others' locks.
-    import jax  # noqa: F401
-
-    module = importlib.import_module(_MODULES.get(name, f"jaxkv.{name}"))
-    value = getattr(module, name) if public else module
-    globals()[name] = value
+    if not public:
+        return importlib.import_module(f"jaxkv.{name}")
+    # Threads that ask for different names at once would import modules from their middle, each waiting for the others'
+    # locks. Our own modules ask for submodules alone, so none of them waits here while it is imported.
+    with _ONE_AT_A_TIME:
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value
 
 

@@ -98,7 +98,8 @@ def test_importing_every_public_name_imports_no_reader_of_rare_formats(tmp_path)
 def test_threads_may_import_jaxkv_at_once(tmp_path):
     names = ["plan", "generate", "SnapKV", "compress", "Session", "export", "evaluate", "load"]
     code = f"""
-import threading
+import sys, threading
+sys.setswitchinterval(1e-5)  # threads change places often, so that a race is found
 failed = []
 begin = threading.Barrier({len(names)})
 def run(name):
