@@ -10,15 +10,24 @@ import tiny
 from meshes import mesh_of, prompts
 
 import jaxkv
-from jaxkv import CriticalKV, GlobalBudget, KeyDiff, KVzip, LayerDefensiveKV, SnapKV
-from jaxkv.engine import plan
-from jaxkv.policies import AdaptiveHeads, ProtectedHeads, TwoStageHeads, topk
+from jaxkv import CriticalKV, GlobalBudget, Keep, KeyDiff, KVzip, LayerDefensiveKV, Policy, SnapKV
+from jaxkv.engine import plan, prefill
+from jaxkv.policies import AdaptiveHeads, ByAge, EntropyLayers, ProtectedHeads, TwoStageHeads, topk
+from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.heads import most_rows, within_capacity
+from jaxkv.policies.methods.cake import PreferenceLayers
 from jaxkv.policies.survivors import bounded, rounding_rows, survivors
 
 LENGTHS = (60, 9, 41)
 DEFENSIVE = LayerDefensiveKV(budget=16, window=8)
 SNAP = SnapKV(budget=16, window=4)
+ENTROPY = Policy(
+    budget=9,
+    scorer=WindowAttention(window=4),
+    layers=EntropyLayers(),
+    keep=Keep(window=4),
+    evict=ByAge(),
+)
 HEADS = {
     "best": AdaptiveHeads(alpha=0.0),
     "shares": AdaptiveHeads(alpha=0.3),
@@ -64,14 +73,44 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
     assert dropped > 0
 
 
+@pytest.mark.parametrize("layers", [EntropyLayers(), PreferenceLayers(tau1=0.7)])
+def test_no_layer_gets_more_rows_than_its_bound(layers):
+    """Whatever the layers above weigh: full layers, empty ones, all alike; bounds sum to twice the budget at most."""
+    rng, count, prompts = np.random.default_rng(5), 6, 3000
+    length = rng.integers(1, 60, prompts)
+    budget = rng.integers(1, length + 1)
+    forced = rng.integers(0, budget + 1)
+    weights = rng.random((count, prompts)) ** rng.choice([1, 4, 30], prompts) * (rng.random((count, prompts)) < 0.8)
+    weights = np.log(weights + 1e-30) if isinstance(layers, PreferenceLayers) else weights
+    final = layers.rows(budget, length, forced, layers=count, window=0, weights=weights)
+    assert (final.sum(axis=0) == count * budget).all()
+    narrowed = 0
+    for seen in range(1, count + 1):
+        most = layers.at_most(budget, length, forced, layers=count, weights=weights[:seen])
+        assert (final[:seen] <= most).all() and (most <= length).all()
+        assert (most.sum(axis=0) <= count * (2 * budget + 1)).all()
+        narrowed += (most < length).sum()
+    assert narrowed > 10_000
+
+
 CASES = {
     "share of the prompt": (LayerDefensiveKV(budget=0.25, window=1, sinks=1), {}),
     "shares of heads": (GlobalBudget(base=KeyDiff(budget=16), alpha=0.3), {}),
     "two stages": (GlobalBudget(base=CriticalKV(base=SNAP), alpha=0.25), {}),
     "scored": (GlobalBudget(base=jaxkv.H2O(budget=16)), {"dtype": "bfloat16"}),
     "first stage": (LayerDefensiveKV(budget=16, window=8, stage="mass"), {}),
+    "weights of layers": (jaxkv.CAKE(budget=9, window=4, sinks=2), {}),
+    "weights, a share of the prompt": (jaxkv.CAKE(budget=0.2, window=1), {}),
+    "entropy, evicting": (ENTROPY, {}),
+    "weights on a mesh": (jaxkv.CAKE(budget=9, window=4), {"mesh": (2, 4)}),
     "mesh": (LayerDefensiveKV(budget=16, window=8, capacity=1.02), {"mesh": (2, 4)}),
 }
+
+
+def held_whole(monkeypatch):
+    """From now on all layers' rows are held until the last one has run."""
+    for module in (plan, prefill):
+        monkeypatch.setattr(module, "buffer_rows", lambda *given: None)
 
 
 def same(one, other):
@@ -93,19 +132,20 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
         peaks.append(needed.peak_bytes)
         rows.append(plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, 3, shape.kv_heads, split))
         made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
-        monkeypatch.setattr(plan, "bounded", lambda heads, devices: False)
+        held_whole(monkeypatch)
     assert rows[0] is not None and rows[1] is None and peaks[0] < peaks[1]
     same(*made)
-    if mesh is not None:
+    if name == "mesh":
         assert (np.asarray(made[0].moved) > 0).any()
 
 
-def test_what_lies_there_is_what_is_planned(monkeypatch):
+@pytest.mark.parametrize("policy", [DEFENSIVE, jaxkv.CAKE(budget=10, window=4)])
+def test_what_lies_there_is_what_is_planned(policy, monkeypatch):
     """Between layers no more than the buffer, scores and one layer: of many layers a fraction of their rows."""
     shape, tokens, most, plans = tiny.shape(layers=8, kv_heads=2, group=1, dim=16), 200, [], []
     model, ids = tiny.tiny(shape), prompts(4, (60,))[0] * 4
     for _ in range(2):
-        session = jaxkv.Session(model, DEFENSIVE)
+        session = jaxkv.Session(model, policy)
         needed = session.planned(np.asarray([tokens]), 0)
         gc.collect()
         before, found = sum(each.nbytes for each in jax.live_arrays()), 0
@@ -115,7 +155,7 @@ def test_what_lies_there_is_what_is_planned(monkeypatch):
         del walk
         most.append(found)
         plans.append(needed.peak_bytes)
-        monkeypatch.setattr(plan, "bounded", lambda heads, devices: False)
+        held_whole(monkeypatch)
     assert most[0] < plans[0] < most[1] < plans[1] and most[0] < most[1] / 2
 
 

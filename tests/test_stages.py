@@ -21,6 +21,7 @@ CASES = {
     "h2o": (jaxkv.H2O(budget=BUDGET), 2),
     "d2o": (jaxkv.D2O(budget=BUDGET), 3),
     "global": (jaxkv.GlobalBudget(base=SNAP), 2),
+    "cake": (jaxkv.CAKE(budget=BUDGET), 2),
     "criticalkv": (jaxkv.CriticalKV(base=SNAP), 2),
 }
 

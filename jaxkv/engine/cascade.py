@@ -1,5 +1,6 @@
-"""Prefill under one budget for the kv heads of all layers: rows are dropped as soon as they cannot be kept any more.
+"""Prefill under one budget for all layers: rows are dropped as soon as they cannot be kept any more.
 
+The kv heads of all layers compete (`GlobalLayers`), or layers share the budget by their weights (CAKE's cascade).
 Scores of all layers are held, and of keys and values only the rows that may still be chosen, in a buffer of fixed size;
 the choice behind the last layer is the one made of full layers. Peak memory is the buffer and one layer, then the
 buffer and the pool that it is packed into, instead of all layers' rows.
@@ -17,7 +18,7 @@ from jaxkv._values import Typed
 from jaxkv.cache.packing import Unpacked, empty_pool, empty_pool_for, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.choosing import Candidates, choose, staged, surviving
+from jaxkv.engine.choosing import Candidates, Tally, choose, staged, surviving, within
 from jaxkv.engine.compress import Compressed, Source, Walk, wait
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.door import program
@@ -45,14 +46,17 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
 
     Yields 1 after each layer that was scored, 0 after all were packed. On a mesh, each device has such a buffer.
     """
-    indices, axes, layers = source.indices, source.axes, len(source.indices)
-    wanted, recent = (table[0] for table in source.wanted(indices, []))
-    held = None
+    indices, axes, layers, joint = source.indices, source.axes, len(source.indices), parts.layers.joint
+    held, claims = None, list[Array | None]()
+    known = source.wanted(indices, claims) if joint else None
     for at, index in enumerate(indices):
         layer, full = source.candidates(index), source.rows(index)._replace(mass=None)
+        claims.append(layer.claim)
         yield 1.0
         held = _nothing(layer, full, rows, layers, axes) if held is None else held
-        held = thinned(held, full, layer, jnp.int32(at), wanted, recent, heads=Typed(parts.heads), axes=axes)
+        most, recent = source.at_most(claims) if known is None else known
+        heads = Typed(parts.heads) if joint else None
+        held = thinned(held, full, layer, jnp.int32(at), most, recent, heads=heads, axes=axes)
         # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
         wait(held.pool)
         unscored = dataclasses.replace(layer, scores=None, norms=None, first=None)
@@ -60,7 +64,10 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
     assert held is not None
     buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
     del held
-    (mask,), tally = choose([joined], wanted, recent, heads=parts.heads, axes=axes)
+    if known is not None:
+        (mask,), tally = choose([joined], known[0][0], known[1][0], heads=parts.heads, axes=axes)
+    else:
+        mask, tally = chosen_apart(joined, *source.wanted(indices, claims), axes=axes), Tally()
     del joined
     kept, cut = counted(mask, tally.cut, layers=layers, axes=axes)
     size = source.pool_rows(indices, kept)
@@ -93,15 +100,16 @@ def thinned(
     full: Unpacked,
     layer: Candidates,
     at: Int[Array, ""],
-    rows: Int[Array, " B"],
-    recent: Int[Array, " B"],
+    rows: Int[Array, "n B"],
+    recent: Int[Array, "n B"],
     *,
-    heads: Typed,
+    heads: Typed | None,
     axes: Axes | None,
 ) -> Survivors:
     """Compiled: `Survivors` (donated) plus a layer's scores and rows, less the rows that can no longer be chosen.
 
-    `rows` and `recent` are those of `choose`. Every device looks at its own heads alone.
+    `rows` and `recent` are what layers get; without `heads`, which compete for them, what they get at most. Every
+    device looks at its own heads alone.
     """
     batch, each, slots, dim = full.k.shape
     pool, layers = held.pool, held.scores.shape[1] // each
@@ -111,11 +119,14 @@ def thinned(
         by_layer = known.reshape(batch, each, layers, slots)
         return lax.dynamic_update_index_in_dim(by_layer, new, at, 2).reshape(known.shape)
 
-    scores = noted(held.scores, staged(layer, rows, recent))
+    scores = noted(held.scores, staged(layer, rows[0], recent[0]))
     norms = None if held.norms is None else noted(held.norms, layer.norms)
     there = jnp.tile(jnp.arange(layers, dtype=jnp.int32) <= at, each)[:, None]
     joined = dataclasses.replace(layer, scores=scores, norms=norms, first=None)
-    mask = surviving(joined, rows, recent, there, heads=heads.part, most=pool.rows)
+    if heads is None:
+        mask = within(joined, jnp.tile(rows.T, (1, each)), recent[0], there)
+    else:
+        mask = surviving(joined, rows[0], recent[0], there, heads=heads.part, most=pool.rows)
     stays = (pool.pos >= 0) & jnp.take_along_axis(mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1)
     # Indices of the buffer's free rows, ascending, then its size, where nothing is written.
     row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), stays.shape)
@@ -134,6 +145,16 @@ def thinned(
     pos = put_cells(jnp.where(stays, pool.pos, -1), into, index)
     made = Pool(store=pool.store.put((into, k), (into, v)), pos=pos, score=score)
     return Survivors(pool=made, scores=scores, norms=norms)
+
+
+@program(static=("axes",))
+def chosen_apart(
+    joined: Candidates, rows: Int[Array, "n B"], recent: Int[Array, "n B"], *, axes: Axes | None
+) -> Bool[Array, "B J S"]:
+    """Compiled: mask `[B, K * L, S]` of the rows that heads keep: forced ones, their own best, `rows[l, b]` in all."""
+    assert joined.scores is not None
+    heads = joined.scores.shape[1]
+    return within(joined, jnp.tile(rows.T, (1, heads // len(rows))), recent[0], jnp.ones((heads, 1), bool))
 
 
 @program(static=("layers", "axes"))

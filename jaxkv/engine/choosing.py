@@ -190,6 +190,21 @@ def surviving(
     return chosen | forced & there
 
 
+def within(
+    layer: Candidates, most: Int[Array, "B K"], recent: Int[Array, " B"], there: Bool[Array, "K 1"]
+) -> Bool[Array, "B K S"]:
+    """Mask `[B, K, S]` of each head's forced rows and its best others, `most[b, k]` in all; none of heads not `there`.
+
+    Bounds of rows that grow smaller as layers run drop no row that the last of them would have kept.
+    """
+    forced = _forced(layer, recent) & there
+    candidates = layer.inside & ~forced & there
+    anyway, each = (mask.sum(axis=-1, dtype=jnp.int32) for mask in (forced, candidates))
+    assert layer.scores is not None
+    keys = jnp.where(candidates, sortable(layer.scores), jnp.uint32(0))
+    return top(keys, jnp.clip(most - anyway, 0, each)) | forced
+
+
 def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:
     """Mask of the rows kept whatever their score: `forced` ones and the `recent` last ones, padding left out."""
     stays = layer.forced
@@ -201,6 +216,8 @@ def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "
 def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Scores `[B, K, S]`, infinite for the rows that a two-stage scorer takes first; unchanged for other scorers."""
     assert layer.scores is not None
+    if layer.first is None:
+        return layer.scores
     forced = _forced(layer, recent)
     return _first_above(layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0])
 

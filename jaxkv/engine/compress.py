@@ -56,6 +56,10 @@ class Source(abc.ABC):
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
         """Two counts `[n, B]` for a group of n layers: rows to keep per kv head, and most recent rows among them."""
 
+    def at_most(self, claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
+        """Like `wanted`, from the claims of the layers that ran: upper bounds of their rows; 0 for further layers."""
+        raise TypeError(f"{type(self).__name__} compresses no layers before it has all")
+
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Pool size P in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv._values import is_traced
+from jaxkv.policies.layers import FromScores
 from jaxkv.policies.parts import Parts
 
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
@@ -136,6 +137,20 @@ def rows_by_claims(
         rows = parts.layers.rows(budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims)
         recent = parts.recents(rows, lengths, forced, claims, budget)
         return rows.astype(np.int32), recent.astype(np.int32)
+
+
+def most_by_claims(
+    parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any, layers: int
+) -> tuple[Table, Table]:
+    """Two counts `[n, B]` from the lowest n layers' claims: upper bounds of their rows, and most recent rows in these.
+
+    `claims` are `f32[n, B]`; the rows of `rows_by_claims` are no more, whatever the other of `layers` layers claim.
+    """
+    with _in_64_bits(claims):
+        budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
+        assert isinstance(parts.layers, FromScores)
+        rows = parts.layers.at_most(budget, lengths, forced, layers=layers, weights=claims)
+        return rows.astype(np.int32), parts.recents(rows, lengths, forced).astype(np.int32)
 
 
 def _in_64_bits(given: Any) -> contextlib.AbstractContextManager[Any]:

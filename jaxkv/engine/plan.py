@@ -197,15 +197,17 @@ def buffer_rows(
 ) -> int | None:
     """Rows of the buffer of candidates in a prefill whose layers share one budget; None if no buffer is used.
 
-    `capacity`, `slots` and `stretches` are as for a plan's pools. A buffer serves one budget over all layers where it
-    weighs less than the rows of all layers but one. Mergers and second passes over the prompt need all of these.
+    `capacity`, `slots` and `stretches` are as for a plan's pools. A buffer serves one budget over all layers, or shares
+    of it by layers' weights, where it weighs less than the rows of all layers but one. Mergers and second passes over
+    the prompt need all of these.
     """
     needs_all = parts.merge is not None or parts.needs.replay is not None
-    if not parts.layers.joint or needs_all or not bounded(parts.heads, stretches):
+    if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, stretches)):
         return None
     share, mine = capacity_of(parts.heads), layers * (heads // stretches)
     (most,) = _pools(parts.layout, share, capacity, slots, (0,) * layers, heads, stretches)
-    rows = most + mine * rounding_rows(parts.heads)
+    # Bounds of layers' rows sum to twice the budget, and one row more in each.
+    rows = 2 * most + mine if parts.narrows else most + mine * rounding_rows(parts.heads)
     return rows if rows < (mine - heads // stretches) * slots else None
 
 

@@ -33,7 +33,7 @@ from jaxkv.engine.compress import (
     uncounted,
     unordered,
 )
-from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
+from jaxkv.engine.lengths import ByLength, by_length, most_by_claims, ring_rows, rows_by_claims
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
@@ -344,10 +344,7 @@ class Prompts(Source):
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
         if self.parts.claims:
-            traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
-            if not traced:
-                self.require_ordered()
-            weights: Any = jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
+            numbers, weights = self.numbers, self._weights(claims)
             self.kept_rows, self.recents = rows_by_claims(
                 self.parts, numbers.budget, self.lengths, numbers.forced, weights
             )
@@ -355,6 +352,22 @@ class Prompts(Source):
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(table[part], "n B", self.axes, jnp.int32) for table in (self.kept_rows, self.recents))
         return rows, recents
+
+    def at_most(self, claims: list[Array | None]) -> tuple[Array, Array]:
+        """Pair of counts `[L, B]`: upper bounds of rows per kv head, most recent rows in these; 0 for later layers."""
+        numbers, layers = self.numbers, len(self.indices)
+        weights = self._weights(claims)
+        found = most_by_claims(self.parts, numbers.budget, self.lengths, numbers.forced, weights, layers)
+        xp, beyond = namespace(weights), ((0, layers - len(claims)), (0, 0))
+        rows, recents = (place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in found)
+        return rows, recents
+
+    def _weights(self, claims: list[Array | None]) -> Any:
+        """Stacks layers' claims to `[n, B]`, on the host unless traced; ValueError for NaN scores that are known."""
+        traced, known = is_traced(self.length), [each for each in claims if each is not None]
+        if not traced:
+            self.require_ordered()
+        return jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """Size P in rows of the pool of a group of layers, taken from the plan; `kept` is not read."""

@@ -43,7 +43,7 @@ class PrefillBytes:
         slots: padded length of each prompt.
         item: bytes of a number of the model's dtype.
         pool_rows: rows of one sequence in each pool.
-        buffer: rows of one sequence in the buffer of a budget over all layers; None if all layers' rows are held.
+        buffer: rows of one sequence in the buffer of a budget over all layers; None without one.
         kv_heads: number of kv heads over all devices.
         implementation: implementation of attention.
     """
@@ -179,9 +179,14 @@ class PrefillBytes:
         # Merging compares float32 copies of one layer's rows.
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
 
+    @property
+    def _together(self) -> bool:
+        """True if rows of all layers are chosen at once: heads of all compete, or a buffer holds what may be chosen."""
+        return self.parts.layers.joint or self.buffer is not None
+
     def _scores_of_all(self) -> int:
-        """Bytes of scores, sort keys and masks of all layers, on a CPU; 0 unless all layers' heads compete."""
-        return self._rows_of(20 * self.config.layers) * self.parts.layers.joint
+        """Bytes of scores, sort keys and masks of all layers, on a CPU; 0 unless rows of all compete or are thinned."""
+        return self._rows_of(20 * self.config.layers) * self._together
 
     @property
     def _buffered(self) -> int:
@@ -314,5 +319,5 @@ class PrefillBytes:
     def _choosing(self) -> int:
         """Bytes of sort keys and masks while rows are chosen; of all devices' heads if heads compete for rows."""
         heads = self.config.kv_heads if self.parts.heads.uniform else self.kv_heads
-        layers = self.config.layers if self.parts.layers.joint else 1
+        layers = self.config.layers if self._together else 1
         return self.batch * heads * layers * self.slots * 16

@@ -35,6 +35,7 @@ _NAMES = {
     "_merged": "merge",
     "pack_shared": "pack",
     "thinned": "thin",
+    "chosen_apart": "choose",
     "pack_chosen": "pack",
     "bounds_of": "bounds",
     "logits_of": "logits",

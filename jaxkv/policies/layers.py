@@ -272,14 +272,38 @@ class FromScores(LayerBudgets, Value):
 
     from_scores: ClassVar[bool] = True
 
+    def proportions(self, weights: Any) -> Reals:
+        """Numbers `[L, N]`, 0 or more, in whose proportion layers share rows: here the weights, if they are finite.
+
+        A common factor may depend on all layers' weights, nothing else.
+        """
+        return finite(weights)
+
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `weights`."""
-        xp, weights = namespace(weights), finite(weights)
+        xp = namespace(weights)
         base = xp.asarray(budget, xp.int64) - forced
-        total = weights.sum(axis=0)
-        share = xp.where(total > 0, weights / xp.where(total > 0, total, 1.0), 1 / layers)
-        wanted = share * (layers * base).astype(xp.float64)
+        wanted = self._share(weights) * (layers * base).astype(xp.float64)
         return forced + round_to_sum(wanted, layers * base, length - forced)
+
+    def at_most(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, weights: Any) -> Table:
+        """Upper bound `[n, N]` of the rows that `rows` gives the lowest n layers, whatever later layers' weights are.
+
+        `weights` are those of the n layers. All layers' bounds sum to L times twice the budget and one row at most.
+        """
+        # A share falls with every further layer. What full layers leave is spread evenly over the others, of which
+        # there are at most L - 1; it is what is left of all rows behind at least one full layer.
+        xp = namespace(weights)
+        total, room = layers * (xp.asarray(budget, xp.int64) - forced), length - forced
+        spread = xp.maximum(total - room, 0) / max(layers - 1, 1)
+        most = xp.floor(self._share(weights) * total.astype(xp.float64) + spread + 1e-6).astype(xp.int64) + 1
+        return forced + xp.minimum(most, room)
+
+    def _share(self, weights: Any) -> Reals:
+        """Share `[L, N]` of each layer, by `proportions`; even shares where all of these are 0."""
+        xp, parts = namespace(weights), self.proportions(weights)
+        total = parts.sum(axis=0)
+        return xp.where(total > 0, parts / xp.where(total > 0, total, 1.0), 1 / len(parts))
 
 
 def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, "B K S"]:

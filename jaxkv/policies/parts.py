@@ -15,7 +15,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, as_policy_budget
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
+from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
@@ -210,6 +210,13 @@ class Parts(Value):
     def claims(self) -> bool:
         """True if rows per layer depend on weights computed from each layer's attention, not on lengths alone."""
         return self.layers.from_scores and not self.layers.joint
+
+    @property
+    def narrows(self) -> bool:
+        """True if `layers` bounds a layer's rows by `at_most` before later layers run, and heads keep their best."""
+        shares = isinstance(self.layers, FromScores) and type(self.layers).rows is FromScores.rows
+        plainly = type(self.heads) is UniformHeads and not self.keep.recent
+        return shares and plainly and self.scorer is not None and not two_stages(self.scorer)
 
     @property
     def threshold(self) -> float | None:

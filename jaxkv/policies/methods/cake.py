@@ -12,7 +12,7 @@ from jaxkv._values import namespace
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
 from jaxkv.policies.checks import Budget
-from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, finite
+from jaxkv.policies.layers import FromScores, LayerBudgets, Reals, finite
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed
@@ -84,11 +84,10 @@ class PreferenceLayers(FromScores):
         logs = jnp.log(jnp.maximum(heads.sum(axis=1), jnp.finfo(jnp.float32).tiny))
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Number of rows per kv head `[L, N]` by layer and prompt: forced rows, the rest split by exp(`weights`)."""
+    def proportions(self, weights: Any) -> Reals:
+        """Numbers `[L, N]` in whose proportion layers share rows: exp(`weights`), divided by the largest layer's."""
         logs = finite(weights)
-        weights = namespace(logs).exp(logs - logs.max(axis=0))
-        return super().rows(budget, length, forced, layers=layers, window=window, weights=weights)
+        return namespace(logs).exp(logs - logs.max(axis=0))
 
 
 @register
@@ -96,8 +95,8 @@ class PreferenceLayers(FromScores):
 class CAKE(WindowMethod):
     """Keeps rows of high or varying attention from the window's queries; more in layers of spread, varying attention.
 
-    All layers' rows are held until the last one has been looked at: without the published cascade, which compresses
-    lower layers again while upper ones run. Tokens after the prompt are appended.
+    Layers are compressed again while those above run, as in the published cascade, to what they may still get: the
+    result is that of layers held whole. Tokens after the prompt are appended.
 
     Attributes:
         gamma: weight of the attention's variance over queries beside its mean.
