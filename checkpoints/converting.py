@@ -184,7 +184,7 @@ def _is_good(part: Path, entry: Entry) -> bool:
 
 
 def _write(part: Path, name: str, array: np.ndarray) -> Entry:
-    """Writes one tensor, in place of an older one, and its line in the journal; returns its manifest `Entry`."""
+    """Writes one tensor to its own Orbax folder, replacing an older one, and to the journal; returns its `Entry`."""
     place = part / TENSORS / name
     _remove(place)  # written by a run that ended before it noted it, or changed since
     try:

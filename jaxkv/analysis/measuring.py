@@ -61,7 +61,7 @@ class Text:
         return self.count - self.prompt
 
     def masks(self, policies: Sequence[Method], layer: int) -> Bool[Array, "B K S n"]:
-        """Masks `bool[B, K, S, n]` (on the mesh) of rows each policy keeps in one layer; the last: all prompt rows."""
+        """One array `bool[B, K, S, n]` on the mesh: rows policy n keeps in one layer; the last n: all prompt rows."""
         heads = next(iter(self.rows.values())).shape[1]
         out = np.zeros((heads, self.slots, len(policies) + 1), bool)
         for at, policy in enumerate(policies):

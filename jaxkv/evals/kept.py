@@ -97,7 +97,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Contents of `kept.json`: texts of one sample's prompt tokens, and how many kv heads keep each under each policy.
+    """Contents of `kept.json`: texts of one prompt's shown tokens, and how many kv heads keep each, by policy.
 
     Attributes:
         sample: id of the sample.
@@ -129,7 +129,7 @@ class Kept:
         return every, len(counts) - every - none, none
 
     def passages(self, entry: Entry) -> list[list[Passage]]:
-        """List of the shown text's lists of `Passage`: one, or two around middle tokens that are left out."""
+        """One policy's shown tokens as a list of lists of `Passage`: one list, or two if the middle is left out."""
         assert entry.counts is not None
         pairs = [*zip(self.pieces, entry.counts, strict=True)]
         half = len(pairs) // 2

@@ -270,7 +270,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """Text behind the first of `prefixes` found, without its first character (NUL if empty); None if none is found."""
+    """Text after the first of `prefixes` found and one more character (NUL if none is left); None if none is found."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

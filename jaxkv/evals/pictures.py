@@ -68,7 +68,7 @@ def _size(evaluation: Evaluation, policy: str) -> float | None:
 
 
 def _marks(sizes: Iterable[float]) -> list[float]:
-    """Ascending list of the sizes that get a tick label on the budget axis, without those too close to the last one."""
+    """Ascending list of sizes that get a tick label on the budget axis: those far enough above the label before."""
     marks: list[float] = []
     for size in sorted(sizes):
         if not marks or size > marks[-1] * _APART:

@@ -72,7 +72,7 @@ class DocumentQuestions(QuestionTask):
         require(ordered, "prompt", self.prompt, "name {document}, and {question} behind it, once each")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of one sample per question, by document; ValueError if a prompt exceeds the positions."""
+        """List of one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
         before, rest = self.prompt.split(_FIELDS[0])
         between, after = rest.split(_FIELDS[1])
         made = []

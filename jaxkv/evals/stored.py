@@ -50,7 +50,7 @@ def table(name: str) -> Mapping[str, Mapping[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTask(QuestionTask):
-    """Base of benchmarks that are read from files: each part has rows, a prompt template and a metric.
+    """Base of benchmarks read from files; each part has rows, and a prompt template and metric in its `table`.
 
     Attributes:
         data: folder with the official files; by default they are fetched from the hub.

@@ -70,9 +70,10 @@ def catalog() -> dict[str, Entry]:
 
 
 def model_named(given: str | os.PathLike[str]) -> Known:
-    """`Known` of a catalogue name, folder, `.gguf` file or hub id (only `config.json` fetched); ValueError if unknown.
+    """Name and config (`Known`) of a catalogue name, folder, `.gguf` file or hub id; ValueError if unknown.
 
-    ValueError for unknown names, with the nearest ones, and for configs that jaxkv does not build.
+    Of a hub id only `config.json` is fetched. Errors name the nearest known names; configs that jaxkv does not build
+    are refused as well.
     """
     text = os.fspath(given)
     path = Path(os.path.expanduser(text))

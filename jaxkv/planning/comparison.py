@@ -52,7 +52,7 @@ def _beyond(parts: CacheParts, waiting: int) -> str:
 
 
 def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
-    """Text lines of the table of tokens/s, seconds, requests an hour, prices, quality; a dash for unknown figures."""
+    """Lines of a table, a row per plan: tokens/s, seconds, requests an hour, any prices, quality; dash: unknown."""
     outlooks = [plan.outlook for plan in plans]
     priced = any(each.best is not None and each.best.price is not None for each in outlooks)
     scored = next((each.quality for each in outlooks if each.quality is not None), None)

@@ -153,7 +153,7 @@ class Outlook:
 
     @property
     def best(self) -> Service | None:
-        """`Service` of the largest batch that fits; None if it is unknown."""
+        """`Service` of the largest batch that fits, else of the batch asked for; None if neither has a speed."""
         return self.asked if self.most is None else self.most
 
     def lines(self, estimated: str) -> list[str]:

@@ -189,7 +189,7 @@ def planned(
     serve: bool = False,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """`Plan` (GPUs) or `MachinePlan` (CPU) of a setting: bytes, largest batch and context, remedies, speed.
+    """`Plan` (GPUs; also remedies) or `MachinePlan` (CPU) of a setting: bytes, largest batch and context, speed.
 
     `price` is of one device for an hour; `serve` plans the slots of an engine; `compile` adds XLA's figures for GPUs.
     """

@@ -89,7 +89,7 @@ class Work:
 
     @property
     def planned(self) -> PrefillPlan:
-        """The engine's `PrefillPlan` (rows and bytes) for these prompts, with a session's room for new tokens."""
+        """The engine's `PrefillPlan` (rows and bytes) for these prompts, with free rows for the new tokens."""
         lengths = np.full(self.batch, self.tokens)
         room = first_room(self.policy.parts(), self.flat.config.layers, lengths, self.new)
         return plan_prefill(
