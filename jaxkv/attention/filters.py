@@ -140,7 +140,7 @@ def by_page(
     wide = q.astype(jnp.float32)
 
     def product(part: Array, of: Array) -> Array:
-        """Float32 inner products `[B, K, G, p]` of a part of the queries with one bound of all pages."""
+        """Float32 products `[B, K, G, p]` of the queries' positive or negative part with one bound of all pages."""
         return exact_einsum("bkgd,bkpd->bkgp", part, of.astype(jnp.float32))
 
     # The larger product of a channel is that with the maximum where q is positive, with the minimum elsewhere.

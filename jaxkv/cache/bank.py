@@ -106,7 +106,7 @@ class Loader:
 
     @classmethod
     def of(cls, bank: Bank | None, traffic: Traffic) -> "Loader | None":
-        """Makes the loader of a cache's bank, which counts its transfers in `traffic`; None without a bank."""
+        """Makes the `Loader` of a `bank`, which counts its transfers in `traffic`; returns None if `bank` is None."""
         return None if bank is None else cls(bank=bank, traffic=traffic)
 
     def rows(self, layers: tuple[int, ...], positions: Int[Array, "B T"]) -> Float[Array, "B n T 2 K D"]:

@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=["page"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageBounds:
-    """Element-wise minimum and maximum of the keys of each page of a layer's segments, in the keys' dtype.
+    """Element-wise minimum and maximum of the keys of a layer's segments by page; exact for full pages alone.
 
     Page p of a segment has the rows from p * page on, counted from the segment's first row. Bounds of a page that is
     not full are those of some of its rows, or of rows that it no longer has; bounds of full pages are exact.

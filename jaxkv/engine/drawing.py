@@ -132,8 +132,8 @@ class Drawing:
         return place(np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes)
 
     def close(self) -> KVCache:
-        """Ends the drawing; returns the cache with all rows drawn, and the next logits unless tokens were taken back.
+        """Ends the drawing; returns the `KVCache` with all rows drawn, its `logits` None if tokens were taken back.
 
-        Without logits where tokens were taken back: the tokens that would follow are not known.
+        Which tokens would follow those that were taken back is not known.
         """
         return dataclasses.replace(self._settled(), logits=None if self._taken_back else self._draw.logits)

@@ -264,7 +264,7 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> 
 
 @lru_cache(maxsize=256)
 def widest(parts: Parts, slots: int, layers: int) -> int | None:
-    """Largest number of rows of a segment in a shared pool during decoding, for any prompt; None if unbounded; cached.
+    """Most rows of a segment in a shared pool in decoding, for prompts up to `slots`; None if unbounded; memoised.
 
     The new token's row is counted.
     None where some layers grow without end, or where compressing again may give a segment more rows than the prompt

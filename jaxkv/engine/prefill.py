@@ -294,7 +294,7 @@ class Prompts(Source):
         self.kept_rows, self.recents = numbers.rows, numbers.recent
         self.pool_sizes, self.buffer = sizes_of(flat, parts, needed)
         self.held, self.ran = dict[int, Unpacked](), dict[int, LayerOut]()
-        self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
+        self.banked, self.rings, self.nans, self.checked = list[Array](), list[Array](), list[Array](), 0
 
     def read_twice(self, padded: Padded) -> Walk[None]:
         """Generator: runs all layers, reads prompts a second time, stores peak attention per row; yields progress."""
@@ -382,10 +382,12 @@ class Prompts(Source):
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
     def require_ordered(self) -> None:
-        """Raises ValueError, naming the layers, if any score is NaN; waits for the device."""
-        for each in self.nans:
+        """Raises ValueError, naming the layers, if any score since the last call is NaN; waits for the device."""
+        first, new = self.checked, self.nans[self.checked :]
+        self.checked = len(self.nans)
+        for each in new:
             each.copy_to_host_async()
-        layers = np.flatnonzero([bool(host(each)) for each in self.nans]).tolist()
+        layers = [first + at for at, each in enumerate(new) if bool(host(each))]
         remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
         require(not layers, "scores", "NaN", remedy + "that is not finite")
 

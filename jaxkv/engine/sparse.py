@@ -111,10 +111,11 @@ def choose(
     now: Int[Array, " B"] | None = None,
     by_sorting: bool = False,
 ) -> Chosen:
-    """The `candidates.budget` positions of highest score, as `Chosen`; ties go to the lowest position.
+    """Picks `candidates.budget` positions as `Chosen`: with `now` the window before it first, then by highest score.
 
-    OmniKV, equations 3 and 4. `now`, the newest query's position, adds the window of prompt tokens before it whatever
-    their scores. `by_sorting` takes few launches on a GPU; a threshold is faster on a CPU.
+    OmniKV, equations 3 and 4. The window before `now`, the newest query's position, counts within the budget; it is
+    left out for the selector LAST, and where generated rows are chosen as well. Ties go to the lowest position.
+    `by_sorting` takes few launches on a GPU; a threshold is faster on a CPU.
     """
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     known = position < candidates.below[:, None]

@@ -102,7 +102,7 @@ def programs_of(setting: Setting) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Reads a pickled setting and path from a stream, compiles its programs and pickles the figures to that path."""
+    """Reads two pickles, setting and path; compiles the setting's programs, pickles figures or error to the path."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
     made = programs_of(setting) | {"seconds": time.perf_counter() - began}

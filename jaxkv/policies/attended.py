@@ -131,7 +131,7 @@ class CumulativeAttention(Scorer, Value):
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` on each row, summed over queries, mean over heads; TypeError without `seen.sums`."""
+        """Attention `[B, K, S]` on rows, summed over queries, mean over the group; TypeError without `seen.sums`."""
         if seen.sums is None:
             raise TypeError("CumulativeAttention needs sums over all queries")
         return seen.sums.mean(axis=2)

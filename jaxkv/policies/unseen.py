@@ -89,7 +89,7 @@ class FutureAttention(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries:
-        """`FutureQueries` settings of the mean and covariance of queries after the text, which `observe` reads."""
+        """`FutureQueries` settings, by which the mean and covariance of queries after the text are computed."""
         return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:

@@ -61,7 +61,7 @@ class Wrapper(Method):
         """
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with some replaced; abstract: TypeError unless a subclass overrides it.
+        """Abstract: returns the base's `Parts` with some replaced; TypeError where a subclass does not override it.
 
         Args:
             base: the base policy's parts.

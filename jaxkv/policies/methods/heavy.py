@@ -60,7 +60,7 @@ class HeavyMethod(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score rows by cumulative attention, and reserve the share `recent` for last tokens."""
+        """Returns `Parts`: scores by cumulative attention; last tokens get the share `recent` of what sinks leave."""
         return self.attended(CumulativeAttention(), recent=self.recent)
 
 
