@@ -136,7 +136,7 @@ def require_drawable(
     params: LanguageModel, sampling: Sampling, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
     """Raises ValueError for a sampler that draws at random without a key, and stop strings without a tokenizer."""
-    remedy = f"{sampling} needs jax.random.key(0), or a seed such as 0"
+    remedy = f"{sampling} draws at random: give key=jax.random.key(0), or seed=0"
     require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
     require(not stops or params.text is not None, "stop", shown, "the checkpoint has no tokenizer: stop by eos only")

@@ -84,7 +84,7 @@ class Stats:
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
         return (
             f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "
-            f"{speed}; {self.compile_seconds:.2f} s compiling; {cache}, {self.kept:.1f} rows per kv head)"
+            f"{speed}; {self.compile_seconds:.2f} s tracing and compiling; {cache}, {self.kept:.1f} rows per kv head)"
         )
 
     @property

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import settled
+from jaxkv._values import brief, shortened
 from jaxkv.attention.xla import over_pool
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
@@ -239,7 +240,11 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
 
 
 def _held_layer(rows: Rows, layer: Any) -> int:
-    """Validates a layer's index among the layers in `rows` and returns it as an int; ValueError for others."""
+    """Validates a layer's index among the layers in `rows`, returns it as an int; TypeError if these are no `Rows`."""
+    if not isinstance(rows, Rows):
+        raise TypeError(
+            f"rows={shortened(brief(rows))}: give the Rows of jaxkv.compress: attend(q, rows), append(rows, k, v)"
+        )
     layers = rows.start.shape[0]
     remedy = f"these rows hold layers 0 to {layers - 1}"
     layer = whole("layer", layer, remedy, least=0)

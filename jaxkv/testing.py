@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv._settings import settled
+from jaxkv._values import brief, shortened
 from jaxkv.cache import KVCache
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
@@ -62,6 +63,8 @@ def segments(cache: KVCache) -> Iterator[Segment]:
     Yields:
         Its segments, layer by layer.
     """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache={shortened(brief(cache))}: give a KVCache, as prefill and Session return it")
     whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
     for layer, sequence, head, pool, rows in cache.spans():
         yield Segment(layer, sequence, head, *(array[sequence, rows] for array in whole[pool]))

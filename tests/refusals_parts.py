@@ -340,7 +340,10 @@ OWN = [
         lambda keep: Keep(**keep),
         ({"sinks": 1.5}, r"sinks=1\.5: give 0 or more"),
         ({"window": -1}, "window=-1: give 0 or more"),
-        ({"recent": 2}, "recent=2: give a share between 0 and 1"),
+        (
+            {"recent": 2},
+            "recent=2: give the share of a layer's rows, between 0 and 1; a number of last tokens is window=",
+        ),
         ({"protect": (3,)}, r"protect=\(3,\): give spans"),
     ),
     *door(

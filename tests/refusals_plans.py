@@ -39,6 +39,7 @@ ROWS = [
         "plan",
         planned,
         ({"gpus": "h10x8"}, "no such GPU; .* did you mean h100"),
+        ({"gpus": "h100,a100-80gb"}, "gpus=.*a plan is of one kind of GPU"),
         ({"gpus": "h100x0"}, "give 1 or more of them"),
         ({"gpus": "h100x1000000"}, "fewer than a million"),
         ({"model": "lama-3.1-70b"}, "did you mean llama-3.1-70b"),

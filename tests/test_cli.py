@@ -185,6 +185,8 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--max-new-tokens", "several"], "argument --max-new-tokens: 'several': give a whole number"),
         (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file or directory"),
         (["--colour"], "unrecognized arguments: --colour"),
+        (["--max-new-token", "5", "--buget", "5"], "unrecognized arguments: --buget 5; did you mean --budget?"),
+        (["--compression-ratio=0.5"], "--compression-ratio=0.5; it is kvpress' share of rows removed: give --budget"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):

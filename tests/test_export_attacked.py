@@ -1,6 +1,7 @@
 """What an attack on exports has found: each was wrong, or without an end, before."""
 
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_half_a_token_is_refused(model):
         model.generate([[1]], 2.5)
 
 
-def test_a_stream_tells_each_token_once(capsys):
+def test_a_stream_tells_each_token_once(capsys, monkeypatch):
     """Also where a sequence ends between two reports."""
     drawn = [np.arange(n)[None] for n in (8, 11)]
 
@@ -59,5 +60,10 @@ def test_a_stream_tells_each_token_once(capsys):
     source = Path(runtime.__file__).read_text("utf-8")
     main = re.search(r'\nif __name__ == "__main__":\n(.*)', source, re.DOTALL)[1]
     names = vars(runtime) | {"Model": lambda folder: fake}
-    exec("if True:\n" + main, names)  # the lines that run for `python DIR/runtime.py`
+    for words in ([], ["What", "is", "it?"], ["--help"]):
+        monkeypatch.setattr(sys, "argv", ["runtime.py", *words])
+        with pytest.raises(SystemExit, match="usage: runtime.py 'PROMPT'"):
+            exec("if True:\n" + main, names)
+    monkeypatch.setattr(sys, "argv", ["runtime.py", "What is it?"])
+    exec("if True:\n" + main, names)  # the lines that run for `python DIR/runtime.py 'PROMPT'`
     assert capsys.readouterr().out == decode(range(11))

@@ -192,11 +192,16 @@ def test_the_largest_fits_and_the_next_does_not(policy):
 
 
 def test_remedies_would_do():
-    """A budget, a policy and more GPUs, in that order, each by the same arithmetic."""
+    """A budget, a policy where all rows are kept, narrow weights, more GPUs, in that order, by the same arithmetic."""
     whole = plan("llama-3.1-405b", gpus="h100x16", context=CONTEXT, batch=4)
-    assert not whole.fits and [each.about for each in whole.remedies] == ["SnapKV(budget=2048)", "h100x32"]
+    assert not whole.fits and [each.about for each in whole.remedies] == [
+        "SnapKV(budget=2048)",
+        "weights in 8 bits",
+        "h100x32",
+    ]
     many = plan("llama-3.1-8b", gpus="l4", context=8192, batch=24, policy=jaxkv.AdaKV(budget=2048))
     assert not many.fits and many.remedies[0].about.startswith("a budget of ")
+    assert not any("SnapKV" in each.about for each in many.remedies)
     assert many.remedies[0].setting.policy.parts().budget < 2048
     for each in (*whole.remedies, *many.remedies):
         assert fits(each.setting) and each.peak == sizes_of(each.setting).peak
@@ -204,7 +209,8 @@ def test_remedies_would_do():
     assert not nothing.remedies and "nothing that was tried would fit" in str(nothing)
     # Neither prompts nor a budget of few tokens are a budget that others could have.
     for few in (None, jaxkv.StreamingLLM(budget=8)):
-        assert plan("llama-3.1-70b", gpus="h100", context=4, policy=few).remedies[0].about == "h100x2"
+        found = plan("llama-3.1-70b", gpus="h100", context=4, policy=few).remedies
+        assert [each.about for each in found] == ["weights in 8 bits", "h100x2"]
     assert plan("llama-3.1-70b", context=CONTEXT, batch=4, policy="snapkv").remedies == ()
 
 

@@ -348,12 +348,24 @@ def test_a_page_without_matplotlib_says_so(tmp_path, monkeypatch):
     assert "They need matplotlib" in text and "<img" not in text and "<h2>By group" not in text
 
 
+def test_a_page_of_the_policies_that_are_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    out = tmp_path / "out"
+    lines, names = told(out), [*Evaluation.read(out).policies]
+    whole = jaxkv.report(out).read_text("utf-8")
+    (out / "samples.jsonl").write_bytes(lines[:-1])
+    page = jaxkv.report(out).read_text("utf-8")
+    assert f"<b>Not finished:</b> {names[-1]}." in page and "Not finished" not in whole
+    rows = [f'">{name}</td>' in page for name in names]
+    assert len(names) > 1 and rows == [True] * (len(names) - 1) + [False]
+
+
 def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
     out = tmp_path / "out"
     lines = told(out)
-    (out / "samples.jsonl").write_bytes(lines[:-1])
-    with pytest.raises(ValueError, match="holds 41 of the evaluation's 42 lines: run the same command"):
+    (out / "samples.jsonl").write_bytes(b"".join(lines.splitlines(keepends=True)[:3]))
+    with pytest.raises(ValueError, match="holds 3 of the evaluation's 42 lines: run the same command"):
         jaxkv.report(out)
     for folder in (tmp_path, tmp_path / "none", out / "run.json"):
         with pytest.raises(ValueError, match="folder="):

@@ -76,7 +76,9 @@ def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
     """Parses `argv`, runs its command and returns the exit code; expected errors become one line on stderr."""
     try:
         try:
-            options = parser.parse_args(argv)
+            options, unknown = parser.parse_known_args(argv)
+            if unknown:
+                options.command.error(_unknown(unknown, options.command))
             # Up to Python 3.12, argparse turns the value in `--model=--` into an empty list.
             empty = [name for name, value in vars(options).items() if value == []]
             if empty:
@@ -152,6 +154,17 @@ class _Parser(argparse.ArgumentParser):
         to_stdout(self.format_help(), end="")
 
 
+def _unknown(given: list[str], command: argparse.ArgumentParser) -> str:
+    """Error text for arguments that a command does not take, with what other libraries' names or nearest ones mean."""
+    message = f"unrecognized arguments: {' '.join(given)}"
+    first = given[0].partition("=")[0]
+    if first == "--compression-ratio":
+        return f"{message}; it is kvpress' share of rows removed: give --budget, the share that is kept"
+    known = [name for action in command._actions for name in action.option_strings if name.startswith("--")]
+    near = difflib.get_close_matches(first, known, n=1)
+    return f"{message}; did you mean {near[0]}?" if near else message
+
+
 class _Version(argparse.Action):
     """Argparse action of `--version`: looks the package's version up, prints it to stdout and exits."""
 
@@ -178,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
             command = commands.add_parser(name, help=about)
         else:
             command = commands.add_parser(name, help=about, description=_ABOUT, epilog=notes, formatter_class=raw)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, command=command)
         add_options(command)
 
     add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)

@@ -55,7 +55,8 @@ def add_ask_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jaxkv ask` to its parser."""
     add = parser.add_argument_group("document and questions").add_argument
     add("folder", metavar="FOLDER", help="what `jaxkv compress`, or `cache.save` in Python, has written")
-    add("questions", nargs="+", metavar="QUESTION", help="a question; several are answered side by side")
+    some = "a question; several are answered side by side, by programs that are compiled for each number of questions"
+    add("questions", nargs="+", metavar="QUESTION", help=some)
     _add_model_options(parser)
     add_drawing_options(parser)
     parser.add_argument_group("output").add_argument(
@@ -114,6 +115,10 @@ def run_ask(options: argparse.Namespace) -> int:
         key=random_key(options.seed),
         implementation=implementation,
     )
+    stats = answers.stats
+    told = f"{len(options.questions)} questions, read in {stats.prefill_seconds:.1f} s"
+    told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} a second"
+    to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of tracing and compiling")
     if options.json:
         found = [
             {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}

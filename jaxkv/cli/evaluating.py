@@ -61,7 +61,7 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     joining.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
     joining.add_argument("--json", action="store_true", help="print JSON")
     joining.set_defaults(run=run_merge)
-    reporting = commands.add_parser("report", help="write a finished evaluation as one HTML page")
+    reporting = commands.add_parser("report", help="write an evaluation's finished policies as one HTML page")
     reporting.add_argument("folder", metavar="DIR", help="of an evaluation")
     samples = "of each policy (default: 200)"
     reporting.add_argument("--samples", type=argument(natural), default=200, metavar="N", help=samples)

@@ -1,6 +1,7 @@
 """`report`: a finished evaluation as one HTML page that needs no other file, to look at and to send."""
 
 import base64
+import dataclasses
 import functools
 import hashlib
 import json
@@ -22,9 +23,10 @@ PAGE = "report.html"
 
 
 def report(folder: str | os.PathLike[str], *, samples: int = 200) -> Path:
-    """Writes a finished evaluation as one HTML page and returns its path: tables to sort, plots, settings, samples.
+    """Writes an evaluation as one HTML page and returns its path: tables to sort, plots, settings, samples.
 
-    The page loads nothing from elsewhere, and shows everything that models drew as text, never as markup.
+    Of an evaluation that is not finished it shows the policies that are, and names the others. The page loads nothing
+    from elsewhere, and shows everything that models drew as text, never as markup.
 
     Args:
         folder: where `jaxkv.evaluate`, `jaxkv eval` or `jaxkv eval merge` wrote to.
@@ -34,14 +36,28 @@ def report(folder: str | os.PathLike[str], *, samples: int = 200) -> Path:
         Path of the page, `report.html` in the folder; it has no pictures if matplotlib is not installed.
 
     Raises:
-        ValueError: if the folder holds no evaluation, or an unfinished one.
+        ValueError: if the folder holds no evaluation, or one without a finished policy.
         OSError: if the page cannot be written; an older page then stays unchanged.
     """
     samples = checks.whole("samples", samples, "give how many to show of each policy; 0 for none", least=0)
-    evaluation = Evaluation.read(folder)
+    evaluation, missing = _finished(folder)
     path = evaluation.folder / PAGE
-    write_whole(path, _page(evaluation, samples).encode())
+    write_whole(path, _page(evaluation, samples, missing).encode())
     return path
+
+
+def _finished(folder: str | os.PathLike[str]) -> tuple[Evaluation, list[str]]:
+    """Pair: an evaluation with its finished policies alone, and the names of the others; ValueError if none is."""
+    found = Evaluation.begun(folder)
+    run, each = found.run, found.run.lines // len(found.run.policies)
+    names = [*run.policies]
+    done = names[: len(found.records) // each]
+    if not done or done == names:
+        return Evaluation.read(folder), []
+    policies = {name: run.policies[name] for name in done}
+    run = dataclasses.replace(run, policies=policies, budgets={name: run.budgets[name] for name in done})
+    finished = dataclasses.replace(found, run=run, records=found.records[: len(done) * each])
+    return finished, names[len(done) :]
 
 
 @functools.cache
@@ -50,8 +66,8 @@ def data_file(name: str) -> str:
     return (resources.files("jaxkv.evals") / "data" / name).read_text("utf-8")
 
 
-def _page(evaluation: Evaluation, samples: int) -> str:
-    """HTML text of an evaluation's report: tables, plots, settings and at most `samples` samples of each policy."""
+def _page(evaluation: Evaluation, samples: int, missing: list[str]) -> str:
+    """HTML text of an evaluation's report: tables, plots, settings, samples; `missing` policies are not finished."""
     import jinja2
     import markupsafe
 
@@ -70,6 +86,7 @@ def _page(evaluation: Evaluation, samples: int) -> str:
     allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return environment.from_string(data_file("report.html.jinja")).render(
         evaluation=evaluation,
+        missing=missing,
         run=evaluation.run,
         samples=samples,
         pictures=[] if PLOTS_MISSING else _pictures(evaluation),

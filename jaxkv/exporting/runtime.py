@@ -221,20 +221,20 @@ class Model:
             drawn = np.append(drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1)
             need((drawn < (vocab := self.said["vocab"])).all(), f"{kind}: it gave an id outside of [0, {vocab})")
             tell and tell(drawn)
-        left = cache.room - drawn.shape[1] * self.said["grows"]
-        return drawn, cache._replace(arrays=self.again(out, at, True)[0], room=left)
+        arrays, room = self.again(out, at, True)[0], cache.room - drawn.shape[1] * self.said["grows"]
+        return drawn, cache._replace(arrays=arrays, room=room)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
         """Generates answers to a prompt or a list; returns token ids, text (None without tokenizer) and cache."""
         new, one = self.said["new"] if max_new_tokens is None else max_new_tokens, prompts(prompt)[1]
         new = self.asked(new, seed, **drawing)[0]
         drawn, cache = self.draw(self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing)
-        tokens = [row[row >= 0].tolist() for row in drawn]
-        text = self.text and [*map(self.text.decode, tokens)]
+        text = (tokens := [row[row >= 0].tolist() for row in drawn]) and self.text and [*map(self.text.decode, tokens)]
         return (tokens[0], text and text[0], cache) if one else (tokens, text, cache)
 
 
 if __name__ == "__main__":
+    len(sys.argv) == 2 and sys.argv[1] not in ("-h", "--help") or sys.exit(f"usage: {sys.argv[0]} 'PROMPT'")
     model, text = Model(pathlib.Path(__file__).parent), lambda drawn: model.text.decode(drawn[0][drawn[0] >= 0])
     told, more = [""], lambda drawn: told.__iadd__([text(drawn).rstrip("\ufffd")])[-1][len(told[-2]) :]
     model.generate(sys.argv[1:2], tell=lambda drawn: print(more(drawn), end="", flush=True))

@@ -106,6 +106,7 @@ def gpus() -> dict[str, GPU]:
 
 def gpu_named(name: str) -> GPU:
     """`GPU` of a name or alias in any case; ValueError with the nearest names if it is unknown."""
+    require("," not in name, "gpus", name, "a plan is of one kind of GPU: make a plan for each")
     known = {spelling: gpu for gpu in gpus().values() for spelling in (gpu.name, *gpu.aliases)}
     spelled = _spelled(name)
     near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)

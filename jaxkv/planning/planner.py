@@ -335,7 +335,10 @@ def largest_context(setting: Setting | HostSetting) -> int:
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
-    """Yields `Remedy` values, changed settings that fit into memory: a smaller budget, another policy, more GPUs."""
+    """Yields `Remedy` values, changed settings that fit: a smaller budget, a policy, weights in 8 bits, more GPUs.
+
+    Policies are offered only for one that keeps all rows: another method is another quality.
+    """
     policy, budget = setting.policy, setting.policy.parts().budget
     if isinstance(budget, int):
         smaller = _with_smaller_budget(setting, policy, budget)
@@ -344,13 +347,14 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
             yield Remedy(about=f"a budget of {rows:,}: {name}", setting=smaller, peak=sizes_of(smaller).peak)
     # At least _LEAST_BUDGET, which every policy accepts, even for short prompts or a small budget.
     budget = max(budget if isinstance(budget, int) else min(_USUAL_BUDGET, setting.context), _LEAST_BUDGET)
-    for name in _OTHERS:
-        other = POLICIES[name]
-        if type(policy) is not other:
-            smaller = _with_smaller_budget(setting, other(budget=budget), budget)
-            if smaller is not None:
-                yield Remedy(about=policy_name(smaller.policy), setting=smaller, peak=sizes_of(smaller).peak)
-                break
+    for name in _OTHERS if policy.parts().scorer is None else ():
+        smaller = _with_smaller_budget(setting, POLICIES[name](budget=budget), budget)
+        if smaller is not None:
+            yield Remedy(about=policy_name(smaller.policy), setting=smaller, peak=sizes_of(smaller).peak)
+            break
+    narrow = dataclasses.replace(setting, weights="int8")
+    if setting.weights is None and fits(narrow):
+        yield Remedy(about="weights in 8 bits", setting=narrow, peak=sizes_of(narrow).peak)
     larger = _with_more_gpus(setting)
     if larger is not None:
         about = f"{larger.gpu.name}x{larger.gpus}" + (f" as {larger.data}x{larger.split}" if larger.data > 1 else "")

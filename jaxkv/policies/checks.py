@@ -43,8 +43,18 @@ def as_policy_budget(given: Any) -> Budget:
         return as_budget(given)
     count = bytes_of(given)
     remedy = "give rows per head (an int), a share (a float), or bytes of a sequence's cache, such as '64MB'"
-    require(bool(count), "budget", given, remedy)
+    require(bool(count), "budget", given, f"{_meant(given)}{remedy}")
     return _in_units(count or 0)
+
+
+def _meant(given: str) -> str:
+    """Beginning of a remedy, such as "write 0.1; ", for a budget that is a number in quotes, or per cent; else ""."""
+    try:
+        number = float(given.strip().removesuffix("%")) / (100 if given.strip().endswith("%") else 1)
+    except ValueError:
+        return ""
+    sound = 0 < number <= 1 or 1 < number < 1e9 and number.is_integer()
+    return f"write {number:.9g}; " if sound else ""
 
 
 def as_budget(given: Any) -> int | float | None:

@@ -34,7 +34,8 @@ class Keep(Value):
     def __post_init__(self) -> None:
         field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         field(self, "window", whole, "give 0 or more last tokens", least=0)
-        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
+        remedy = "give the share of a layer's rows, between 0 and 1; a number of last tokens is window="
+        field(self, "recent", real, remedy, high=1.0)
         # Cut to the range of positions, int32, so that the device can hold them.
         spans = [[max(-FARTHEST, min(edge, FARTHEST)) for edge in span] for span in as_spans(self.protect)]
         object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
