@@ -161,7 +161,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes all `Sample`s of the task as a sequence, the same for the same settings and tokenizer.
+        """Makes the sequence of all `Sample` values of the task, the same for the same settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
