@@ -172,7 +172,7 @@ def test_samples_need_a_key_and_another_key_is_another_sample():
     model = tiny.tiny(GQA)
     plain, keyed, hot = Session(model), Session(model, key=3), jaxkv.Temperature(temperature=2.0)
     cache = plain.prefill(IDS)
-    with pytest.raises(ValueError, match=r"key=None: Temperature.* needs jax\.random\.key"):
+    with pytest.raises(ValueError, match=r"key=None: Temperature.* draws at random: give key=jax\.random\.key"):
         plain.draw(cache, 4, sampling=hot)
     same = [keyed.draw(cache, 12, sampling=hot)[1] for _ in range(2)]
     np.testing.assert_array_equal(*same)

@@ -216,8 +216,6 @@ def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "
 def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Scores `[B, K, S]`, infinite for the rows that a two-stage scorer takes first; unchanged for other scorers."""
     assert layer.scores is not None
-    if layer.first is None:
-        return layer.scores
     forced = _forced(layer, recent)
     return _first_above(layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0])
 

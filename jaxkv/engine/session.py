@@ -363,7 +363,7 @@ class Session:
         self._check(np.zeros(cache.batch, np.int32), 0, cache)
         sampling, given = arguments.as_sampling(sampling), arguments.as_key(key)
         keyed = isinstance(sampling, Greedy) or self._keyed or given is not None
-        require(keyed, "key", key, f"{sampling} needs jax.random.key(...)")
+        require(keyed, "key", key, f"{sampling} draws at random: give key=jax.random.key(0), or key=0")
         remedy = "give what a session's prefill, extend or draw returned"
         require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key if given is None else given

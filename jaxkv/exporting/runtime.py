@@ -226,11 +226,11 @@ class Model:
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
         """Generates answers to a prompt or a list; returns token ids, text (None without tokenizer) and cache."""
-        new, one = self.said["new"] if max_new_tokens is None else max_new_tokens, prompts(prompt)[1]
-        new = self.asked(new, seed, **drawing)[0]
+        new = self.asked(self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **drawing)[0]
         drawn, cache = self.draw(self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing)
-        text = (tokens := [row[row >= 0].tolist() for row in drawn]) and self.text and [*map(self.text.decode, tokens)]
-        return (tokens[0], text and text[0], cache) if one else (tokens, text, cache)
+        tokens = [row[row >= 0].tolist() for row in drawn]
+        text = self.text and [*map(self.text.decode, tokens)]
+        return (tokens[0], text and text[0], cache) if prompts(prompt)[1] else (tokens, text, cache)
 
 
 if __name__ == "__main__":
