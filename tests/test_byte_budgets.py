@@ -99,7 +99,7 @@ def test_bases_have_the_bytes():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: jaxkv.SnapKV(budget="64"), "budget='64': give rows per head"),
+        (lambda: jaxkv.SnapKV(budget="64"), "budget='64': write 64; give rows per head"),
         (lambda: jaxkv.SnapKV(budget="0MB"), "budget='0MB': give rows per head"),
         (lambda: jaxkv.SnapKV(budget="lots"), "budget='lots': give rows per head"),
         (lambda: jaxkv.FullKV(budget="64MB"), "budget='64MB': FullKV keeps everything"),
