@@ -51,7 +51,7 @@ def predicted(config, shape):
     for name in POLICIES:
         request = {"batch": batch, "context": context, "new": new, "dtype": "float32", "memory": None}
         setting = HostSetting(model=MODEL, config=config, policy=policy_of(name), **request)
-        found[name] = service_of(speed_of(setting), batch, new, None)
+        found[name] = service_of(speed_of(setting), setting, None)
     return found
 
 

@@ -56,6 +56,8 @@ ROWS = [
         ({"quality": "/nowhere"}, "quality='/nowhere': no evaluation lies there"),
         ({"quality": 3}, TypeError, "quality=3: give the folder of an evaluation"),
         ({"batch": 0}, "batch=0: give 1 prompt"),
+        ({"questions": 0}, "questions=0: give how many a prompt answers, 1 or more"),
+        ({"questions": 2.5}, "questions=2.5: give how many a prompt answers"),
         ({"dtype": "int8"}, "dtype='int8': give one of bfloat16"),
         ({"policy": "snapvk"}, "no such policy"),
         ({"model": 3, "gpus": "h100"}, TypeError, "give a "),

@@ -89,7 +89,7 @@ def test_prices_and_what_does_not_fit(capsys):
     asked = "--model llama-3.1-8b --gpus a100-80gb --context 32K --batch 13 --budget 1024 --price 2".split()
     out = run(capsys, *asked, "--compare", "full,snapkv")
     full, snapkv = (next(line for line in out.splitlines()[8:] if line.startswith(name)) for name in ("Full", "Snap"))
-    assert full.split()[1:4] == ["-", "-", "-"] and "of 1M tokens" in out
+    assert full.split()[1:4] == ["-", "-", "-"] and "1M tokens cost" in out
     one, other = (float(line.split()[-2]) for line in (full, snapkv))
     assert other < one < 1.5 * other
     record = json.loads(run(capsys, *asked, "--policy", "snapkv", "--json"))
@@ -101,6 +101,19 @@ def test_prices_and_what_does_not_fit(capsys):
     assert record["estimated"] is record["requests"] is record["pays"] is None and not record["fits"]
     assert record["requests_of_largest_batch"]["batch"] == 12
     assert "\nNo estimate of speed: it does not fit.\n" in run(capsys, *asked, "--policy", "full")
+
+
+def test_questions_share_a_prefill(capsys):
+    asked = "--model llama-3.1-8b --gpus h100 --context 32K --batch 4 --policy snapkv --budget 1024 --price 2".split()
+    alone = json.loads(run(capsys, *asked, "--json"))
+    out, shared = (run(capsys, *asked, "--questions", "10", *more) for more in ([], ["--json"]))
+    assert ": 4 prompts of 32,768 tokens, each asked 10 times, 256 new tokens each" in out
+    shared = json.loads(shared)
+    assert (alone["questions"], shared["questions"]) == (1, 10)
+    once, often = alone["requests"], shared["requests"]
+    seconds = once["prefill_seconds"] / 10 + once["decode_seconds"]
+    assert often["request_seconds"] == pytest.approx(seconds)
+    assert often["price"]["per_thousand_requests"] == pytest.approx(2 * 1000 * seconds / 4 / 3600)
 
 
 def test_json(capsys):

@@ -15,7 +15,7 @@ from jaxkv.planning import host_speed
 from jaxkv.planning.gpus import gpus_named
 from jaxkv.planning.host_rates import HostRates
 from jaxkv.planning.outlook import Payback, Service
-from jaxkv.planning.planner import outlook_of, plan, served_of, speed_of
+from jaxkv.planning.planner import outlook_of, plan, planned, served_of, speed_of
 from jaxkv.planning.served import Slot
 from jaxkv.planning.setting import HostSetting, tokens_of
 from jaxkv.planning.sizes import sizes_of
@@ -32,6 +32,9 @@ def test_service():
     assert made.price_of_requests == 25.0 and made.price_of_tokens == 250.0
     assert dataclasses.replace(made, new=0, decode=0.0).price_of_tokens is None
     assert "price" not in dataclasses.replace(made, price=None).as_dict()
+    shared = dataclasses.replace(made, questions=4)
+    assert (shared.seconds, shared.requests, shared.as_dict()["questions"]) == (8.5, 4 * 3600 / 8.5, 4)
+    assert str(shared).startswith("requests, 4 at a time, 4 of each prompt: 8.50 s each")
     assert [amount(each) for each in (0.00123456, 0.5, 12.345, 999.6, 123456.7)] == [
         *("0.00123", "0.500", "12.3", "1,000", "123,457")
     ]
@@ -89,6 +92,18 @@ def test_the_largest_batch_pays_for_its_prefill_too():
     apart = outlook_of(dataclasses.replace(setting, gpus=8, data=8), 8, price=3.0)
     assert apart.asked.price == 24.0 and apart.best is apart.asked
     assert outlook_of(setting_of("FullKV", 8, 32768), 16).payback is None
+    # Ten questions of each prompt share its prefill, in both batches; memory and the break-even stay as they are.
+    shared = outlook_of(dataclasses.replace(setting, questions=10), 16, price=3.0)
+    assert shared.asked.seconds == pytest.approx(made.speed.prefill / 10 + 256 * made.speed.step)
+    assert shared.best.seconds == pytest.approx(made.best.prefill / 10 + made.best.decode)
+    assert shared.payback == made.payback
+
+
+def test_what_just_does_not_fit_takes_over_100_per_cent():
+    setting = setting_of("FullKV", 8, 32768)
+    memory = sizes_of(setting).peak - 1
+    made = planned(dataclasses.replace(setting, gpu=dataclasses.replace(setting.gpu, memory=memory)))
+    assert f"over 100% of {memory / 1e9:.2f} GB" in str(made) and not made.fits
 
 
 def test_an_engine_is_planned():
@@ -109,6 +124,8 @@ def test_an_engine_is_planned():
     # Each of two groups has room for the prompts that wait for both: s + 2 * s / 4 slots instead of s + s / 4.
     both = served_of(dataclasses.replace(setting, gpus=2, data=2))
     assert 2 * made.slots * 1.25 / 1.5 == pytest.approx(both.slots, rel=0.01) and both.price_of_requests is None
+    shared = served_of(dataclasses.replace(setting, questions=10))
+    assert shared.seconds == pytest.approx(prefill / 10 + 256 * step / made.slots) and shared.slots == made.slots
     full = served_of(dataclasses.replace(setting, policy=jaxkv.FullKV()))
     assert full.slots < made.slots / 20 and full.requests < made.requests
 

@@ -68,6 +68,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
     add("--new", type=argument(natural), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
+    asked = "questions that each prompt answers, which share its prefill (default: %(default)s)"
+    add("--questions", type=count, default=1, metavar="N", help=asked)
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
     add_weights_option(add)
     add("--serve", action="store_true", help="an engine, too: slots that fit, and such prompts answered a second")
@@ -121,6 +123,7 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
                 context=options.context,
                 batch=options.batch,
                 new=options.new,
+                questions=options.questions,
                 dtype=options.dtype,
                 weights=options.weights,
             ),

@@ -12,7 +12,7 @@ _HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", 
 _MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
 _TIME_HEAD = ("policy", "tokens/s", "s a request", "requests/h")
 _SERVED_HEAD = ("slots", "served/s", "longest pause, s")
-_MOST_HEAD = ("of largest batch", "its tokens/h", "pays from answer")
+_MOST_HEAD = ("requests/h, largest batch", "tokens/h of it", "pays from answer")
 
 
 def compared(plans: Sequence[Plan | MachinePlan]) -> str:
@@ -58,7 +58,7 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
     scored = next((each.quality for each in outlooks if each.quality is not None), None)
     served = any(each.served is not None for each in outlooks)
     head = [*_TIME_HEAD, *_MOST_HEAD, *(_SERVED_HEAD if served else [])]
-    head += ["its price of 1,000", "of 1M tokens"] if priced else []
+    head += ["1,000 requests cost", "1M tokens cost"] if priced else []
     if scored is not None:
         head.append(f"score, {scored.unit}, of {scored.task}")
     rows = [tuple(head)]

@@ -7,6 +7,7 @@ from typing import Any
 from jaxkv._values import amount
 from jaxkv.planning.quality import Quality
 from jaxkv.planning.served import Served
+from jaxkv.planning.setting import Request
 from jaxkv.planning.speed import Speed
 
 
@@ -19,6 +20,7 @@ class Service:
         new: tokens that each request draws.
         prefill: seconds of the batch's prefill.
         decode: seconds of its decode steps.
+        questions: requests that each prompt answers one after the other, so that they share its prefill.
         price: of all devices for an hour; None if it is not given.
     """
 
@@ -26,12 +28,13 @@ class Service:
     new: int
     prefill: float
     decode: float
+    questions: int = 1
     price: int | float | None = None
 
     @property
     def seconds(self) -> float:
-        """Seconds that a request takes, as its whole batch: prefill plus decode."""
-        return self.prefill + self.decode
+        """Seconds that a request takes, as its whole batch: its share of prefill plus decode."""
+        return self.prefill / self.questions + self.decode
 
     @property
     def requests(self) -> float:
@@ -57,6 +60,7 @@ class Service:
         """Dict for JSON: batch, seconds, requests and tokens an hour, and prices if a price is given."""
         found = {
             "batch": self.batch,
+            "questions": self.questions,
             "prefill_seconds": self.prefill,
             "decode_seconds": self.decode,
             "request_seconds": self.seconds,
@@ -71,6 +75,7 @@ class Service:
     def __str__(self) -> str:
         """One line of text: batch, seconds of a request, requests and new tokens an hour, prices."""
         batch = f"{self.batch:,} at a time" if self.batch > 1 else "one at a time"
+        batch += f", {self.questions:,} of each prompt" if self.questions > 1 else ""
         text = f"requests, {batch}: {amount(self.seconds)} s each, {amount(self.requests)} an hour"
         text += f" with {amount(self.tokens)} new tokens"
         if self.price_of_requests is not None:
@@ -80,9 +85,16 @@ class Service:
         return text
 
 
-def service_of(speed: Speed, batch: int, new: int, price: float | None) -> Service:
+def service_of(speed: Speed, asked: Request, price: float | None) -> Service:
     """Makes the `Service` of a batch by its speed: prefill, then `new` decode steps, and an hour's price."""
-    return Service(batch=batch, new=new, prefill=speed.prefill, decode=new * speed.step, price=price)
+    return Service(
+        batch=asked.batch,
+        new=asked.new,
+        questions=asked.questions,
+        prefill=speed.prefill,
+        decode=asked.new * speed.step,
+        price=price,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class _Options(TypedDict, total=False):
     mesh: str | tuple[int, int] | None
     batch: int
     new: int
+    questions: int
     policy: Method | type[Method] | str | None
     dtype: Any
     weights: Any
@@ -71,6 +72,7 @@ def plan(
     context: int | str,
     batch: int = 1,
     new: int = 256,
+    questions: int = 1,
     policy: Method | type[Method] | str | None = None,
     dtype: Any = None,
     weights: Any = None,
@@ -90,6 +92,7 @@ def plan(
         context: tokens of each prompt: a number, or a text such as `128K`, where K is 1024.
         batch: number of prompts.
         new: tokens to draw after each prompt.
+        questions: requests that each prompt answers; they share its prefill in seconds, requests an hour and prices.
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
         weights: "int8" for linear maps in 8 bits, as `jaxkv.load` takes it.
@@ -108,7 +111,9 @@ def plan(
         ImportError: if the compiler is asked and not installed; the message says how to get it.
     """
     known = known_model(model)
-    asked = Asked(policy=policy, context=context, batch=batch, new=new, dtype=dtype, weights=weights)
+    asked = Asked(
+        policy=policy, context=context, batch=batch, new=new, questions=questions, dtype=dtype, weights=weights
+    )
     setting, notes = setting_of(known, gpus, mesh, asked)
     require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs: leave it out")
     require_price(price)
@@ -153,7 +158,8 @@ def setting_of(
     given = policy_for(given, known.config, filters, dtype=dtype)
     if asked.weights is not None and not here:
         notes.append("products are taken to read weights in 8 bits as they are stored, at the rate of wider ones")
-    numbers = {"batch": asked.batch, "new": asked.new, "context": tokens_of(asked.context)}
+    numbers = {name: getattr(asked, name) for name in ("batch", "new", "questions")}
+    numbers["context"] = tokens_of(asked.context)
     request = Request(
         model=known.name, config=known.config, policy=given, dtype=dtype, weights=asked.weights, **numbers
     )
@@ -240,7 +246,7 @@ def outlook_of(
     batches = [setting.batch if fitting else 0, most if most and known and most != setting.batch else 0]
     speeds = [speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches]
     asked, largest = (
-        None if speed is None else service_of(speed, batch, setting.new, hourly)
+        None if speed is None else service_of(speed, dataclasses.replace(setting, batch=batch), hourly)
         for speed, batch in zip(speeds, batches, strict=True)
     )
     silent = ""

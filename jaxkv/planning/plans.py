@@ -35,7 +35,7 @@ def policy_name(policy: Method) -> str:
 
 def title(setting: Setting) -> str:
     """One line of text: model name, dtype, number and kind of GPUs, and how the model is split over them."""
-    split = f"split over {setting.split}" if setting.split > 1 else "whole"
+    split = f"split over {setting.split}" if setting.split > 1 else "not split"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
     return f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
 
@@ -47,7 +47,8 @@ def machine_title(setting: HostSetting) -> str:
 
 def prompts(request: Request) -> str:
     """Text on a request's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
-    return f"{_count_of_prompts(request)} of {request.context:,} tokens, {request.new:,} new tokens each"
+    asked = f", each asked {request.questions:,} times" if request.questions > 1 else ""
+    return f"{_count_of_prompts(request)} of {request.context:,} tokens{asked}, {request.new:,} new tokens each"
 
 
 def _count_of_prompts(request: Request) -> str:
@@ -133,8 +134,8 @@ class Plan:
             *_parts(sizes.parts),
             ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a decode step"),
             *_waiting(sizes.waiting),
-            ("peak of prefill", sizes.prefill_peak, f"{sizes.prefill_peak / setting.memory:.0%} of {memory}"),
-            ("peak of decode", sizes.decode_peak, f"{sizes.decode_peak / setting.memory:.0%} of {memory}"),
+            ("peak of prefill", sizes.prefill_peak, f"{_share(sizes.prefill_peak, setting.memory)} of {memory}"),
+            ("peak of decode", sizes.decode_peak, f"{_share(sizes.decode_peak, setting.memory)} of {memory}"),
         ]
         if sizes.host:
             facts.append(("in host memory", sizes.host, "on a GPU's behalf"))
@@ -192,6 +193,7 @@ class Plan:
             "batch": setting.batch,
             "context": setting.context,
             "new": setting.new,
+            "questions": setting.questions,
             "dtype": setting.dtype,
             "memory_bytes": setting.memory,
             "weights_bytes": sizes.weights,
@@ -286,7 +288,7 @@ class MachinePlan:
         """Dict for JSON of the whole plan for this machine: request, sizes in bytes, whether it fits, speed, notes."""
         setting, made = self.setting, self.process
         return {
-            **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "dtype")},
+            **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "questions", "dtype")},
             "policy": policy_name(setting.policy),
             "gpu": "cpu",
             **{f"{name}_bytes": size for name, size in dataclasses.asdict(made).items() if name != "parts"},
@@ -325,6 +327,12 @@ def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, 
     for (name, _, remark), size in zip(facts, sizes, strict=True):
         lines.append(f"  {name:<16} {size:>{width}}  {remark}".rstrip())
     return [*lines, ""]
+
+
+def _share(size: int, memory: int) -> str:
+    """Text with the share of memory that `size` bytes take, in per cent; never a round 100% of what does not fit."""
+    text = f"{size / memory:.0%}"
+    return "over 100%" if size > memory and text == "100%" else text
 
 
 def _largest(plan: Plan | MachinePlan, limit: str = "") -> str:

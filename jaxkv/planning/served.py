@@ -21,6 +21,7 @@ class Served:
         slot_bytes: bytes of a slot on one device.
         new: tokens that each request draws.
         prefill: seconds to prefill one prompt.
+        questions: requests that each prompt answers, so that they share its prefill.
         step: seconds to draw one token in every slot.
         layers: layers of the model.
         auto: the most slots that an engine makes by itself, with slots="auto".
@@ -34,14 +35,15 @@ class Served:
     step: float | None
     layers: int
     auto: int
+    questions: int = 1
     price: int | float | None = None
 
     @property
     def seconds(self) -> float | None:
-        """Device seconds per request: prefill and a share of the steps of all slots; None without slots or speed."""
+        """Device seconds per request: shares of prefill and of all slots' steps; None without slots or speed."""
         if not self.slots or self.prefill is None or self.step is None:
             return None
-        return self.prefill + self.new * self.step / self.slots
+        return self.prefill / self.questions + self.new * self.step / self.slots
 
     @property
     def requests(self) -> float | None:
@@ -119,6 +121,7 @@ class Slot:
             slots=slots,
             slot_bytes=self.nbytes,
             new=self.setting.new,
+            questions=self.setting.questions,
             prefill=None if one is None else one.prefill,
             step=None if every is None else every.step,
             layers=self.setting.config.layers,

@@ -30,6 +30,7 @@ class Asked:
     new: int
     dtype: Any
     weights: Any
+    questions: int = 1
 
 
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km])?", re.IGNORECASE)
@@ -67,7 +68,10 @@ def _dtype_name(given: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """Generation to plan for: a model, a policy, `batch` prompts of `context` tokens, and `new` tokens after each."""
+    """Generation to plan for: a model, a policy, `batch` prompts of `context` tokens, and `new` tokens of an answer.
+
+    Each prompt is compressed once and answers `questions` requests, one after the other.
+    """
 
     model: str
     config: ModelConfig
@@ -77,6 +81,7 @@ class Request:
     new: int = 256
     dtype: str = "bfloat16"
     weights: str | None = None
+    questions: int = 1
 
     def __post_init__(self) -> None:
         require(isinstance(self.policy, Method), "policy", self.policy, "give a policy such as SnapKV(budget=256)")
@@ -84,6 +89,7 @@ class Request:
         field(self, "batch", whole, "give 1 prompt or more")
         field(self, "context", whole, "every prompt needs at least one token")
         field(self, "new", whole, "give 0 tokens or more", least=0)
+        field(self, "questions", whole, "give how many a prompt answers, 1 or more")
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         object.__setattr__(self, "weights", as_weights(self.weights))
         limit = self.config.max_positions
