@@ -8,14 +8,23 @@ from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
 from jaxkv.cli import _parser as of_jaxkv
 
 _WIDTH = 132
+_POLICY = "policy"
+_HEAD = "## Options of policies\n"
 _TITLES = {"positional arguments": "Arguments", "options": "Options"}
 # What Markdown would take for markup.
 _MARKS = re.compile(r"([<>*_|\[\]\\])")
 
 
 def text() -> str:
-    """Markdown of all commands of both programs: a section each, with its options by group, and its examples."""
-    return "\n".join(_section(name, *found) for name, found in commands().items())
+    """Markdown of all commands of both programs: a section each, with its options by group, and its examples.
+
+    The options of policies, which several commands share, have a section of their own, the last.
+    """
+    found = commands()
+    shared = {_policies(parser) for parser, _ in found.values()} - {""}
+    if len(shared) != 1:
+        raise SystemExit("commands differ in their options of policies: give each its own list in docs/commands.py")
+    return "\n".join([*(_section(name, *each) for name, each in found.items()), _HEAD, *shared])
 
 
 def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
@@ -33,6 +42,12 @@ def _commands_of(program: argparse.ArgumentParser) -> dict[str, tuple[argparse.A
     return found
 
 
+def _policies(parser: argparse.ArgumentParser) -> str:
+    """A command's options of policies as a Markdown list; empty if it has none."""
+    groups = [group for group in parser._action_groups if group.title == _POLICY]
+    return "\n".join(f"{_option(each, parser)}" for group in groups for each in group._group_actions if _shown(each))
+
+
 def _section(name: str, parser: argparse.ArgumentParser, about: str) -> str:
     """One command's section."""
     lines = [f"## {name}", "", f"{_plain(about[:1].upper() + about[1:])}.", ""]
@@ -42,7 +57,10 @@ def _section(name: str, parser: argparse.ArgumentParser, about: str) -> str:
             continue
         title = _TITLES.get(group.title or "", (group.title or "").capitalize())
         said = f" {_plain(group.description)}" if group.description else ""
-        lines += [*textwrap.wrap(f"**{title}.**{said}", _WIDTH, break_on_hyphens=False), "", *options, ""]
+        if group.title == _POLICY:
+            said, options = f" [Options of policies](#options-of-policies).{said}", []
+        lines += [*textwrap.wrap(f"**{title}.**{said}", _WIDTH, break_on_hyphens=False), ""]
+        lines += [*options, ""] if options else []
     if parser.epilog:
         lines += ["```text", parser.epilog.strip("\n"), "```", ""]
     return "\n".join(lines)

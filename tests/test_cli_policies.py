@@ -114,6 +114,20 @@ def test_a_registered_class_has_its_options(throwaway, policy_of, capsys):
     )
 
 
+def test_help_names_the_few_policies_without_an_option(capsys):
+    """An option that most policies have names those without it; its sentence is on the second line of the help."""
+    assert cli.main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    first, _, said, *_ = out.splitlines()
+    assert first == "usage: jaxkv plan --model NAME --gpus KINDxN --context N [options]"
+    assert said == "Say what fits on GPUs that need not be there."
+    words = " ".join(out.split())
+    without = ", ".join(
+        name for name, cls in POLICIES.items() if "--min-budget" not in cli.policy_options.flags_of(cls)
+    )
+    assert f'--min-budget WORD all but {without}: "clamp" raises' in words and "--page N quest: rows of a page" in words
+
+
 def test_every_simple_field_is_an_option():
     """What is left to Python: whole policies and parts with several numbers."""
     left: dict[str, set[str]] = {}

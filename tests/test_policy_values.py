@@ -303,3 +303,11 @@ def test_shared_heads_nesting_and_rolling_positions_are_kept():
     assert parts.rolling and parts.needs.unrotated and parts.needs.norms
     with pytest.raises(ValueError, match="budgets of their own"):
         AdaKV(base=CriticalKV(base=TOVA(mode="prefill")))
+
+
+def test_a_policy_as_text_has_only_what_was_given():
+    base = jaxkv.SnapKV(budget=64, sinks=4)
+    assert str(jaxkv.OmniKV(base=base)) == "OmniKV(base=SnapKV(budget=64, sinks=4))"
+    assert str(jaxkv.FullKV()) == "FullKV()" and "window=32" in repr(base)
+    with pytest.raises(ValueError, match=r"^base=AdaKV\(base=SnapKV\(budget=64, sinks=4\)\): give a policy"):
+        jaxkv.AdaKV(base=jaxkv.AdaKV(base=base))

@@ -165,6 +165,17 @@ def _unknown(given: list[str], command: argparse.ArgumentParser) -> str:
     return f"{message}; did you mean {near[0]}?" if near else message
 
 
+def _usage(command: argparse.ArgumentParser) -> str:
+    """Usage text of a command: what must be given, and `[options]` for all that follows below it."""
+    words = [command.prog]
+    for action in command._actions:
+        name, several = action.metavar or action.dest.upper(), action.nargs in ("+", "*")
+        word = f"{name} [{name} ...]" if several else str(name)
+        if action.required:
+            words.append(" ".join([*action.option_strings[:1], word]))
+    return " ".join([*words, "[options]"]).replace("%", "%%")
+
+
 class _Version(argparse.Action):
     """Argparse action of `--version`: looks the package's version up, prints it to stdout and exits."""
 
@@ -187,12 +198,12 @@ def _parser() -> argparse.ArgumentParser:
         run: Callable[[argparse.Namespace], int],
         notes: str | None = None,
     ) -> None:
-        if notes is None:
-            command = commands.add_parser(name, help=about)
-        else:
-            command = commands.add_parser(name, help=about, description=_ABOUT, epilog=notes, formatter_class=raw)
+        said = f"{about[:1].upper()}{about[1:]}."
+        command = commands.add_parser(name, help=about, description=said, epilog=notes, formatter_class=raw)
         command.set_defaults(run=run, command=command)
         add_options(command)
+        if not any(isinstance(action, argparse._SubParsersAction) for action in command._actions):
+            command.usage = _usage(command)
 
     add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
     add("compress", "save a document's compressed cache", add_compress_options, run_compress, DOCUMENT_NOTES)
@@ -202,9 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
     add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)
     add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)
-    add("plan", "what fits on GPUs that need not be there", add_plan_options, print_plan, NOTES)
+    add("plan", "say what fits on GPUs that need not be there", add_plan_options, print_plan, NOTES)
     add("eval", "judge policies by tasks", add_eval_options, print_tasks, EVAL_NOTES)
-    add("analyze", "what attention looks like", add_analyze_options, run_analyze, ANALYZE_NOTES)
+    add("analyze", "show what attention looks like", add_analyze_options, run_analyze, ANALYZE_NOTES)
     add("models", "list the named models", add_json_option, print_models)
     add("policies", "list the policies: paper, parts, defaults, options", add_json_option, print_policies)
     return parser

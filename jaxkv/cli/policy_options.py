@@ -169,14 +169,18 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(having: dict[str, Option], dropping: set[str]) -> str:
-    """Help text of an option: its distinct texts, each after its policies' names unless all that drop rows share it."""
+    """Help text of an option: its distinct texts, each after its policies' names unless all that drop rows share it.
+
+    A text that most policies share names those without it, `all but full, quest: ...`.
+    """
     by_text: dict[str, list[str]] = {}
     for name, option in having.items():
         by_text.setdefault(option.about.rstrip("."), []).append(name)
-    lines = [
-        text if dropping <= set(names) else f"{', '.join(names)}: {text}" if text else ", ".join(names)
-        for text, names in by_text.items()
-    ]
+    lines = []
+    for text, names in by_text.items():
+        others = [name for name in POLICIES if name not in names]
+        whose = f"all but {', '.join(others)}" if len(others) < len(names) else ", ".join(names)
+        lines.append(text if dropping <= set(names) else f"{whose}: {text}" if text else whose)
     return ". ".join(lines).replace("%", "%%")
 
 

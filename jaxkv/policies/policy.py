@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
-from jaxkv._values import Value, normalise
+from jaxkv._values import Value, brief, normalise
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, Span, as_policy_budget, as_spans, as_store, store_class
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
@@ -71,6 +71,10 @@ class Method(Value):
     store: str | type[Store] = "dense"
 
     paper: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        """One-line text of the class and the fields that differ from their defaults, as errors name a policy."""
+        return brief(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
