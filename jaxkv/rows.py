@@ -80,6 +80,24 @@ class Rows:
         pools = [keys.shape[1] for keys in self.k]
         return self.layout.free(self.start, self.length, pools)[layer].min(axis=1)
 
+    def positions(self, layer: int = 0) -> list[list[Int[np.ndarray, " n"]]]:
+        """Original positions of a layer's rows on the host: by sequence and kv head, in the order of the rows.
+
+        Args:
+            layer: index among the layers held.
+
+        Returns:
+            A list for each sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
+        """
+        layer = _held_layer(self, layer)
+        pos, starts, lengths = (
+            np.asarray(each) for each in (self.pool(layer).pos, self.start[layer], self.length[layer])
+        )
+        return [
+            [held[start : start + length] for start, length in zip(*each, strict=True)]
+            for held, *each in zip(pos, starts, lengths, strict=True)
+        ]
+
 
 @settled
 def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Rows:

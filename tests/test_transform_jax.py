@@ -29,8 +29,9 @@ def test_new_tokens_attend_to_what_was_kept(policy, tokens):
         out = jaxkv.attend(new_q[:, :, part], rows)
         np.testing.assert_allclose(out, attended(new_q[:, :, part], rows, last=tokens), atol=2e-5)
     np.testing.assert_array_equal(rows.seen[0], np.asarray(LENGTHS) + 2 * tokens)
-    for _, row, _, _, _, pos in segments(rows):
+    for _, row, head, _, _, pos in segments(rows):
         assert pos[-2 * tokens :].tolist() == [LENGTHS[row] + n for n in range(2 * tokens)]
+        np.testing.assert_array_equal(rows.positions()[row][head], pos)
 
 
 @pytest.mark.parametrize("policy", [ENTROPY, AdaKV(base=ENTROPY)], ids=["entropy", "adakv-entropy"])
@@ -48,7 +49,9 @@ def test_layers_share_a_pool(policy):
             np.testing.assert_allclose(out, attended(new_q[:, :, part], rows, layer=layer), atol=2e-5)
     for layer, row, head in np.ndindex(3, 2, 2):
         grown = [*before[layer][row][head], *range(LENGTHS[row], LENGTHS[row] + 4)]
-        assert kept(rows)[layer][row][head] == grown
+        assert kept(rows)[layer][row][head] == rows.positions(layer)[row][head].tolist() == grown
+    with pytest.raises(ValueError, match="layer=3: these rows hold layers 0 to 2"):
+        rows.positions(3)
 
 
 def test_everything_kept_is_full_attention():
