@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxkv.models.decoder import Decoder, Flat, named_parameters, parameters
 from jaxkv.models.sources import Source, sources_of
 from jaxkv.models.values import as_weights
 from jaxkv.sharding.mesh import Axes, put
-from jaxkv.sharding.parameters import model_mesh, spec_of
+from jaxkv.sharding.parameters import model_mesh, part_shape, spec_of
 from jaxkv.text.tokenizer import Text
 from jaxkv.weights import read, read_codes
 from jaxkv.words import by_other_names
@@ -144,8 +144,9 @@ def load(
             folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
         weights: "int8" holds linear maps as 8-bit codes with a float32 scale per output, rounded as they are read:
-            about half of 16 bits' memory. On a CPU a step converts them, and takes longer. None holds them in `dtype`,
-            in which embeddings, activations and caches are in any case.
+            about half of 16 bits' memory. "int4" holds them as 4-bit codes with a scale and a least value for 32 of
+            them: 5 bits each. In 4 bits, and on a CPU in 8, each step converts them, and takes longer. None holds them
+            in `dtype`, in which embeddings, activations and caches are in any case.
         mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
             own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
             tensors, so that parts of them are read unchecked.
@@ -215,16 +216,19 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
         _check_room({path: each.get_value() for path, each in parameters.items()}, mesh)
         for path, of in sources.items():
             parts = [(source, checkpoint.stored[source.name]) for source in of]
-            weight, scale = parameters[path], parameters.get(f"{path}_scale")
-            if scale is None:
-                weight.set_value(read(parts, weight.get_value(), path, mesh))
-            else:
-                codes, scales = read_codes(parts, weight.get_value(), path, mesh)
-                weight.set_value(codes)
-                scale.set_value(scales)
+            beside = _beside(path, parameters)
+            like = parameters[path].get_value()
+            values = [read(parts, like, path, mesh)] if not beside else read_codes(parts, like, path, beside, mesh)
+            for each, value in zip((path, *beside), values, strict=True):
+                parameters[each].set_value(value)
     # Codes are finite; scales are not where a weight is not.
-    held = {path: parameters.get(f"{path}_scale", parameters[path]) for path in sources}
+    held = {path: parameters[next(iter(_beside(path, parameters)), path)] for path in sources}
     _check_finite({of: held[path].get_value() for path, of in sources.items()})
+
+
+def _beside(path: str, parameters: Mapping[str, Any]) -> list[str]:
+    """Paths of the parameters that stand beside a linear weight's codes, its scales first; none beside floats."""
+    return [each for name in ("scale", "scales", "leasts") if (each := f"{path}_{name}") in parameters]
 
 
 def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
@@ -235,8 +239,7 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
         return
     total = 0
     for path, each in parameters.items():
-        part = NamedSharding(mesh, spec_of(path, mesh)).shard_shape(each.shape)
-        total += math.prod(part) * each.dtype.itemsize
+        total += math.prod(part_shape(path, each.shape, mesh)) * each.dtype.itemsize
     for device in mesh.local_devices:
         share = total * Axes(mesh=mesh).in_one_memory
         remedy = f"give mesh.model more than {mesh.shape['kv'] * mesh.shape['rep']} devices, or a narrower dtype"
@@ -304,6 +307,7 @@ def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
     """Copies all parameters of the decoder `source` into `target`, in place, sharded over a mesh."""
     values = dict(named_parameters(source))
     for path, parameter in named_parameters(target):
+        part_shape(path, values[path].get_value().shape, mesh)
         parameter.set_value(put(values[path].get_value(), NamedSharding(mesh, spec_of(path, mesh))))
 
 

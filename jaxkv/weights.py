@@ -1,6 +1,7 @@
-"""Reads one parameter from checkpoint tensors: whole or a device's part, in a float dtype or rounded to int8 codes."""
+"""Reads one parameter from checkpoint tensors: whole or a device's part, in a float dtype or rounded to codes."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Float, Int8
 
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.sources import Source
+from jaxkv.models.stored import GROUP, GROUP_BYTES
 from jaxkv.sharding.parameters import spec_of
 
 # The checkpoint's tensors of one parameter.
@@ -24,34 +26,69 @@ def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
     return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
 
 
-def read_codes(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
-    """A linear weight read as int8 codes, and a float32 scale per output; both sharded over `mesh` if one is given.
+def read_codes(parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh: Mesh | None) -> list[jax.Array]:
+    """A linear weight rounded as it is read: codes, and what stands beside them; all sharded over `mesh` if given.
 
-    Whole rows have one scale: a device that holds a part of each row's elements reads all of them.
+    Args:
+        parts: the checkpoint's tensors.
+        like: shape and dtype of the codes: int8, or uint8 with two of 4 bits in a byte.
+        path: the weight's path.
+        beside: paths of its scale (8 bits), or of its scales and least values (4 bits).
+        mesh: the devices.
+
+    Returns:
+        Codes, then an array for each path of `beside`. In 8 bits whole rows have one scale: a device that holds a part
+        of each row's elements reads all of them.
     """
-    rounded: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+    (*outputs, last), grouped = like.shape, like.dtype == np.uint8
+    shape = (*outputs, 2 * last if grouped else last)
+    rounded: dict[tuple, tuple[np.ndarray, ...]] = {}
 
-    def of(index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
-        key = tuple(each.indices(size) for each, size in zip(index, like.shape[:-1], strict=True))
+    def of(index: tuple[slice, ...], groups: slice) -> tuple[np.ndarray, ...]:
+        """Codes and what stands beside them of a part of the outputs; in 4 bits of a part of the groups, too."""
+        sizes = (*outputs, shape[-1] // GROUP)
+        spans = [each.indices(size) for each, size in zip((*index, groups), sizes, strict=True)]
+        key = tuple(spans) if grouped else tuple(spans[:-1])
         if key not in rounded:
-            rounded[key] = codes_of(_part(parts, like.shape, np.dtype(np.float32), (*index, slice(None))))
+            elements = slice(spans[-1][0] * GROUP, spans[-1][1] * GROUP) if grouped else slice(None)
+            weight = _part(parts, shape, np.dtype(np.float32), (*index, elements))
+            rounded[key] = groups_of(weight) if grouped else codes_of(weight)
         return rounded[key]
 
     if mesh is None:
-        whole = of((slice(None),) * (len(like.shape) - 1))
-        return jnp.array(whole[0]), jnp.array(whole[1])
+        return [jnp.array(each) for each in of((slice(None),) * len(outputs), slice(None))]
 
     def codes_at(index: Any) -> np.ndarray:
-        return of(index[:-1])[0][..., index[-1]]
+        if not grouped:
+            return of(index[:-1], slice(None))[0][..., index[-1]]
+        first, end, _ = index[-1].indices(last)
+        return of(index[:-1], slice(first // GROUP_BYTES, end // GROUP_BYTES))[0]
 
-    def scales_at(index: Any) -> np.ndarray:
-        return of(index)[1]
+    def beside_at(at: int) -> Callable[[Any], np.ndarray]:
+        return lambda index: of(index[: len(outputs)], index[-1] if grouped else slice(None))[at]
 
-    of_codes, of_scales = (NamedSharding(mesh, spec_of(each, mesh)) for each in (path, f"{path}_scale"))
-    return (
-        jax.make_array_from_callback(like.shape, of_codes, codes_at),
-        jax.make_array_from_callback(like.shape[:-1], of_scales, scales_at),
-    )
+    made: list[jax.Array] = [
+        jax.make_array_from_callback(like.shape, NamedSharding(mesh, spec_of(path, mesh)), codes_at)
+    ]
+    size = (*outputs, shape[-1] // GROUP) if grouped else tuple(outputs)
+    for at, each in enumerate(beside, start=1):
+        made.append(jax.make_array_from_callback(size, NamedSharding(mesh, spec_of(each, mesh)), beside_at(at)))
+    return made
+
+
+def groups_of(weight: Float[np.ndarray, "*out E"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A weight rounded to 4 bits: bytes of two codes `[*out, E/2]`, float16 scales and least values `[*out, E/32]`.
+
+    A code from 0 to 15 stands for code * scale + least, with both as they are stored.
+    """
+    grouped = weight.reshape(*weight.shape[:-1], -1, GROUP)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are refused later, by their scales
+        least, most = grouped.min(axis=-1), grouped.max(axis=-1)
+        scales, leasts = ((most - least) / np.float32(15)).astype(np.float16), least.astype(np.float16)
+        wide = np.where(scales == 0, np.float16(1), scales).astype(np.float32)
+        codes = np.rint((grouped - leasts.astype(np.float32)[..., None]) / wide[..., None]).clip(0, 15).astype(np.uint8)
+    packed = codes[..., :GROUP_BYTES] | (codes[..., GROUP_BYTES:] << 4)
+    return packed.reshape(*weight.shape[:-1], -1), scales, leasts
 
 
 def codes_of(weight: Float[np.ndarray, "*out E"]) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:

@@ -68,10 +68,10 @@ _REFUSED = {
     "device_map": "give mesh= to jaxkv.load for several devices; one is JAX's default device",
     "attn_implementation": "give implementation= to generate or prefill",
     "trust_remote_code": "no code of a checkpoint's is run: leave it out",
-    "quantization_config": 'give weights="int8" to jaxkv.load for linear maps in 8 bits',
-    "quantization": 'give weights="int8" to jaxkv.load for linear maps in 8 bits',
+    "quantization_config": 'give weights="int8" or "int4" to jaxkv.load',
+    "quantization": 'give weights="int8" or "int4" to jaxkv.load',
     "load_in_8bit": 'give weights="int8" to jaxkv.load',
-    "load_in_4bit": 'weights are held in 8 bits at least: give weights="int8" to jaxkv.load',
+    "load_in_4bit": 'give weights="int4" to jaxkv.load',
     "revision": "give the folder of a downloaded snapshot",
 }
 

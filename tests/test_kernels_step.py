@@ -8,6 +8,7 @@ import pytest
 from jaxkv import pallas_kernels
 from jaxkv.engine.evict import _lowest, _lowest_at_once
 from jaxkv.models.layers import products, project
+from jaxkv.models.stored import Stored
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -75,9 +76,11 @@ def test_products_add_up(rows, outputs, width, parts):
         jnp.asarray(rng.normal(size=(rows, 1, width)), "float32"),
         jnp.asarray(rng.normal(size=(*outputs, width)), "float32"),
     )
-    found = products(x, weight)
+    found = products(x, Stored(weight))
     assert found.shape == (parts, rows, 1, *outputs)
-    np.testing.assert_allclose(np.asarray(found.sum(axis=0)), np.asarray(project(x, weight)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        np.asarray(found.sum(axis=0)), np.asarray(project(x, Stored(weight))), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_lowest_in_one_reduction():

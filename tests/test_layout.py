@@ -37,6 +37,7 @@ LAYERS = (
     "jaxkv.compilation",
     # What a cache knows of its model.
     "jaxkv.models.values",
+    "jaxkv.models.stored",
     "jaxkv.models.hub_defaults",
     "jaxkv.models.hub_keys",
     "jaxkv.models.config",

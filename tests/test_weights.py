@@ -1,48 +1,104 @@
-"""Weights in 8 bits: their rounding by an oracle, and models of them beside models of what the codes stand for."""
+"""Weights in 8 and 4 bits: rounding by oracles, and models of them beside models of what the codes stand for."""
 
+import functools
 import json
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import running
 from orbax_cases import MODELS, assert_same
+from safetensors.numpy import save_file
 from test_bad_input import DOWN, folder, holed
 
 import jaxkv
+from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
-from jaxkv.models.decoder import named_parameters
-from jaxkv.weights import codes_of
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Decoder, named_parameters
+from jaxkv.models.sources import sources_of
+from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
 FAMILIES = ["llama_gqa8", "llama_bias", "qwen3", "falcon_40b", "falcon_serial", "mixtral", "qwen3_moe_fused"]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]
 
 
+LINEAR = {"q", "kv", "out", "gate_up", "up", "down", "experts_gate_up", "experts_down", "head"}
+# Sizes that are whole groups of 32, on up to 8 devices; a family's own names of them.
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "ffn_hidden_size": 256,
+    "moe_intermediate_size": 64,
+    "head_dim": 16,
+}
+
+
 def rounded(weight):
-    """Oracle by loops over outputs: codes, scales, and what they stand for."""
+    """Oracle of 8 bits by loops over outputs: codes, scales, and what they stand for."""
     codes, scales = np.zeros(weight.shape, np.int8), np.zeros(weight.shape[:-1], np.float32)
     for at in np.ndindex(*weight.shape[:-1]):
         most = np.float32(np.abs(weight[at]).max())
         scales[at] = most / np.float32(127)
         for column, value in enumerate(weight[at]):
             codes[(*at, column)] = 0 if scales[at] == 0 else round(float(np.float32(value / scales[at])))
-    return codes, scales, codes.astype(np.float32) * scales[..., None]
+    return {"": codes, "_scale": scales}, codes.astype(np.float32) * scales[..., None]
 
 
-def narrow(name, **options):
-    return jaxkv.load(MODELS / name, "float32", weights="int8", progress=False, **options)
+def grouped(weight):
+    """Oracle of 4 bits by loops over groups of 32: bytes, scales, least values, and what they stand for."""
+    *out, width = weight.shape
+    codes, wide = np.zeros((*out, width // 2), np.uint8), np.zeros(weight.shape, np.float32)
+    scales, leasts = np.zeros((2, *out, width // 32), np.float16)
+    for *at, group in np.ndindex(*out, width // 32):
+        at, of = tuple(at), weight[(*at, slice(32 * group, 32 * group + 32))]
+        least, scale = np.float16(of.min()), np.float16((of.max() - of.min()) / np.float32(15))
+        scales[(*at, group)], leasts[(*at, group)] = scale, least
+        for n, value in enumerate(of):
+            steps = 0.0 if scale == 0 else float(np.float32(value - np.float32(least)) / np.float32(scale))
+            code = min(15, max(0, round(steps)))
+            codes[(*at, 16 * group + n % 16)] |= code << (4 * (n // 16))
+            wide[(*at, 32 * group + n)] = np.float32(code) * np.float32(scale) + np.float32(least)
+    return {"": codes, "_scales": scales, "_leasts": leasts}, wide
 
 
-def stood_for(name):
-    """The model whose weights are what the codes stand for, in float32, and the oracle's codes and scales by path."""
-    model, found = jaxkv.load(MODELS / name, "float32", progress=False), {}
+ORACLES = {"int8": rounded, "int4": grouped}
+
+
+@functools.cache
+def wide_folder(name):
+    """A golden model's folder with sizes of whole groups, and weights drawn at random."""
+    config = json.loads((MODELS / name / "config.json").read_text())
+    config |= {key: size for key, size in WIDE.items() if config.get(key) is not None}
+    there, rng, tensors = Path(tempfile.mkdtemp()), np.random.default_rng(0), {}
+    names = open_checkpoint(MODELS / name).names
+    for of in sources_of(Decoder(ModelConfig.from_hf(config)), config["model_type"], frozenset(names)).values():
+        for source in of:
+            shift = 1.0 if len(source.shape) == 1 and "norm" in source.name else 0.0
+            tensors[source.name] = (shift + 0.2 * rng.standard_normal(source.shape)).astype(np.float32)
+    (there / "config.json").write_text(json.dumps(config))
+    save_file(tensors, there / "model.safetensors")
+    return there
+
+
+def folder_of(name, bits):
+    return MODELS / name if bits == "int8" else wide_folder(name)
+
+
+def narrow(name, bits="int8", dtype="float32", **options):
+    return jaxkv.load(folder_of(name, bits), dtype, weights=bits, progress=False, **options)
+
+
+def stood_for(name, bits="int8"):
+    """The model whose weights are what the codes stand for, in float32, and the oracle's arrays by path."""
+    model, found = jaxkv.load(folder_of(name, bits), "float32", progress=False), {}
     for path, parameter in named_parameters(model.decoder):
-        last = path.rpartition(".")[2]
-        if last in {"q", "kv", "out", "gate_up", "up", "down", "experts_gate_up", "experts_down", "head"}:
-            codes, scales, wide = rounded(np.asarray(parameter.get_value()))
-            found[path] = codes
-            found[f"{path}_scale"] = scales
+        if path.rpartition(".")[2] in LINEAR:
+            arrays, wide = ORACLES[bits](np.asarray(parameter.get_value()))
+            found |= {f"{path}{name}": array for name, array in arrays.items()}
             parameter.set_value(jax.numpy.asarray(wide))
     return model, found
 
@@ -52,35 +108,55 @@ def test_codes_are_rounded_to_the_nearest():
     weight = (rng.standard_normal((3, 4, 16)) * 10.0 ** rng.integers(-8, 8, (3, 4, 1))).astype(np.float32)
     weight[1, 2], weight[0, 1, 3:] = 0, 0
     codes, scales = codes_of(weight)
-    for mine, theirs in zip((codes, scales), rounded(weight), strict=False):
+    for mine, theirs in zip((codes, scales), rounded(weight)[0].values(), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
     assert np.abs(codes).max(axis=-1).min(where=scales > 0, initial=127) == 127
     assert (np.abs(codes * scales[..., None] - weight) <= scales[..., None] * 0.5001).all()
 
 
+def test_groups_are_rounded_to_the_nearest():
+    """With constant groups, one element apart from the others, and what rounds beyond 15 by the least value's bits."""
+    rng = np.random.default_rng(0)
+    weight = (rng.standard_normal((3, 4, 96)) * 10.0 ** rng.integers(-5, 3, (3, 4, 1))).astype(np.float32)
+    weight[1, 2], weight[0, 1, 32:64], weight[2, 2, 5] = 0, 7.125, 300
+    (codes, scales, leasts), (oracle, wide) = groups_of(weight), grouped(weight)
+    for mine, theirs in zip((codes, scales, leasts), oracle.values(), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+    assert (wide[1, 2] == 0).all() and (wide[0, 1, 32:64] == 7.125).all()
+    step = scales.astype(np.float32).repeat(32, axis=-1)
+    # Least values and scales have 11 bits.
+    assert (np.abs(wide - weight) <= 0.5 * step + np.abs(leasts).astype(np.float32).repeat(32, axis=-1) / 1024).all()
+    # What codes stand for is rounded to itself.
+    again = groups_of(wide)
+    assert (np.abs(grouped(wide)[1] - wide) <= 1e-3 * np.maximum(np.abs(wide), step)).all() and again[0].any()
+
+
+@pytest.mark.parametrize("bits", ORACLES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_rounded_weights(name):
+def test_logits_are_those_of_the_rounded_weights(name, bits):
     """Prefill of an unequal batch, and each token decoded on top; the codes are the oracle's."""
-    model, (same, found) = narrow(name), stood_for(name)
+    model, (same, found) = narrow(name, bits), stood_for(name, bits)
     held = dict(named_parameters(model.decoder))
-    assert {path for path in held if held[path].get_value().dtype == np.int8} | {
-        path for path in held if path.endswith("_scale")
-    } == found.keys()
+    assert {path for path in held if path.rpartition(".")[2].split("_scale")[0].split("_least")[0] in LINEAR} == {
+        *found
+    }
     for path, value in found.items():
+        assert held[path].get_value().dtype == value.dtype
         np.testing.assert_array_equal(held[path].get_value(), value)
     for mine, theirs in zip(running.by_tokens(model, ROWS), running.by_tokens(same, ROWS), strict=True):
         assert running.gap(mine, theirs) < 2e-5
     assert model.dtype == np.float32 and model.fingerprint != same.fingerprint
-    codes = sum(each.size for each in found.values() if each.dtype == np.int8)
-    scales = sum(each.nbytes for each in found.values() if each.dtype == np.float32)
-    assert model.nbytes == same.nbytes - 3 * codes + scales
-    assert "float32 with int8 weights" in repr(model)
+    wide = sum(each.get_value().nbytes for path, each in named_parameters(same.decoder) if path in found)
+    assert model.nbytes == same.nbytes - wide + sum(each.nbytes for each in found.values())
+    assert f"float32 with {bits} weights" in repr(model)
 
 
+@pytest.mark.parametrize("bits", ORACLES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits_multiply_the_same_codes(dtype):
-    model, same = jaxkv.load(MODELS / "llama_gqa8", dtype, weights="int8", progress=False), narrow("llama_gqa8")
+def test_16_bits_multiply_the_same_codes(dtype, bits):
+    model, same = (narrow("llama_gqa8", bits, each) for each in (dtype, "float32"))
     (_, mine), (_, theirs) = running.prefill(model, ROWS), running.prefill(same, ROWS)
     assert model.dtype == dtype and running.gap(mine, theirs) < 0.05 * np.abs(theirs).max()
 
@@ -91,26 +167,32 @@ SCORES = {
 }
 
 
+@pytest.mark.parametrize("bits", ORACLES)
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_that_read_weights_read_what_they_stand_for(name):
+def test_scores_that_read_weights_read_what_they_stand_for(name, bits):
     prompts = [[5, 9, 2, 7, 1, 30, 4, 8, 3, 11, 12, 13], [8, 3, 11, 2, 5, 6, 7]]
-    models = narrow("llama_gqa8"), stood_for("llama_gqa8")[0]
+    models = narrow("llama_gqa8", bits), stood_for("llama_gqa8", bits)[0]
     mine, theirs = (jaxkv.Session(each, SCORES[name]).prefill(prompts) for each in models)
     np.testing.assert_array_equal(running.kept(mine, 16), running.kept(theirs, 16))
 
 
+@pytest.mark.parametrize("bits", ORACLES)
 @pytest.mark.parametrize("data, model", [(1, 2), (2, 4), (1, 8)])
 @pytest.mark.parametrize("name", ["llama_gqa8", "mixtral"])
-def test_meshes_hold_parts_of_the_same_codes(name, data, model):
+def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
     """Read part by part, or copied from one device; what is drawn is the same."""
-    if name == "mixtral" and model == 8:
+    if name == "mixtral" and model > (4 if bits == "int8" else 2):
         data, model = 2, 2
-    mesh, plain = jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model]), narrow(name)
-    there = narrow(name, mesh=mesh)
+    mesh, plain = (
+        jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model]),
+        narrow(name, bits),
+    )
+    there = narrow(name, bits, mesh=mesh)
     assert_same(there, plain)
     assert_same(plain.on(mesh), plain)
     block = there.decoder.blocks[0].attention
-    codes, scales = (each.get_value() for each in (block.q, block.q_scale))
+    codes, scales = (each.get_value() for each in (block.q, block.q_scale if bits == "int8" else block.q_scales))
+    scales = scales if bits == "int8" else scales[..., 0]
     assert codes.sharding.shard_shape(codes.shape)[:-1] == scales.sharding.shard_shape(scales.shape) != scales.shape
     options = {"max_new_tokens": 6, "stop_at_eos": False, "progress": False, "policy": jaxkv.H2O(budget=5)}
     drawn = [jaxkv.generate(each, ROWS, **options).tokens for each in (there, plain)]
@@ -121,22 +203,37 @@ def test_dtypes_say_bits_as_well():
     assert jaxkv.load(MODELS / "llama_gqa8", weights=jax.numpy.int8, progress=False).decoder.weights == "int8"
 
 
-def test_kernels_multiply_codes():
+@pytest.mark.parametrize("bits", ORACLES)
+def test_kernels_multiply_codes(bits):
     """Fused steps, interpreted, draw XLA's tokens."""
     options = {"max_new_tokens": 4, "stop_at_eos": False, "progress": False, "policy": jaxkv.SnapKV(budget=5, window=2)}
     drawn = [
-        jaxkv.generate(narrow("llama_gqa8"), ROWS, implementation=each, **options).tokens for each in ("pallas", "xla")
+        jaxkv.generate(narrow("llama_gqa8", bits), ROWS, implementation=each, **options).tokens
+        for each in ("pallas", "xla")
     ]
     np.testing.assert_array_equal(*map(np.asarray, drawn))
 
 
 @pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize("given", ["int4", "INT8", 8, True, np.int16, ["int8"], ""])
+@pytest.mark.parametrize("given", ["int2", "INT8", 8, True, np.int16, ["int8"], ""])
 def test_other_bits_are_refused(given):
-    with pytest.raises((ValueError, TypeError), match="weights=.*: give 'int8', or None for the model's dtype"):
+    with pytest.raises((ValueError, TypeError), match="weights=.*: give 'int8', 'int4', or None for the model's dtype"):
         jaxkv.load(MODELS / "llama_gqa8", weights=given)
-    with pytest.raises((ValueError, TypeError), match="weights=.*: give 'int8', or None for the model's dtype"):
+    with pytest.raises((ValueError, TypeError), match="weights=.*: give 'int8', 'int4', or None for the model's dtype"):
         jaxkv.plan("llama-3.1-8b", context=4096, weights=given)
+
+
+def test_rows_that_are_no_whole_groups_are_refused():
+    with pytest.raises(ValueError, match="weights='int4': rows of 48 elements are no whole groups of 32: give 'int8'"):
+        jaxkv.load(MODELS / "llama_gqa8", weights="int4", progress=False)
+    mesh, remedy = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4]), "give 'int8', or fewer devices"
+    with pytest.raises(ValueError, match=f"weights='int4': 4 devices cannot split rows of 2 groups of 32.*{remedy}"):
+        narrow("mixtral", "int4", mesh=mesh)
+    with pytest.raises(ValueError, match="weights='int4': 4 devices cannot split rows of 2 groups of 32"):
+        narrow("mixtral", "int4").on(mesh)
+    config = ModelConfig.from_hf(json.loads((wide_folder("mixtral") / "config.json").read_text()))
+    with pytest.raises(ValueError, match="weights='int4': 4 devices cannot split rows of 2 groups of 32"):
+        jaxkv.plan(config, gpus="h100x4", context=64, new=4, weights="int4")
 
 
 def test_what_codes_cannot_be_is_refused(tmp_path):
@@ -152,13 +249,20 @@ def test_what_codes_cannot_be_is_refused(tmp_path):
 
 
 def test_plans_count_codes_and_scales(capsys):
-    """A 70B model on one H200: a byte for each weight of a linear map, 4 for each of its outputs."""
-    held = [jaxkv.plan("llama-3.1-70b", context=4096, gpus="h200x1", weights=each) for each in (None, "int8")]
+    """A 70B model on one H200: a byte for each weight of a linear map, 4 for each of its outputs; or 5 bits."""
+    bits = (None, "int8", "int4")
+    held = [jaxkv.plan("llama-3.1-70b", context=4096, gpus="h200x1", weights=each) for each in bits]
     E, F, H, K, D, V, L = 8192, 28672, 64, 8, 128, 128256, 80
     outputs = H * D + 2 * K * D + E + 2 * F + E
     linear = (H * D + 2 * K * D) * E + E * H * D + 2 * F * E + E * F
     saved = L * (linear - 4 * outputs) + V * E - 4 * V
     assert held[0].weights - held[1].weights == saved and not held[0].fits and held[1].fits
     assert held[1].speed is not None
+    assert held[0].weights - held[2].weights == (2 - 5 / 8) * (L * linear + V * E) and held[2].fits
+    # No kernel reads 4 bits: a matrix at a time is widened, the largest of a block in prefill, the head's behind it.
+    wide, narrow = held[0].sizes, held[2].sizes
+    assert narrow.prefill == max(wide.prefill + 2 * 2 * F * E, 2 * V * E) and narrow.decode == wide.decode + 2 * V * E
+    assert held[2].speed is None
+    assert "each step converts weights in 4 bits" in str(held[2])
     main(["plan", "--model", "llama-3.1-70b", "--gpus", "h200x1", "--context", "4096", "--weights", "int8", "--json"])
     assert json.loads(capsys.readouterr().out)["weights_bytes"] == held[1].weights

@@ -26,7 +26,7 @@ def add_weights_option(add: Callable[..., Any]) -> None:
     add(
         "--weights",
         metavar="BITS",
-        help="int8: linear maps in 8 bits, about half of 16 bits' memory (default: dtype)",
+        help="int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype)",
     )
 
 

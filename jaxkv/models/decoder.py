@@ -14,6 +14,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, add_linear, empty, linear, linear_parts, project
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
+from jaxkv.models.stored import Stored
 from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.collectives import first, total
 from jaxkv.sharding.mesh import Axes
@@ -126,8 +127,9 @@ def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
 class Decoder(nnx.Module):
     """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are only shapes until loaded.
 
-    With `weights="int8"` linear maps are held as int8 codes and a scale per output; the embedding, which is gathered
-    and may be the output matrix, too, norms, biases and a mixture's router keep `dtype`.
+    With `weights="int8"` linear maps are held as int8 codes and a scale per output, with "int4" as 4-bit codes with a
+    scale and a least value for 32 of them; the embedding, which is gathered and may be the output matrix, too, norms,
+    biases and a mixture's router keep `dtype`.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, weights: str | None = None):
@@ -159,7 +161,8 @@ class Ends(nnx.Module):
 
     def __init__(self, decoder: Decoder):
         self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
-        self.head_scale = getattr(decoder, "head_scale", None)
+        for each in ("head_scale", "head_scales", "head_leasts"):
+            setattr(self, each, getattr(decoder, each, None))
         self.axes: Axes | None = None
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
@@ -180,7 +183,7 @@ class Ends(nnx.Module):
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
-        logits = project(normed, self.embedding[...]) if self.head is None else linear(self, "head", normed)
+        logits = project(normed, Stored(self.embedding[...])) if self.head is None else linear(self, "head", normed)
         return logits.astype(jnp.float32)
 
 

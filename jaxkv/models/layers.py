@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
+from jaxkv._errors import require
+from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
@@ -24,15 +26,28 @@ def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
 
 
 def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
-    """Gives a module an uninitialised weight `name`, and `name_scale`: float32 scales per output, None if not int8."""
+    """Gives a module an uninitialised weight `name`, stored as floats or, for the dtypes int8 and int4, as codes.
+
+    Beside codes stand `name_scale` (8 bits), or `name_scales` and `name_leasts` (4 bits); the others are None.
+    """
+    scale = scales = leasts = None
+    if dtype == jnp.int8:
+        scale = empty(*shape[:-1], dtype=jnp.dtype(jnp.float32))
+    elif dtype == jnp.int4:
+        remedy = f"rows of {shape[-1]} elements are no whole groups of {GROUP}: give 'int8', or None"
+        require(shape[-1] % GROUP == 0, "weights", "int4", remedy)
+        scales, leasts = (empty(*shape[:-1], shape[-1] // GROUP, dtype=jnp.dtype(jnp.float16)) for _ in range(2))
+        shape, dtype = (*shape[:-1], shape[-1] // 2), jnp.dtype(jnp.uint8)
     setattr(module, name, empty(*shape, dtype=dtype))
-    scaled = dtype == jnp.int8
-    setattr(module, f"{name}_scale", empty(*shape[:-1], dtype=jnp.dtype(jnp.float32)) if scaled else None)
+    setattr(module, f"{name}_scale", scale)
+    setattr(module, f"{name}_scales", scales)
+    setattr(module, f"{name}_leasts", leasts)
 
 
-def held(module: Any, name: str) -> tuple[Num[Array, "*out E"], Float[Array, "*out"] | None]:
-    """A module's weight `name`, and its scales per output if it is int8 codes, else None."""
-    return getattr(module, name)[...], _value(getattr(module, f"{name}_scale"))
+def held(module: Any, name: str) -> Stored:
+    """A module's weight `name` as it is stored."""
+    beside = {each: _value(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")}
+    return Stored(getattr(module, name)[...], **beside)
 
 
 def linear(
@@ -44,68 +59,59 @@ def linear(
     wide: bool = False,
     over: Axes | None = None,
 ) -> Float[Array, "..."]:
-    """Linear map of x by a module's weight `name`, with its scales, and with its bias if it has one; see `project`."""
+    """Linear map of x by a module's weight `name`, and with its bias if it has one; see `project`."""
     added = getattr(module, f"{name}_bias", None) if bias else None
-    weight, scale = held(module, name)
-    return project(x, weight, _value(added), scale=scale, wide=wide, over=over)
+    return project(x, held(module, name), _value(added), wide=wide, over=over)
 
 
 def linear_parts(module: Any, name: str, x: Float[Array, "*rows E"]) -> Float[Array, "n ..."]:
     """Linear map as `linear` in n float32 partial sums, see `products`; n is 1 for a weight with a bias."""
     if getattr(module, f"{name}_bias", None) is None:
-        return products(x, *held(module, name))
+        return products(x, held(module, name))
     return linear(module, name, x, wide=True)[None]
 
 
 def float_weight(module: Any, name: str) -> Float[Array, "*out E"]:
-    """A module's weight `name` in float32, int8 codes multiplied by their scales."""
-    weight, scale = held(module, name)
-    wide = weight.astype(jnp.float32)
-    return wide if scale is None else wide * scale[..., None]
+    """A module's weight `name` in float32."""
+    return held(module, name).wide()
 
 
 def project(
     x: Float[Array, "*rows E"],
-    weight: Num[Array, "*out E"],
+    weight: Stored,
     bias: Float[Array, "*out"] | None = None,
     *,
-    scale: Float[Array, "*out"] | None = None,
     wide: bool = False,
     over: Axes | None = None,
 ) -> Float[Array, "..."]:
     """Linear map of x's last axis by `weight [*out, E]`, summed in float32, with an optional bias.
 
-    `weight` may have several output axes; int8 codes come with a `scale` per output. Output in x's dtype, or float32
-    if `wide`; `over` sums it over the devices of a mesh that hold a part of E each.
+    `weight` may have several output axes. Output in x's dtype, or float32 if `wide`; `over` sums it over the devices of
+    a mesh that hold a part of E each.
     """
-    rows, outputs = x.shape[:-1], weight.shape[:-1]
-    flat = x.reshape(-1, x.shape[-1])
+    rows = x.shape[:-1]
+    flat, weight = _in_place(x.reshape(-1, x.shape[-1]), weight)
     count = flat.shape[0]
     if x.dtype.itemsize == 2 and count < MIN_ROWS_16BIT:
         flat = jnp.pad(flat, ((0, MIN_ROWS_16BIT - count), (0, 0)))
-    matrix = weight.reshape(-1, weight.shape[-1])
-    if scale is not None:
-        # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
-        matrix = matrix.astype(x.dtype)
+    matrix = weight.factor(x.dtype).reshape(-1, x.shape[-1])
     out = lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    out = out if scale is None else out * scale.reshape(-1)
-    out = total(out[:count].reshape(*rows, *outputs), over)
+    out = out if weight.scale is None else out * weight.scale.reshape(-1)
+    out = total(out[:count].reshape(*rows, *weight.outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out if wide else out.astype(x.dtype)
 
 
-def products(
-    x: Float[Array, "*rows E"], weight: Num[Array, "*out E"], scale: Float[Array, "*out"] | None = None
-) -> Float[Array, "n ..."]:
+def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."]:
     """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds up (split-K).
 
     A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split; XLA splits it too,
     and then needs a kernel of its own to add.
     """
-    rows, outputs, width = x.shape[:-1], weight.shape[:-1], x.shape[-1]
-    flat, matrix = x.reshape(-1, width), weight.reshape(-1, width)
-    matrix = matrix if scale is None else matrix.astype(x.dtype)
+    rows, width = x.shape[:-1], x.shape[-1]
+    flat, weight = _in_place(x.reshape(-1, width), weight)
+    matrix = weight.factor(x.dtype).reshape(-1, width)
     parts = 1
     if flat.shape[0] <= _FEW_ROWS:
         while (
@@ -114,8 +120,16 @@ def products(
             parts *= 2
     flat, matrix = (each.reshape(-1, parts, width // parts) for each in (flat, matrix))
     out = lax.dot_general(flat, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
-    out = out if scale is None else out * scale.reshape(-1)
-    return out.reshape(parts, *rows, *outputs)
+    out = out if weight.scale is None else out * weight.scale.reshape(-1)
+    return out.reshape(parts, *rows, *weight.outputs)
+
+
+def _in_place(x: Float[Array, "n E"], weight: Stored) -> tuple[Float[Array, "n E"], Stored]:
+    """Both unchanged; a weight in 4 bits is tied to x, so that XLA widens it beside the product.
+
+    Else XLA widens the weights of all layers before a loop over tokens, and keeps them.
+    """
+    return (x, weight) if weight.scales is None else lax.optimization_barrier((x, weight))
 
 
 class RMSNorm(nnx.Module):

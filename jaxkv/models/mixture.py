@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxkv.models.layers import add_linear, empty, held, project
+from jaxkv.models.stored import Stored
 from jaxkv.models.values import Experts
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
 # Rows per block: fewer cost as much, since an expert's weights are read anyway; more do not fit a GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
-# All experts' weights, and their scales per output if they are int8 codes.
-Weights = tuple[Num[Array, "X ..."], Float[Array, "X ..."] | None]
 
 
 class MixtureMLP(nnx.Module):
@@ -51,7 +50,7 @@ class MixtureMLP(nnx.Module):
 
     def chosen(self, x: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """Ids `[T, k]` of each token's experts, most probable first, ties to the lowest; their float32 weights."""
-        likely = jax.nn.softmax(project(x, self.router[...], wide=True), axis=-1)
+        likely = jax.nn.softmax(project(x, Stored(self.router[...]), wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
         return ids, shares / shares.sum(axis=-1, keepdims=True) if self.experts.normalised else shares
 
@@ -60,16 +59,13 @@ def one_by_one(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     shares: Float[Array, "T k"],
-    gate_up: Weights,
-    down: Weights,
+    gate_up: Stored,
+    down: Stored,
 ) -> Float[Array, "T E"]:
     """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens."""
 
-    def chosen(weights: Weights) -> Float[Array, "T k *rest"]:
-        code, scale = (None if each is None else each.at[ids].get(mode="promise_in_bounds") for each in weights)
-        assert code is not None
-        wide = code.astype(jnp.float32)
-        return wide if scale is None else wide * scale[..., None]
+    def chosen(weights: Stored) -> Float[Array, "T k *rest"]:
+        return jax.tree.map(lambda each: each.at[ids].get(mode="promise_in_bounds"), weights).wide()
 
     both = (x.astype(jnp.float32)[:, None, None, None] * chosen(gate_up)).sum(axis=-1)
     hidden = _hidden(both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype)
@@ -80,11 +76,11 @@ def in_blocks(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     shares: Float[Array, "T k"],
-    gate_up: Weights,
-    down: Weights,
+    gate_up: Stored,
+    down: Stored,
 ) -> Float[Array, "T E"]:
     """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert."""
-    (tokens, chosen), count = ids.shape, gate_up[0].shape[0]
+    (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
     size = block_rows(tokens, chosen, count)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     row, share = order // chosen, shares.reshape(-1)[order]
@@ -99,14 +95,12 @@ def in_blocks(
         mine, at = at < end, jnp.minimum(at, order.size - 1)
         # Without the barrier XLA hoists a CPU's conversion of all experts' 16-bit weights out of the loop.
         whole = lax.optimization_barrier((gate_up, down, expert))
-        (gate_ups, its), (downs, their) = jax.tree.map(
-            lambda each: lax.dynamic_index_in_dim(each, whole[2], keepdims=False), whole[:2]
-        )
-        both = project(x[row[at]], gate_ups, scale=its, wide=True)
+        ups, downs = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, whole[2], keepdims=False), whole[:2])
+        both = project(x[row[at]], ups, wide=True)
         hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype)
         # Rows after the expert's last one are dropped; their indices are kept unique.
         to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
-        return out.at[to].add(project(hidden, downs, scale=their, wide=True), mode="drop", unique_indices=True)
+        return out.at[to].add(project(hidden, downs, wide=True), mode="drop", unique_indices=True)
 
     return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
 

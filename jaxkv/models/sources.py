@@ -96,10 +96,13 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
     """
     ends = _FALCON_ENDS if family == "falcon" else _LLAMA_ENDS
     found: dict[str, tuple[Source, ...]] = {}
-    for path, parameter in named_parameters(decoder):
-        if path.endswith("_scale"):
-            continue  # of an int8 weight, computed from it
+    parameters = dict(named_parameters(decoder))
+    for path, parameter in parameters.items():
+        if path.endswith(("_scale", "_scales", "_leasts")):
+            continue  # beside codes, computed with them
         shape = parameter.get_value().shape
+        if f"{path}_scales" in parameters:
+            shape = (*shape[:-1], 2 * shape[-1])  # two codes are a byte
         if path in ends:
             found[path] = (_plain(ends[path], shape),)
             continue

@@ -14,7 +14,7 @@ from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
 
 # How linear weights may be held besides the model's dtype.
-WEIGHTS = ("int8",)
+WEIGHTS = ("int8", "int4")
 _WEIGHTS = f"give {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype"
 
 
@@ -138,7 +138,7 @@ class Experts:
 
 
 def as_weights(given: Any) -> str | None:
-    """Validates how linear weights are held: returns "int8", also for the dtype, or None; ValueError for others."""
+    """Validates how linear weights are held: "int8" or "int4", as text or dtype, or None; ValueError for others."""
     name = given
     if not (given is None or isinstance(given, str)):
         with contextlib.suppress(TypeError):

@@ -15,6 +15,7 @@ from jaxkv.attention import Implementation, backend_of, causal, column_sums
 from jaxkv.attention.xla import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import project
+from jaxkv.models.stored import Stored
 
 # Tokens that a CPU's prefill takes through a layer at a time, and keys that attention is measured with.
 _BLOCK, _KEYS = 256, 1024
@@ -75,8 +76,8 @@ def _products(embed: int, hidden: int, dtype: str) -> float:
 
     def once(x: Any, up: Any, down: Any) -> Any:
         """Timed step: one MLP's output added to its input, which is then the next step's input."""
-        gate, wide = jnp.moveaxis(project(x, up), 1, 0)
-        return x + project(jax.nn.silu(gate) * wide, down)
+        gate, wide = jnp.moveaxis(project(x, Stored(up)), 1, 0)
+        return x + project(jax.nn.silu(gate) * wide, Stored(down))
 
     weights = _filled(dtype, 2, hidden, embed), _filled(dtype, embed, hidden)
     return 6 * _BLOCK * embed * hidden / _seconds(once, _filled(dtype, _BLOCK, embed), *weights)
@@ -114,8 +115,8 @@ def _weights(embed: int, hidden: int, batch: int, dtype: str) -> float:
     def once(x: Any, weights: Any) -> Any:
         """Timed step: tokens passed through all MLPs in turn, each MLP's output added to its input."""
         for up, down in weights:
-            gate, wide = jnp.moveaxis(project(x, up), 1, 0)
-            x = x + project(jax.nn.silu(gate) * wide, down)
+            gate, wide = jnp.moveaxis(project(x, Stored(up)), 1, 0)
+            x = x + project(jax.nn.silu(gate) * wide, Stored(down))
         return x
 
     each = 3 * embed * hidden * jnp.dtype(dtype).itemsize

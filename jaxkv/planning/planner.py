@@ -13,6 +13,7 @@ from jaxkv._values import as_real
 from jaxkv.cache import Dense
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import as_weights
 from jaxkv.planning.catalog import Known, model_named
 from jaxkv.planning.compiled import compile_plan
 from jaxkv.planning.gpus import gpus_named
@@ -95,7 +96,7 @@ def plan(
         questions: requests that each prompt answers; they share its prefill in seconds, requests an hour and prices.
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
-        weights: "int8" for linear maps in 8 bits, as `jaxkv.load` takes it.
+        weights: "int8" or "int4" for linear maps in 8 or 4 bits, as `jaxkv.load` takes it.
         price: of one GPU, or of this machine, for an hour, in any currency; None leaves prices out.
         quality: folder of an evaluation (`jaxkv eval`, `jaxkv.evaluate`) that has a score of this policy.
         serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer a second.
@@ -156,7 +157,7 @@ def setting_of(
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
     dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
     given = policy_for(given, known.config, filters, dtype=dtype)
-    if asked.weights is not None and not here:
+    if as_weights(asked.weights) == "int8" and not here:
         notes.append("products are taken to read weights in 8 bits as they are stored, at the rate of wider ones")
     numbers = {name: getattr(asked, name) for name in ("batch", "new", "questions")}
     numbers["context"] = tokens_of(asked.context)
@@ -304,8 +305,9 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
 def _converted(setting: Setting | HostSetting) -> str:
     """Text that says why a step converts rows or weights before it computes; empty if it reads all as it is stored."""
     parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
-    if here and setting.weights is not None:
-        return "each step converts weights in 8 bits, at a rate that is not measured"
+    if setting.weights == "int4" or (here and setting.weights is not None):
+        bits = setting.weights.removeprefix("int")
+        return f"each step converts weights in {bits} bits, at a rate that is not measured"
     if parts.store is Dense or (not here and parts.read_as_stored):
         return ""
     return "each step decodes these rows, no kernel reads them as they are stored"
@@ -341,7 +343,7 @@ def largest_context(setting: Setting | HostSetting) -> int:
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
-    """Yields `Remedy` values, changed settings that fit: a smaller budget, a policy, weights in 8 bits, more GPUs.
+    """Yields `Remedy` values, changed settings that fit: a smaller budget, a policy, narrower weights, more GPUs.
 
     Policies are offered only for one that keeps all rows: another method is another quality.
     """
@@ -358,9 +360,11 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
         if smaller is not None:
             yield Remedy(about=policy_name(smaller.policy), setting=smaller, peak=sizes_of(smaller).peak)
             break
-    narrow = dataclasses.replace(setting, weights="int8")
-    if setting.weights is None and fits(narrow):
-        yield Remedy(about="weights in 8 bits", setting=narrow, peak=sizes_of(narrow).peak)
+    for bits in (8, 4) if setting.weights is None else ():
+        narrow = dataclasses.replace(setting, weights=f"int{bits}")
+        if fits(narrow):
+            yield Remedy(about=f"weights in {bits} bits", setting=narrow, peak=sizes_of(narrow).peak)
+            break
     larger = _with_more_gpus(setting)
     if larger is not None:
         about = f"{larger.gpu.name}x{larger.gpus}" + (f" as {larger.data}x{larger.split}" if larger.data > 1 else "")

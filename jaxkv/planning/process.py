@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.setting import Request
-from jaxkv.planning.sizes import CacheParts, cache_parts, parameters_of
+from jaxkv.planning.sizes import CacheParts, cache_parts, parameters_of, widened_matrices
 
 # Resident bytes of fresh processes on Linux with JAX 0.10.2, measured by `benchmarks/plan_memory.py`. Constants, not a
 # reading of this process, which may hold anything: a notebook's arrays, other programs.
@@ -83,8 +83,8 @@ def process_of(request: Request) -> Process:
     evicts = parts.ongoing is not None and parts.ongoing.evicts
     parameters = parameters_of(config, dtype, request.weights)
     largest = max(math.prod(each.shape) for each in parameters)
-    # A CPU converts int8 codes to the dtype, a matrix at a time.
-    converted = item * max((math.prod(each.shape) for each in parameters if each.itemsize == 1), default=0)
+    # A CPU converts codes to the dtype, a matrix at a time.
+    converted = item * max(widened_matrices(request))
     return Process(
         started=STARTED + TOKENIZER,
         weights=host_weights(request),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from jaxkv.attention import Implementation
 from jaxkv.engine.growth import MOST_AHEAD, first_room
@@ -18,7 +18,7 @@ from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Request, Setting
-from jaxkv.sharding.parameters import spec_of
+from jaxkv.sharding.parameters import part_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,10 @@ def sizes_of(setting: Setting) -> Sizes:
     if setting.new > MOST_AHEAD and parts.ongoing is None:
         last = prefill_of(setting, bucket(setting.new))
     holds_all = parts.layers.from_scores or parts.needs.replay is not None
-    activations = planned.peak_bytes - planned.cache_bytes
+    activations, block, head = planned.peak_bytes - planned.cache_bytes, 0, 0
+    if setting.weights == "int4":
+        # No product reads them as they are stored: a matrix at a time is widened, the head's after all layers.
+        block, head = (jnp.dtype(setting.dtype).itemsize * each for each in widened_matrices(setting))
     kept = planned.budget.mean() if planned.rows is None else planned.rows.mean()
     if parts.read is not None and parts.scorer is None:
         kept = float(setting.context)
@@ -108,8 +111,8 @@ def sizes_of(setting: Setting) -> Sizes:
         weights=weights_of(config, setting.dtype, setting.mesh, setting.weights),
         cache=planned.cache_bytes,
         grown=last.cache_bytes,
-        prefill=activations,
-        decode=_decode(setting, planned),
+        prefill=max(activations + block, head),
+        decode=_decode(setting, planned) + max(block, head),
         host=planned.host_bytes,
         kept=float(kept),
         full=planned.full_bytes,
@@ -195,8 +198,18 @@ def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh, weights: str
     """Bytes of the parameters that one device of a mesh holds; `weights` says how linear maps are held."""
     total = 0
     for name, shape, copies, itemsize in parameters_of(config, dtype, weights):
-        total += copies * math.prod(NamedSharding(mesh, spec_of(name)).shard_shape(shape)) * itemsize
+        total += copies * math.prod(part_shape(name, shape, mesh)) * itemsize
     return total
+
+
+def widened_matrices(request: Request) -> tuple[int, int]:
+    """Most elements of one device's part of a matrix that is stored as codes: of a block's, and of the head's; or 0."""
+    codes = {each.name for each in parameters_of(request.config, request.dtype, request.weights) if each.itemsize == 1}
+    wide = [each for each in parameters_of(request.local, request.dtype) if each.name in codes]
+    block, head = (
+        max((math.prod(each.shape) for each in wide if (each.name == "head") is of), default=0) for of in (False, True)
+    )
+    return block, head
 
 
 def _decode(setting: Setting, planned: PrefillPlan) -> int:

@@ -18,7 +18,7 @@ class Recipe:
     Attributes:
         model: name or folder of the model, as `jaxkv.load` takes it.
         dtype: dtype of activations, caches and, unless `weights` is given, of weights; None for the device's.
-        weights: "int8" for linear maps in 8 bits, as `jaxkv.load` takes it.
+        weights: "int8" or "int4" for linear maps in fewer bits, as `jaxkv.load` takes it.
         mesh: devices by data and model, such as "1x8"; None for one device.
         options: other arguments of `Engine`.
     """

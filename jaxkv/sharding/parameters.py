@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
@@ -32,6 +32,8 @@ _PARAMETERS = {
     "head": "V E",
 }
 
+_OF_GROUPS = ("_scales", "_leasts")
+
 
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, its axes of size 1 are left out."""
@@ -40,7 +42,20 @@ def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     if name.endswith("_scale"):
         # A scale per output of an int8 weight: the weight's axes without its last.
         letters = _PARAMETERS[name.removesuffix("_scale")].rpartition(" ")[0]
+    elif name.endswith(_OF_GROUPS):
+        # A number per group of a weight in 4 bits: the weight's axes, the last by groups.
+        letters = _PARAMETERS[name.removesuffix("_scales").removesuffix("_leasts")]
     return spec_of_letters(letters, mesh)
+
+
+def part_shape(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Shape of a device's part of a parameter; ValueError if its part of a weight in 4 bits has no whole groups."""
+    spec = spec_of(path)
+    if path.endswith(_OF_GROUPS) and len(spec) == len(shape) and spec[-1] is not None:
+        split = math.prod(mesh.shape[name] for name in ([spec[-1]] if isinstance(spec[-1], str) else spec[-1]))
+        remedy = f"{split} devices cannot split rows of {shape[-1]} groups of 32: give 'int8', or fewer devices"
+        require(shape[-1] % split == 0, "weights", "int4", remedy)
+    return NamedSharding(mesh, spec).shard_shape(shape)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:

@@ -1,0 +1,48 @@
+"""How a linear weight is stored: as floats, as 8-bit codes with a scale per output, or as 4-bit codes in groups."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+# Elements of a row that share a scale and a least value, in 4 bits; and the bytes of their codes.
+GROUP, GROUP_BYTES = 32, 16
+
+
+class Stored(NamedTuple):
+    """Linear weight `[*out, E]` as it is stored, a pytree: floats, or codes and what turns them into floats.
+
+    Attributes:
+        codes: `[*out, E]` floats or int8; in 4 bits uint8 `[*out, E/2]`: byte j of a group of 16 holds its elements j,
+            in the low half, and j + 16.
+        scale: f32 `[*out]`, of 8 bits alone: a weight is code * scale.
+        scales: f16 `[*out, E/32]`, of 4 bits alone: a weight is code * scale + least of its group.
+        leasts: f16 `[*out, E/32]` likewise.
+    """
+
+    codes: Num[Array, "*out n"]
+    scale: Float[Array, "*out"] | None = None
+    scales: Float[Array, "*out g"] | None = None
+    leasts: Float[Array, "*out g"] | None = None
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Sizes of the weight's output axes."""
+        return self.codes.shape[:-1]
+
+    def factor(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
+        """Matrix in `dtype` that inputs are multiplied by; a `scale`, if there is one, is left to the product."""
+        if self.scales is None or self.leasts is None:
+            # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
+            return self.codes if self.scale is None else self.codes.astype(dtype)
+        bytes_ = self.codes.reshape(*self.scales.shape, GROUP_BYTES)
+        codes = jnp.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1).astype(jnp.float32)
+        wide = codes * self.scales[..., None].astype(jnp.float32) + self.leasts[..., None].astype(jnp.float32)
+        return wide.reshape(*self.outputs, -1).astype(dtype)
+
+    def wide(self) -> Float[Array, "*out E"]:
+        """The weight in float32."""
+        wide = self.factor(jnp.dtype(jnp.float32)).astype(jnp.float32)
+        return wide if self.scale is None else wide * self.scale[..., None]
