@@ -12,16 +12,28 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import LinearRope, Llama3Rope, Rope, YarnRope
+from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
 
-CLASSES = (FalconConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
+CLASSES = (
+    FalconConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,7 @@ def theirs_rope(config: Any) -> Rope:
     given = dict(config.rope_parameters)
     kind, values = given.pop("rope_type"), {"theta": given.pop("rope_theta")}
     given.pop("type", None)
+    assert given.pop("partial_rotary_factor", 1.0) == 1.0
     if "original_max_position_embeddings" in given:
         values["original_max_position"] = given.pop("original_max_position_embeddings")
     kinds = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
@@ -78,6 +91,11 @@ def theirs_ids(name: str) -> Callable[[Any], tuple[int, ...]]:
         return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
     return ids
+
+
+def rotated(config: ModelConfig) -> list[int]:
+    """A 1 for each layer with rotary embeddings, a 0 for each without."""
+    return [int(not isinstance(config.spec_of(layer).rope, NoRope)) for layer in range(config.layers)]
 
 
 TRAINING = "a matter of training"
@@ -190,6 +208,17 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "router_jitter_noise": NoEffect(TRAINING, 0.5),
         "sliding_window": Refused(64),
     },
+    "phi3": BASE
+    | ALL
+    | GATED
+    | {
+        "embd_pdrop": NoEffect(TRAINING, 0.5),
+        "head_dim": HEAD_DIM,
+        "original_max_position_embeddings": NoEffect("of longrope, which is refused", 1024),
+        "resid_pdrop": NoEffect(TRAINING, 0.5),
+        "rope_parameters": Read(lambda c: c.rope, {"rope_type": "default", "rope_theta": 7e4}, theirs_rope),
+        "sliding_window": Refused(64),
+    },
     "qwen2": BASE | ALL | GATED | QWEN | LAYERED,
     "qwen3": BASE | ALL | GATED | QWEN | LAYERED | {"attention_bias": BIAS},
     "qwen3_moe": BASE
@@ -205,6 +234,21 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "moe_intermediate_size": Read(lambda c: c.hidden, 80),
         "norm_topk_prob": Read(lambda c: c.experts.normalised, True),
         "num_experts": Read(lambda c: c.experts.count, 16),
+    },
+    "smollm3": BASE
+    | ALL
+    | GATED
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "layer_types": Refused(["full_attention", "sliding_attention"]),
+        "mlp_bias": Read(lambda c: c.mlp_bias, True),
+        "no_rope_layer_interval": Read(rotated, 2, lambda c: c.no_rope_layers),
+        "no_rope_layers": Read(rotated, [0, 1]),
+        "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
+        "sliding_window": NoEffect("off, until use_sliding_window is true", 64),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+        "use_sliding_window": NoEffect("no layer has a window without a sliding_window", True),
     },
 }
 

@@ -14,7 +14,7 @@ from meshes import mesh_of, model_of, prompts
 from refusing import calls, door
 from running import GOLDEN
 from test_config_fields import LLAMA3, ROOM, YARN
-from test_families import FALCON_7B, FALCON_40B, MIXTRAL, QWEN3_30B
+from test_families import FALCON_7B, FALCON_40B, MIXTRAL, PHI_4, QWEN3_30B, SMOLLM3_3B
 from test_layer_specs import CONFIG
 
 import jaxkv
@@ -168,6 +168,15 @@ CONFIGS = [
         ((QWEN3_30B, {"norm_topk_prob": 1}), "norm_topk_prob=1: give True or False"),
         ((QWEN3_30B, {"num_experts": None}), "num_experts=None: the model's config must give it"),
         ((QWEN3_30B, {"shared_expert_intermediate_size": 8}), "config=.*shared_expert_intermediate_size"),
+        ((PHI_4, {"sliding_window": 2047}), "sliding_window=2047: .*not built"),
+        ((PHI_4, {"rope_scaling": {"type": "longrope"}}), "rope_type='longrope': jaxkv builds"),
+        ((PHI_4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}), "rope_scaling=.*default RoPE or longrope"),
+        ((PHI_4, {"partial_rotary_factor": 0.75}), "partial_rotary_factor=0.75: only fully rotated"),
+        ((SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True, "layer_types": None}), "sliding_window=512"),
+        ((SMOLLM3_3B, {"no_rope_layers": [1, 0]}), "no_rope_layers=.*give a 1 for each of num_hidden_layers=36"),
+        ((SMOLLM3_3B, {"no_rope_layers": [2] * 36}), "no_rope_layers=.*a 0 for each without"),
+        ((SMOLLM3_3B, {"no_rope_layers": "1" * 36}), "no_rope_layers=.*a 0 for each without"),
+        ((SMOLLM3_3B, {"no_rope_layer_interval": 0}), "no_rope_layer_interval=0: give an integer from 1"),
         ((QWEN3_30B, {"model_type": "gemma2"}), "model_type='gemma2': jaxkv builds falcon, llama"),
     ),
     *calls(

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.values import Experts
+from jaxkv.models.values import Experts, NoRope, Rope
 
 # As published: every key but those that name classes and versions of libraries.
 FALCON_7B = {
@@ -102,6 +102,65 @@ QWEN3_30B = {
 }
 
 
+PHI_4 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 100257,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 100265,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "model_type": "phi3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "pad_token_id": 100349,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+SMOLLM3_3B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pad_token_id": 128004,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+
+
 @pytest.mark.parametrize(
     "published, count",
     [
@@ -111,8 +170,10 @@ QWEN3_30B = {
         (FALCON_40B | {"tie_word_embeddings": False}, 41_835_970_560),
         (MIXTRAL, 46_702_792_704),
         (QWEN3_30B, 30_532_122_624),
+        (PHI_4, 14_659_507_200),
+        (SMOLLM3_3B, 3_075_098_624),
     ],
-    ids=["falcon-7b", "falcon-40b", "falcon-40b-twice", "mixtral-8x7b", "qwen3-30b-a3b"],
+    ids=["falcon-7b", "falcon-40b", "falcon-40b-twice", "mixtral-8x7b", "qwen3-30b-a3b", "phi-4", "smollm3-3b"],
 )
 def test_published_counts_of_parameters(published, count):
     assert Decoder(ModelConfig.from_hf(published), dtype="bfloat16").nbytes == 2 * count
@@ -132,6 +193,10 @@ def test_what_is_read():
     mixtral, qwen = ModelConfig.from_hf(MIXTRAL), ModelConfig.from_hf(QWEN3_30B)
     assert mixtral.experts == Experts(count=8, chosen=2) and mixtral.hidden == 14336 and not mixtral.qk_norm
     assert qwen.experts == Experts(count=128, chosen=8) and qwen.hidden == 768 and qwen.qk_norm
+    phi, small = ModelConfig.from_hf(PHI_4), ModelConfig.from_hf(SMOLLM3_3B)
+    assert (phi.group, phi.head_dim, phi.rope) == (4, 128, Rope(theta=250000.0)) and not phi.kinds
+    rotated = [isinstance(small.spec_of(layer).rope, NoRope) for layer in range(36)]
+    assert rotated == [False, False, False, True] * 9 and len(small.kinds) == 4 and small.tied
     later = {key: value for key, value in QWEN3_30B.items() if key not in ("num_experts", "norm_topk_prob")}
     assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(
         count=64, chosen=8, normalised=False
@@ -139,6 +204,7 @@ def test_what_is_read():
 
 
 FUSED = "transformer.h.1.self_attention.query_key_value.weight"
+QKV = "model.layers.1.self_attn.qkv_proj.weight"
 EXPERT, ALL = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -147,12 +213,21 @@ EXPERT, ALL = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.laye
     [
         ("falcon_40b", FUSED, lambda a: a[:-1], rf"{FUSED}=\(95, 48\): the config asks for \(96, 48\)"),
         ("falcon_40b", FUSED, lambda a: None, rf"{FUSED}'.*\]: the checkpoint lacks these tensors"),
+        ("phi3", QKV, lambda a: a[:-1], rf"{QKV}=\(79, 48\): the config asks for \(80, 48\)"),
         ("mixtral", EXPERT, lambda a: None, rf"weights=\['{EXPERT}'\]: the checkpoint lacks these tensors"),
         ("mixtral", EXPERT, lambda a: a * np.nan, rf"weights=\['{EXPERT}'\]: these tensors hold NaN"),
         ("mixtral", EXPERT.replace("2.w3", "4.w3"), lambda a: np.ones((64, 48), "f"), "no place for these tensors"),
         ("qwen3_moe_fused", ALL, lambda a: a[:-1], rf"{ALL}=\(7, 48, 48\): the config asks for \(8, 48, 48\)"),
     ],
-    ids=["a row less", "no keys", "an expert less", "an expert of NaN", "an expert more", "fused, an expert less"],
+    ids=[
+        "a row less",
+        "no keys",
+        "a value's row less",
+        "an expert less",
+        "an expert of NaN",
+        "an expert more",
+        "fused, an expert less",
+    ],
 )
 def test_tensors_that_do_not_fit(tmp_path, name, tensor, change, message):
     copied = tmp_path / "model"

@@ -13,7 +13,7 @@ from jaxkv.engine import loop
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, named_parameters
 from jaxkv.models.rope import inverse_frequencies
-from jaxkv.models.values import LayerSpec, LinearRope, Rope
+from jaxkv.models.values import LayerSpec, LinearRope, NoRope, Rope
 
 KINDS = (LayerSpec(), LayerSpec(rope=Rope(theta=40.0), scale=0.6))
 CONFIG = dataclasses.replace(tiny.shape(layers=3, kv_heads=2, group=3, dim=8), kinds=KINDS)
@@ -40,7 +40,7 @@ def forward(model, ids):
     x = of["embedding"][np.asarray(ids)]
     for layer in range(config.layers):
         part = lambda name, layer=layer: of[f"blocks.{layer}.{name}"]  # noqa: E731
-        normed, spec = _normed(x, part("attention_norm.scale"), config.norm_eps), config.kinds[layer % 2]
+        normed, spec = _normed(x, part("attention_norm.scale"), config.norm_eps), config.spec_of(layer)
         q = _turned(np.einsum("ne,kgde->kgnd", normed, part("attention.q")), spec.rope)
         k, v = np.einsum("ne,tkde->tknd", normed, part("attention.kv"))
         k, scale = _turned(k, spec.rope), spec.scale or config.head_dim**-0.5
@@ -87,6 +87,16 @@ def test_every_layer_has_its_own_rotation_and_scale():
 )
 def test_policies_that_keep_everything_answer_as_the_full_cache_does(policy):
     check_answers(tiny.tiny(CONFIG), policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (None, jaxkv.StreamingLLM(budget=64, rolling_positions=True), jaxkv.ExpectedAttention(budget=64, every=4)),
+    ids=("full", "rolling", "again"),
+)
+def test_layers_without_rotation(policy):
+    kinds = (LayerSpec(rope=Rope(theta=40.0)), LayerSpec(rope=NoRope()))
+    check_answers(tiny.tiny(dataclasses.replace(CONFIG, kinds=kinds)), policy)
 
 
 def test_sixteen_bits_with_rolling_positions_read_their_tails():

@@ -1,5 +1,7 @@
 """What is asked of the compiler: a prefill's programs and what lies beside them, as the engine really calls them."""
 
+import collections
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +10,7 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation
+from jaxkv.models.values import LayerSpec, NoRope
 from jaxkv.planning import compiled
 from jaxkv.planning.gpus import gpu_named
 from jaxkv.planning.programs import SMALL, Work, abstract_model
@@ -54,9 +57,9 @@ class Called:
         return self.run(door, *args, **more)
 
 
-def work_of(policy) -> Work:
+def work_of(policy, shape=SHAPE) -> Work:
     given = {"policy": policy, "batch": BATCH, "tokens": TOKENS, "new": NEW}
-    return Work(flat=abstract_model(SHAPE, "float32"), implementation=Implementation.XLA, **given)
+    return Work(flat=abstract_model(shape, "float32"), implementation=Implementation.XLA, **given)
 
 
 @functools.cache
@@ -85,6 +88,13 @@ def check_record(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prefill_calls_what_is_recorded(name, as_users_call):
     check_record(name)
+
+
+def test_layers_of_two_rotations_are_recorded():
+    kinds = (LayerSpec(), LayerSpec(rope=NoRope()))
+    work, plain = work_of(POLICIES["snapkv"], dataclasses.replace(SHAPE, kinds=kinds)), work_of(POLICIES["snapkv"])
+    names, those = ([call.name for call in each.prefill.calls] for each in (work, plain))
+    assert collections.Counter(names) - collections.Counter(those) == {"_angles": 1} and len(names) == len(those) + 1
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -56,6 +56,8 @@ def test_parameters_on_a_mesh(tmp_path, data, model, kind):
         ("falcon_serial", 4),
         ("mixtral", 4),
         ("qwen3_moe_fused", 4),
+        ("phi3", 2),
+        ("smollm3", 4),
     ],
 )
 def test_families_on_a_mesh(name, model):

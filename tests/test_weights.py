@@ -22,7 +22,7 @@ from jaxkv.models.sources import sources_of
 from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
-FAMILIES = ["llama_gqa8", "llama_bias", "qwen3", "falcon_40b", "falcon_serial", "mixtral", "qwen3_moe_fused"]
+FAMILIES = ["llama_gqa8", "llama_bias", "qwen3", "falcon_40b", "falcon_serial", "phi3", "mixtral", "qwen3_moe_fused"]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]
 
 

@@ -52,6 +52,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "sliding_window": None,
     },
+    "phi3": _COMMON
+    | {
+        "bos_token_id": 1,
+        "eos_token_id": 32_000,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": None,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
     "qwen2": _QWEN | {"layer_types": None, "max_window_layers": 28},
     "qwen3": _QWEN | {"attention_bias": False, "head_dim": 128, "layer_types": None, "max_window_layers": 28},
     "qwen3_moe": _QWEN
@@ -64,5 +73,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
+    },
+    "smollm3": _COMMON
+    | {
+        "attention_bias": False,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+        "layer_types": None,
+        "max_position_embeddings": 32_768,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": None,
+        "num_key_value_heads": 4,
+        "rope_theta": 2e6,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
     },
 }

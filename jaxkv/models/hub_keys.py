@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv._checks import flag, whole
 from jaxkv._errors import require
 from jaxkv.models.hub_defaults import DEFAULTS
-from jaxkv.models.values import READERS, Experts, LinearRope, Llama3Rope, Rope, YarnRope, positive
+from jaxkv.models.values import READERS, Experts, LayerSpec, LinearRope, Llama3Rope, NoRope, Rope, YarnRope, positive
 
 # Keys of a Hugging Face config that change nothing about inference with these decoders.
 _IGNORED = frozenset(
@@ -33,9 +33,11 @@ _FAMILIES: dict[str, dict[str, bool]] = {
     "llama": {},
     "mistral": {},
     "mixtral": {},
+    "phi3": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True},
+    "smollm3": {},
 }
 # A family's own names of keys, by Llama's names.
 _CALLED = {
@@ -51,7 +53,11 @@ _CALLED = {
     "qwen3_moe": {"intermediate_size": "moe_intermediate_size"},
 }
 # Keys that change nothing in one family but something in others.
-_IGNORED_BY = {"qwen3_moe": {"intermediate_size"}}
+_IGNORED_BY = {
+    # The original context is that of longrope, which is refused.
+    "phi3": {"embd_pdrop", "ignore_keys_at_rope_validation", "original_max_position_embeddings", "resid_pdrop"},
+    "qwen3_moe": {"intermediate_size"},
+}
 
 _ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
 
@@ -164,9 +170,10 @@ def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
         # Llama's and Falcon's classes have no windows, but transformers' caches still drop rows beyond one.
         used = used or keys.take("use_sliding_window") is None
     windowed = used and window is not None
-    if windowed and keys.has("max_window_layers"):
-        # In Qwen2 and Qwen3 layers below max_window_layers attend to all positions, as do all full_attention layers.
-        windowed = kinds is None and keys.whole("max_window_layers", least=0) < layers
+    if windowed and keys.has("layer_types"):
+        # Layers whose type is given have that type. In Qwen2 and Qwen3 layers below max_window_layers have no window.
+        some = not keys.has("max_window_layers") or keys.whole("max_window_layers", least=0) < layers
+        windowed = kinds is None and some
     left_out = "" if keys.given("sliding_window") else ', or write "sliding_window": null where it attends to all'
     # A window as wide as the model's positions leaves nothing out.
     wide = not windowed or whole("sliding_window", window) >= max_positions
@@ -227,11 +234,26 @@ def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"experts": Experts(count=count, chosen=chosen, normalised=normalised)}
 
 
+def _smollm3(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`ModelConfig` fields `rope` and `kinds` of SmolLM3, some of whose layers have no rotary embedding."""
+    layers, given = fields["layers"], keys.take("no_rope_layers")
+    interval = keys.whole("no_rope_layer_interval")
+    if given is None:
+        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    remedy = f"give a 1 for each of num_hidden_layers={layers} layers with rotary embeddings, a 0 for each without"
+    sound = isinstance(given, (list, tuple)) and len(given) >= layers and all(each in (0, 1) for each in given)
+    require(sound, "no_rope_layers", given, remedy)
+    kinds = tuple(LayerSpec(rope=fields["rope"] if each else NoRope()) for each in given[:layers])
+    period = next(n for n in range(1, layers + 1) if kinds == tuple(kinds[at % n] for at in range(layers)))
+    return {"rope": Rope(), "kinds": kinds[:period]}
+
+
 # Readers of keys that only one family has.
 _OWN: dict[str, Callable[[_Keys, Mapping[str, Any]], dict[str, Any]]] = {
     "falcon": _falcon,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "smollm3": _smollm3,
 }
 
 
@@ -258,6 +280,9 @@ def _read_rope(keys: _Keys, max_positions: int) -> Rope:
         "rope_parameters means another rotation, and transformers would follow rope_scaling alone: remove one of them"
     )
     require(len(set(ropes)) == 1, "rope_scaling", dict(*given[:1]), remedy)
+    # transformers takes a Phi-3's "yarn" for longrope, too.
+    plain = keys.family != "phi3" or type(ropes[0]) is Rope
+    require(plain, "rope_scaling", dict(*given[:1]), "a Phi-3 has default RoPE or longrope, which is not built")
     return ropes[0]
 
 

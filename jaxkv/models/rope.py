@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE): frequencies of the default, linear, llama3 and yarn kinds, and the rotation."""
+"""Rotary position embeddings (RoPE): frequencies of the default, linear, llama3, yarn and no kind, and the rotation."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.values import LinearRope, Llama3Rope, Rope, YarnRope
+from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -21,6 +21,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     """
     plain = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     match rope:
+        case NoRope():
+            return np.zeros_like(plain), 1.0
         case LinearRope():
             return plain / rope.factor, 1.0
         case Llama3Rope():

@@ -49,17 +49,21 @@ class Source:
         at: index into the parameter's first axes, for a tensor that holds one slice of them; empty for all.
         pick: which part of each of those axes belongs to the parameter, from the first axis on: an integer for an axis
             that the parameter does not have, a range for a part; axes left out are taken whole.
+        within: first index of these on the tensor's first axis, and that axis' size, where it holds other parameters,
+            too.
     """
 
     name: str
     axes: tuple[tuple[int, ...], ...]
     at: tuple[int, ...] = ()
     pick: tuple[int | range, ...] = ()
+    within: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint tensor as a tuple of ints."""
-        return tuple(math.prod(each) for each in self.axes)
+        sizes = tuple(math.prod(each) for each in self.axes)
+        return sizes if self.within is None else (self.within[1], *sizes[1:])
 
     def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
         """Index spans (first, end) of a parameter's part in the checkpoint tensor: one list per tensor axis.
@@ -76,7 +80,9 @@ class Source:
                 span = next(rest)
                 there.append(pick[span.start : span.stop])
         ends = itertools.accumulate(map(len, self.axes))
-        return [_flat_spans(there[end - len(axis) : end], axis) for axis, end in zip(self.axes, ends, strict=True)]
+        flat = [_flat_spans(there[end - len(axis) : end], axis) for axis, end in zip(self.axes, ends, strict=True)]
+        before = 0 if self.within is None else self.within[0]
+        return [[(before + begin, before + end) for begin, end in flat[0]], *flat[1:]]
 
 
 def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -109,6 +115,8 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
         _, index, inner = path.split(".", 2)
         if family == "falcon":
             found[path] = tuple(_falcon(inner, f"transformer.h.{index}.", shape, decoder.config))
+        elif family == "phi3" and inner in ("attention.q", "attention.kv", "mlp.gate_up"):
+            found[path] = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
         elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
             found[path] = tuple(_mixture(inner, f"model.layers.{index}.", shape, family, names))
         else:
@@ -152,6 +160,21 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
         yield _plain(f"{prefix}{names[part == 'mlp_norm']}.{kind}", shape)
     else:
         yield from _stacked(_FALCON, inner, prefix, shape)
+
+
+def _phi3(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
+    """Yields the `Source`s of a Phi-3 parameter; queries, keys and values share one tensor, gate and up another."""
+    if inner == "mlp.gate_up":
+        yield _plain(f"{prefix}mlp.gate_up_proj.weight", shape)
+        return
+    name, queries, keys = f"{prefix}self_attn.qkv_proj.weight", config.heads, config.kv_heads
+    rows = (queries + 2 * keys) * config.head_dim
+    if inner == "attention.q":
+        yield dataclasses.replace(_plain(name, shape), within=(0, rows))
+        return
+    for index in range(2):
+        first = (queries + index * keys) * config.head_dim
+        yield dataclasses.replace(_plain(name, shape[1:], (index,)), within=(first, rows))
 
 
 def _mixture(inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]) -> Iterator[Source]:

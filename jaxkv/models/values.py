@@ -62,6 +62,11 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NoRope(Rope):
+    """Static config of no rotary embedding: positions do not act on queries and keys (NoPE, arXiv:2305.19466)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearRope(Rope):
     """Static config of RoPE with position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
 

@@ -112,7 +112,9 @@ class Work:
             prompts = Prompts(flat, tokens, lengths, self.policy, needed, numbers, key, self.implementation)
             cache = finished(read(prompts))
             logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
-            return cache, logits, [leaf for leaf in jax.tree.leaves(vars(prompts)) if is_traced(leaf)]
+            # Angles are a dict by rotary embedding, whose keys JAX cannot sort.
+            held = [list(each.values()) if isinstance(each, dict) else each for each in vars(prompts).values()]
+            return cache, logits, [leaf for leaf in jax.tree.leaves(held) if is_traced(leaf)]
 
         calls, (cache, *_) = record(
             walk,

@@ -185,7 +185,7 @@ def parameters_of(config: ModelConfig, dtype: str, weights: str | None = None) -
 
     `weights` says how linear maps are held, as `jaxkv.load` takes it.
     """
-    decoder = Decoder(dataclasses.replace(config, layers=1), dtype=dtype, weights=weights)
+    decoder = Decoder(dataclasses.replace(config, layers=1, kinds=()), dtype=dtype, weights=weights)
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(decoder, nnx.Param)):
         names = [str(each.key) for each in path if hasattr(each, "key")]

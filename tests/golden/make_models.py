@@ -34,12 +34,16 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.utils import logging
 
@@ -88,6 +92,7 @@ LLAMA, MISTRAL = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCaus
 QWEN2, QWEN3 = (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
 FALCON, MIXTRAL = (FalconConfig, FalconForCausalLM), (MixtralConfig, MixtralForCausalLM)
 QWEN3_MOE = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
 def falcon(query, **more):
@@ -136,6 +141,12 @@ SPECS = {
     ),
     "qwen3_moe": (QWEN3_MOE, heads(4, 2, norm_topk_prob=True, **QWEN3_EXPERTS)),
     "qwen3_moe_fused": (QWEN3_MOE, heads(4, 2, norm_topk_prob=False, **QWEN3_EXPERTS)),
+    "phi3": (PHI3, heads(6, 2, rope_parameters=rope(250000.0))),
+    # Every second layer has no rotary embedding.
+    "smollm3": (
+        SMOLLM3,
+        heads(4, 2, rope_parameters=rope(2000000.0), num_hidden_layers=3, no_rope_layer_interval=2, mlp_bias=True),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
