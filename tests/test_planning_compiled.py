@@ -90,9 +90,10 @@ def test_a_prefill_calls_what_is_recorded(name, as_users_call):
     check_record(name)
 
 
+@pytest.mark.usefixtures("as_users_call")
 def test_layers_of_two_rotations_are_recorded():
     kinds = (LayerSpec(), LayerSpec(rope=NoRope()))
-    work, plain = work_of(POLICIES["snapkv"], dataclasses.replace(SHAPE, kinds=kinds)), work_of(POLICIES["snapkv"])
+    work, plain = work_of(POLICIES["adakv"], dataclasses.replace(SHAPE, kinds=kinds)), work_of(POLICIES["adakv"])
     names, those = ([call.name for call in each.prefill.calls] for each in (work, plain))
     assert collections.Counter(names) - collections.Counter(those) == {"_angles": 1} and len(names) == len(those) + 1
 
