@@ -16,6 +16,8 @@ from .tensor import Index, StoredTensor
 
 # Mistral models are written as arch "llama".
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Types whose blocks are 4-bit steps of one size from a least value, in groups of 32.
+_STEPPED = ("Q4_0", "Q4_1", "Q4_K")
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -62,7 +64,10 @@ class GgufFile:
         read = functools.partial
         self.tensors = {
             (hf := _hf_name(name)): StoredTensor(
-                shape=tensor.shape or (1,), dtype=np.dtype(np.float32), read=read(self._read, hf, tensor)
+                shape=tensor.shape or (1,),
+                dtype=np.dtype(np.float32),
+                read=read(self._read, hf, tensor),
+                stepped=tensor.kind.name in _STEPPED,
             )
             for name, tensor in self._stored.items()
             if not _is_table(name)

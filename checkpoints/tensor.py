@@ -21,11 +21,13 @@ class StoredTensor:
         shape: its axes, the slowest first.
         dtype: dtype of the arrays that are read.
         read: function that reads the part given by one slice per axis; `read(())` reads the whole.
+        stepped: True if each 32 values of a row are steps of one size, 16 at most, as in GGUF's blocks of 4 bits.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray] = dataclasses.field(repr=False)
+    stepped: bool = False
 
 
 def dtype_of(name: Any) -> np.dtype | None:

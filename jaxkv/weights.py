@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Float16, Int8, UInt8
 
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.sources import Source
@@ -42,6 +42,7 @@ def read_codes(parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh
     """
     (*outputs, last), grouped = like.shape, like.dtype == np.uint8
     shape = (*outputs, 2 * last if grouped else last)
+    stepped = all(tensor.stepped for _, tensor in parts)
     rounded: dict[tuple, tuple[np.ndarray, ...]] = {}
 
     def of(index: tuple[slice, ...], groups: slice) -> tuple[np.ndarray, ...]:
@@ -52,7 +53,7 @@ def read_codes(parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh
         if key not in rounded:
             elements = slice(spans[-1][0] * GROUP, spans[-1][1] * GROUP) if grouped else slice(None)
             weight = _part(parts, shape, np.dtype(np.float32), (*index, elements))
-            rounded[key] = groups_of(weight) if grouped else codes_of(weight)
+            rounded[key] = groups_of(weight, stepped=stepped) if grouped else codes_of(weight)
         return rounded[key]
 
     if mesh is None:
@@ -76,19 +77,41 @@ def read_codes(parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh
     return made
 
 
-def groups_of(weight: Float[np.ndarray, "*out E"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def groups_of(
+    weight: Float[np.ndarray, "*out E"], *, stepped: bool = False
+) -> tuple[UInt8[np.ndarray, "*out n"], Float16[np.ndarray, "*out g"], Float16[np.ndarray, "*out g"]]:
     """A weight rounded to 4 bits: bytes of two codes `[*out, E/2]`, float16 scales and least values `[*out, E/32]`.
 
-    A code from 0 to 15 stands for code * scale + least, with both as they are stored.
+    A code from 0 to 15 stands for code * scale + least, with both as they are stored: 15 steps from a group's least
+    value to its largest. Values that are `stepped` already keep their own steps, of which a group may have fewer.
     """
     grouped = weight.reshape(*weight.shape[:-1], -1, GROUP)
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are refused later, by their scales
-        least, most = grouped.min(axis=-1), grouped.max(axis=-1)
-        scales, leasts = ((most - least) / np.float32(15)).astype(np.float16), least.astype(np.float16)
-        wide = np.where(scales == 0, np.float16(1), scales).astype(np.float32)
-        codes = np.rint((grouped - leasts.astype(np.float32)[..., None]) / wide[..., None]).clip(0, 15).astype(np.uint8)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinity are refused later
+        least, span = grouped.min(axis=-1), np.ptp(grouped, axis=-1)
+        scales, leasts = (span / np.float32(15)).astype(np.float16), least.astype(np.float16)
+        codes, off = _steps(grouped, scales, leasts)
+        if stepped:
+            gaps = np.diff(np.sort(grouped, axis=-1), axis=-1)
+            # Equal values differ by nothing, or by their own rounding.
+            step = gaps.min(axis=-1, where=gaps > span[..., None] / 30, initial=np.inf)
+            own = (span / np.rint(span / step).clip(1, 15)).astype(np.float16)
+            theirs, closer = _steps(grouped, own, leasts)
+            better = closer < off
+            codes, scales = np.where(better[..., None], theirs, codes), np.where(better, own, scales)
     packed = codes[..., :GROUP_BYTES] | (codes[..., GROUP_BYTES:] << 4)
     return packed.reshape(*weight.shape[:-1], -1), scales, leasts
+
+
+def _steps(
+    grouped: Float[np.ndarray, "*out g 32"],
+    scales: Float16[np.ndarray, "*out g"],
+    leasts: Float16[np.ndarray, "*out g"],
+) -> tuple[UInt8[np.ndarray, "*out g 32"], Float[np.ndarray, "*out g"]]:
+    """Codes from 0 to 15 of groups by their scales and least values, and the sum of squares that each group is off."""
+    step = np.where(scales == 0, np.float16(1), scales).astype(np.float32)[..., None]
+    above = grouped - leasts.astype(np.float32)[..., None]
+    codes = np.rint(above / step).clip(0, 15)
+    return codes.astype(np.uint8), ((codes * step - above) ** 2).sum(axis=-1)
 
 
 def codes_of(weight: Float[np.ndarray, "*out E"]) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:

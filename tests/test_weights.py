@@ -5,6 +5,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
+from jaxkv.models.layers import float_weight
 from jaxkv.models.sources import sources_of
+from jaxkv.models.stored import Stored
 from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
@@ -131,6 +134,80 @@ def test_groups_are_rounded_to_the_nearest():
     # What codes stand for is rounded to itself.
     again = groups_of(wide)
     assert (np.abs(grouped(wide)[1] - wide) <= 1e-3 * np.maximum(np.abs(wide), step)).all() and again[0].any()
+
+
+def blocks(kind, weight):
+    """What a GGUF's blocks of 4 bits stand for; "Q4_K" are random steps that leave out the ends of their codes."""
+    if kind != "Q4_K":
+        kind = gguf.GGMLQuantizationType[kind]
+        return gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+    rng = np.random.default_rng(1)
+    codes = rng.integers(2, 13, (*weight.shape[:-1], weight.shape[-1] // 32, 32))
+    step, least = (rng.uniform(0.001, 0.1, (*codes.shape[:-1], 1)) for _ in range(2))
+    return (codes * step - 9 * least).astype(np.float32).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_values_of_4_bits_keep_their_steps(kind):
+    """To the 11 bits of a scale and a least value; 15 steps over a group's values would be others."""
+    weight = blocks(kind, np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32))
+    weight[2, 32:64] = 0.25
+    off = []
+    for stepped in (True, False):
+        codes, scales, leasts = map(jax.numpy.asarray, groups_of(weight, stepped=stepped))
+        wide = np.asarray(Stored(codes, scales=scales, leasts=leasts).wide())
+        off.append((np.abs(wide - weight) / np.abs(weight).max()).max())
+    assert off[0] < 1e-3 and (off[1] > 1e-2 or kind == "Q4_1")
+    # Values of no steps are rounded as any others are.
+    free = np.random.default_rng(2).standard_normal((8, 128)).astype(np.float32)
+    for one, other in zip(groups_of(free, stepped=True), groups_of(free), strict=True):
+        assert (one == other).mean() > 0.9
+
+
+def test_a_ggufs_blocks_of_4_bits_keep_their_steps(tmp_path):
+    """Of one tensor, with rows in another order, and of two that are stacked; not of one that is in 8 bits."""
+    checkpoint = open_checkpoint(gguf_of(tmp_path / "m.gguf", {"down": "Q8_0"}))
+    wide, model = (jaxkv.load(tmp_path / "m.gguf", "float32", weights=each, progress=False) for each in (None, "int4"))
+    held, block = dict(named_parameters(wide.decoder)), model.decoder.blocks[0]
+    for part, name, stepped in (
+        (block.attention, "q", True),
+        (block.attention, "kv", True),
+        (block.mlp, "gate_up", True),
+        (block.mlp, "down", False),
+    ):
+        owner = "attention" if part is block.attention else "mlp"
+        exact = np.asarray(held[f"blocks.0.{owner}.{name}"].get_value())
+        off = np.abs(np.asarray(float_weight(part, name)) - exact).max() / np.abs(exact).max()
+        assert (off < 1e-3) == stepped, name
+    assert sum(each.stepped for each in checkpoint.stored.values()) == 6
+
+
+def gguf_of(path, kinds):
+    """A GGUF of one layer of random weights whose linear maps are in Q4_0, but for those that `kinds` names."""
+    embed, hidden, heads, kv_heads, dim, rng = 64, 96, 4, 2, 16, np.random.default_rng(0)
+    shapes = {"attn_q": (heads * dim, embed), "attn_k": (kv_heads * dim, embed), "attn_v": (kv_heads * dim, embed)}
+    shapes |= {"attn_output": (embed, heads * dim), "ffn_gate": (hidden, embed), "ffn_up": (hidden, embed)}
+    shapes |= {"ffn_down": (embed, hidden), "attn_norm": (embed,), "ffn_norm": (embed,)}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(256)
+    writer.add_embedding_length(embed)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    names = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
+    for name, shape in (names | {"token_embd.weight": (96, embed), "output_norm.weight": (embed,)}).items():
+        array = rng.standard_normal(shape).astype(np.float32)
+        kind = next((kind for part, kind in kinds.items() if part in name and len(shape) > 1), "Q4_0")
+        kind = gguf.GGMLQuantizationType["F32" if len(shape) == 1 or "embd" in name else kind]
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @pytest.mark.parametrize("bits", ORACLES)
