@@ -7,10 +7,11 @@ import pytest
 from jax import lax
 
 from jaxkv.models.mixture import MixtureMLP, block_rows, in_blocks, one_by_one
+from jaxkv.models.stored import Stored
 from jaxkv.models.values import Experts
 
 WAYS = {
-    name: jax.jit(lambda x, ids, shares, gate_up, down, of=of: of(x, ids, shares, (gate_up, None), (down, None)))
+    name: jax.jit(lambda x, ids, shares, gate_up, down, of=of: of(x, ids, shares, Stored(gate_up), Stored(down)))
     for name, of in {"in_blocks": in_blocks, "one_by_one": one_by_one}.items()
 }
 
