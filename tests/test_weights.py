@@ -1,7 +1,9 @@
 """Weights in 8 and 4 bits: rounding by oracles, and models of them beside models of what the codes stand for."""
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -78,6 +80,7 @@ def wide_folder(name):
     config |= {key: size for key, size in WIDE.items() if config.get(key) is not None}
     config |= {"head_dim": 16} if name == "phi3" else {}  # of 6 heads, to which 64 are not shared out
     there, rng, tensors = Path(tempfile.mkdtemp()), np.random.default_rng(0), {}
+    atexit.register(shutil.rmtree, there)
     names = open_checkpoint(MODELS / name).names
     for of in sources_of(Decoder(ModelConfig.from_hf(config)), config["model_type"], frozenset(names)).values():
         for source in of:
