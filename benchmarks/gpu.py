@@ -15,10 +15,10 @@ For a machine that is lent for 30 minutes, 10 minutes a command, with Python and
 from a checkout (jax, flax, optax, numpy, jaxtyping, safetensors, ml_dtypes, tqdm are imported, nothing is downloaded),
 these commands in this order; DIR holds what has come back from the ones before (`cp benchmarks/results/*.jsonl DIR`):
 
-    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products checks decode token mass prefill scores gather
+    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products checks decode token codes mass prefill scores gather
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only tune tuned
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only end
-    python3 -m benchmarks.gpu --out DIR --minutes 9 --only headline ways torch
+    python3 -m benchmarks.gpu --out DIR --minutes 9 --only headline ways bits torch
 
 `tune` writes DIR/tuned/DEVICE.json (see benchmarks/tune.py); what is measured after it in the same DIR uses that table.
 Compiled programs are kept in .cache/gpu for as long as the machine keeps that folder.
@@ -31,8 +31,8 @@ from pathlib import Path
 from benchmarks import gpu_bench, gpu_parts, gpu_rows, tune
 
 # With --only too, in this order: the search for tiles comes before what is measured with them.
-ORDER = ["copy", "products", "checks", "decode", "token", "mass", "prefill", "scores", "gather", "tune", "tuned"]
-ORDER += ["end", "headline", "ways", "torch"]
+ORDER = ["copy", "products", "checks", "decode", "token", "codes", "mass", "prefill", "scores", "gather", "tune", "tuned"]
+ORDER += ["end", "headline", "ways", "bits", "torch"]
 # Measured once more with a table that the search has written.
 TUNED = ("decode", "token", "prefill")
 WHAT = {"tune": "the fastest tiles for head dim 128 in bfloat16", "tuned": "decode and prefill once more with them"}
@@ -40,15 +40,15 @@ WITHOUT_TABLE = ORDER[: ORDER.index("tune")]
 CACHE = gpu_rows.ROOT / ".cache" / "gpu"
 
 
-def measure(bench, name, *, quick):
-    """All rows of a part that are missing."""
+def measure(bench, name, *, quick, match=()):
+    """All rows of a part that are missing, or those whose names begin so."""
     part = gpu_parts.BY_NAME[name]
     hashed = gpu_rows.sources(part.sources)
-    for case in part.of(quick):
+    for case in (each for each in part.of(quick) if not match or each["name"].startswith(tuple(match))):
         bench.measure(name, case, limit=part.limit, sources=hashed, alone=part.alone, uses_tuning=part.uses_tuning)
 
 
-def run(bench, names, *, out, quick):
+def run(bench, names, *, out, quick, match=()):
     """Parts in their order."""
     table = tune.table_path(out, bench.device)
     bench.note("device", bench.where["told"])
@@ -60,9 +60,9 @@ def run(bench, names, *, out, quick):
             tune.search(bench, out, [64 if quick else 128], ["bfloat16"], seconds, quick=quick)
         elif name == "tuned":
             for each in TUNED if table.exists() else ():
-                measure(bench, each, quick=quick)
+                measure(bench, each, quick=quick, match=match)
         else:
-            measure(bench, name, quick=quick)
+            measure(bench, name, quick=quick, match=match)
 
 
 def parsed():
@@ -70,6 +70,7 @@ def parsed():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the rows")
     parser.add_argument("--only", nargs="+", choices=ORDER, default=ORDER, metavar="PART", help="parts (default: all)")
+    parser.add_argument("--match", nargs="+", default=(), metavar="CASE", help="cases whose names begin so (default: all)")
     parser.add_argument("--minutes", type=float, default=8, help="after which no row goes on (default: 8)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that everything runs")
     parser.add_argument("--retry", action="store_true", help="measure again what has failed")
@@ -101,7 +102,7 @@ def main():
                 sys.exit("error: there is no GPU here: --quick interprets the kernels at tiny shapes")
             print(f"{bench.device}, {len(bench.rows.all)} rows in {bench.rows.path}", flush=True)
             try:
-                run(bench, set(args.only), out=args.out, quick=args.quick)
+                run(bench, set(args.only), out=args.out, quick=args.quick, match=args.match)
             except gpu_bench.OutOfTime as error:
                 late = error
             # A candidate that does not run is the search's business.

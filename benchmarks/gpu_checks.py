@@ -4,16 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_kernels import coded
 from benchmarks.gpu_timing import INTERPRET, random
 from jaxkv import pallas_kernels
 from jaxkv.cache.layout import Layout
+from jaxkv.pallas_kernels import mosaic
 
 # Largest difference as a share of the largest value.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-3}
 
 
 def wide(array):
-    """An array as float64 on the host."""
+    """An array, or the rows that codes stand for, as float64 on the host."""
+    if isinstance(array, pallas_kernels.Coded):
+        return wide(array.code) * wide(array.scale)[..., None]
     return np.asarray(array.astype(jnp.float32), np.float64)
 
 
@@ -67,7 +71,12 @@ def _turned(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def token(case, dtype, tiles=None):
+def codes(case, dtype, tiles=None):
+    """The same over rows in 8 bits; the new key and value may be a code off."""
+    return token(case, dtype, tiles, narrow=True)
+
+
+def token(case, dtype, tiles=None, *, narrow=False):
     """A new token's rotation, append and attention, with scores; the last of three sequences has ended."""
     heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"] // 2
     share = np.ones((3, heads))
@@ -77,6 +86,7 @@ def token(case, dtype, tiles=None):
     start = (np.cumsum(length + 1, axis=1) - length - 1).astype(np.int32)
     pool = heads * (rows + 1)
     k, v = (random(10 + i, (3, pool, dim), dtype) for i in (0, 1))
+    name, k, v = ("codes", coded(k), coded(v)) if narrow else ("token", k, v)
     q, kv = random(12, (2, 3, heads, group, dim), jnp.float32), random(13, (2, 3, 2, heads, dim), jnp.float32)
     angle, counts = np.linspace(0, 3, 3 * dim // 2).reshape(3, -1), np.asarray([1, 1, 0], np.int32)
     positions, score = np.asarray([rows, rows, rows], np.int32), random(14, (3, pool), jnp.float32)
@@ -85,6 +95,7 @@ def token(case, dtype, tiles=None):
     chunks = pallas_kernels.deal(jnp.asarray(start)[None], jnp.asarray(length)[None], **dealt)
     new = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32), positions, counts)
     options = {"layer": 0, "score": score, "begin": begin, "tiles": tiles, "interpret": INTERPRET}
+    options |= {"dtype": dtype} if narrow else {}
     out, *ours = pallas_kernels.decode_token(
         q, kv, *map(jnp.asarray, new), k, v, pos, jnp.asarray(start)[None], chunks, **options
     )
@@ -92,6 +103,8 @@ def token(case, dtype, tiles=None):
     cos, sin, both = np.cos(angle)[:, None], np.sin(angle)[:, None], wide(kv).sum(axis=0)
     queries = rounded(_turned(wide(q).sum(axis=0), cos[:, None], sin[:, None]))
     row, value = rounded(_turned(both[:, 0], cos, sin)), rounded(both[:, 1])
+    if narrow:
+        row, value = (wide(coded(jnp.asarray(each, jnp.float32))) for each in (row, value))
     want = [wide(k), wide(v), np.asarray(pos, np.float64), wide(score)]
     for b, h in np.ndindex(*length.shape):
         if counts[b]:
@@ -100,10 +113,8 @@ def token(case, dtype, tiles=None):
     length = length + counts[:, None]
     theirs, _, mass = oracle(jnp.asarray(queries, jnp.float32), *map(jnp.asarray, want[:2]), start, length)
     want[3] = want[3] + mass * counts[:, None]
-    names = ("token k", "token v", "token pos", "token score")
-    return {"token": error(out[:3], theirs)} | {
-        name: error(mine, array) for name, mine, array in zip(names, ours, want, strict=True)
-    }
+    leaves = zip(("k", "v", "pos", "score"), ours, want, strict=True)
+    return {name: error(out[:3], theirs)} | {f"{name} {leaf}": error(mine, array) for leaf, mine, array in leaves}
 
 
 def beside(case, dtype, tiles=None):
@@ -136,7 +147,7 @@ def beside(case, dtype, tiles=None):
 
 
 def flash(case, dtype, tiles=None):
-    """Causal attention of unequal prompts, and how much each key receives."""
+    """Causal attention of unequal prompts, by Mosaic too where it takes them, and how much each key receives."""
     heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
     k, v = (random(i, (2, heads, slots, dim), dtype) for i in (3, 4))
     q = random(5, (2, heads, group, slots, dim), dtype)
@@ -144,7 +155,10 @@ def flash(case, dtype, tiles=None):
     zero, length = jnp.zeros((2,), jnp.int32), jnp.asarray(tokens, jnp.int32)
     out, lse = pallas_kernels.flash(q, k, v, zero, length, tiles=tiles, interpret=INTERPRET)
     sums = pallas_kernels.column_sums(q, k, lse, zero, length, tiles=tiles, interpret=INTERPRET)
-    found = {"flash": 0.0, "flash lse": 0.0, "column sums": 0.0}
+    ours = {"flash": out, "flash lse": lse, "column sums": sums}
+    if not INTERPRET and tiles is None and dim in mosaic.DIMS and str(dtype) in mosaic.DTYPES:
+        ours |= dict(zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True))
+    found = dict.fromkeys(ours, 0.0)
     for b, real in enumerate(tokens):
         queries, keys, values = wide(q)[b, :, :, :real], wide(k)[b, :, :real], wide(v)[b, :, :real]
         logits = np.einsum("kgtd,ksd->kgts", queries, keys) / np.sqrt(dim)
@@ -153,12 +167,13 @@ def flash(case, dtype, tiles=None):
         weights = np.exp(logits - top)
         total = weights.sum(axis=-1, keepdims=True)
         weights /= total
-        mine = {
-            "flash": error(out[b, :, :, :real], np.einsum("kgts,ksd->kgtd", weights, values)),
-            "flash lse": error(lse[b, :, :, :real], (top + np.log(total))[..., 0]),
-            "column sums": error(sums[b, :, :real], weights.sum(axis=2).mean(axis=1)),
-        }
-        found = {name: max(found[name], mine[name]) for name in found}
+        attended, summed = np.einsum("kgts,ksd->kgtd", weights, values), (top + np.log(total))[..., 0]
+        for name, mine in ours.items():
+            if name == "column sums":
+                off = error(mine[b, :, :real], weights.sum(axis=2).mean(axis=1))
+            else:
+                off = error(mine[b, :, :, :real], summed if name.endswith("lse") else attended)
+            found[name] = max(found[name], off)
     return found
 
 
@@ -192,7 +207,7 @@ def compact(case, dtype, tiles=None):
     return found | {"compact pos": error(ours[2], np.where(source < 0, -1, source % slots))}
 
 
-KERNELS = {"attend": attend, "token": token, "beside": beside, "flash": flash, "window": window, "compact": compact}
+KERNELS = {"attend": attend, "token": token, "codes": codes, "beside": beside, "flash": flash, "window": window, "compact": compact}
 
 
 def check(case):

@@ -18,13 +18,13 @@ STEPS, CALLS = 32, 6
 
 
 def policy_of(case):
-    """The policy of a case: a budget of rows a head, or for OmniKV of tokens read."""
-    name, budget = case["policy"], case["budget"]
+    """The policy of a case: a budget of rows a head, or for OmniKV of tokens read; rows in fewer bits if asked."""
+    name, budget, store = case["policy"], case["budget"], case.get("store", "dense")
     if name == "FullKV":
-        return jaxkv.FullKV()
+        return jaxkv.FullKV(store=store)
     if name == "OmniKV":
         return jaxkv.OmniKV(budget=budget, offload=False, filter_layers=tuple(case["filter_layers"]))
-    return getattr(jaxkv, name)(budget=budget)
+    return getattr(jaxkv, name)(budget=budget, store=store)
 
 
 def ways(model, policy, case):
@@ -46,7 +46,7 @@ def held():
 
 def end_to_end(case):
     """Seconds of a prefill and of a decode step, and what they hold."""
-    model = shapes.random_llama(case["model"])
+    model = shapes.random_llama(case["model"], weights=case.get("weights"))
     policy, batch, tokens = policy_of(case), case["batch"], case["tokens"]
     steps, calls = (STEPS, CALLS) if GPU else (4, 2)
     new = steps * (calls + 1)

@@ -14,6 +14,7 @@ from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
 from jaxkv import pallas_kernels
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
+from jaxkv.cache.quantised import Bytes
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
 _BYTES, _FLOPS = 3e12, 3e14
@@ -83,15 +84,25 @@ def lengths_of(case):
     return length
 
 
+@jax.jit
+def coded(rows):
+    """Rows as 8-bit codes with a scale each."""
+    found = Bytes.of(rows)
+    return pallas_kernels.Coded(found.code, found.scale)
+
+
 def pools_of(case, dtype):
     """Queries, pools that a device's cache cannot hold, starts, lengths, and bytes of the rows that are read."""
     length, dim = lengths_of(case), case["dim"]
     batch, heads = length.shape
     # Room for 256 new rows a head, as a cache has it.
     rows = int(length.sum(axis=1).max()) + heads * min(256, case["rows"])
-    nbytes = 2 * int(length.sum()) * dim * dtype.itemsize
+    narrow = case.get("store") == "int8"
+    nbytes = 2 * int(length.sum()) * (dim + 2 if narrow else dim * dtype.itemsize)
     count = min(rotation(nbytes), 48)
     pools = [tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)]
+    if narrow:
+        pools = [tuple(coded(each) for each in pool) for pool in pools]
     length = jnp.asarray(length)
     start = Layout.RAGGED.place(length[None], rows)[0]
     q = random(10_000, (batch, heads, case["group"], dim), dtype)
@@ -100,7 +111,8 @@ def pools_of(case, dtype):
 
 def _dealt(start, length, case, dtype):
     """Who reads what, as a step finds it out once for all its layers."""
-    programs = pallas_kernels.programs(dim=case["dim"], itemsize=dtype.itemsize, interpret=INTERPRET)
+    size = 1 if "store" in case else dtype.itemsize
+    programs = pallas_kernels.programs(dim=case["dim"], itemsize=size, interpret=INTERPRET)
     return pallas_kernels.deal(start[None], length[None], programs=programs)
 
 
@@ -120,8 +132,8 @@ def tokens(q, pools, start, chunks, **options):
     dim, dtype = q.shape[-1], q.dtype
     ones, angle = jnp.ones((batch,), jnp.int32), random(20_001, (batch, dim // 2), jnp.float32)
     kv = random(20_000, (1, batch, 2, heads, dim), dtype)
-    new = (kv, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones)
-    pools = [(*pool, jnp.zeros(pool[0].shape[:2], jnp.int32)) for pool in pools]
+    new, pos = (kv, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones), jax.tree.leaves(pools[0])[0].shape[:2]
+    pools = [(*pool, jnp.zeros(pos, jnp.int32)) for pool in pools]
 
     def step(carry, _):
         q, written = carry[0], []
@@ -137,7 +149,8 @@ def token(case):
     """What a layer's step does between its products: the new token is rotated, joins the pool, and attends to it."""
     dtype = jnp.dtype(case["dtype"])
     q, pools, start, length, nbytes = pools_of(case, dtype)
-    step, carry = tokens(q, pools, start, _dealt(start, length, case, dtype), interpret=INTERPRET)
+    options = {"interpret": INTERPRET} | ({"dtype": dtype} if "store" in case else {})
+    step, carry = tokens(q, pools, start, _dealt(start, length, case, dtype), **options)
     found = chained(step, carry, [()], estimate=nbytes / _BYTES + 1e-5, each=len(pools))
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
 

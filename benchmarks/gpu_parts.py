@@ -90,12 +90,13 @@ PREFILL = tuple(
 FILTERS = [2, 8, 18]
 
 
-def run(policy, batch, tokens, *, prefill="auto", decode="auto", budget=1024, repeat=0, model="llama-3-8b"):
-    """An end-to-end case."""
-    ways = {"prefill": prefill, "decode": decode}
-    name = f"{policy} {batch} x {tokens}"
+def run(policy, batch, tokens, *, budget=1024, repeat=0, model="llama-3-8b", bits=None, **ways):
+    """An end-to-end case: `bits` are the `store` of rows and the `weights`, `ways` who prefills and who decodes."""
+    ways = {"prefill": "auto", "decode": "auto"} | ways
+    name = f"{policy} {batch} x {tokens}" + "".join(f", {which} {kind}" for which, kind in (bits or {}).items())
     name += "".join(f", {which} {way}" for which, way in ways.items() if way != "auto")
     case = {"name": name, "policy": policy, "batch": batch, "tokens": tokens, "model": model, **ways}
+    case |= bits or {}
     # Long prefills are timed once: the next row is worth more.
     case |= {"budget": 2 * budget if policy == "OmniKV" else budget, "prefills": 2 if batch * tokens <= 32768 else 1}
     case |= {"filter_layers": FILTERS} if policy == "OmniKV" else {}
@@ -172,6 +173,15 @@ PARTS = (
         sources=_KERNELS,
     ),
     Part(
+        name="codes",
+        what="the same over rows in 8 bits",
+        function="gpu_kernels:token",
+        cases=tuple(case | {"store": "int8"} for case in DECODE if case["rows"] * case["batch"] >= 8192),
+        quick=(TINY | {"store": "int8"},),
+        limit=60,
+        sources=_KERNELS,
+    ),
+    Part(
         name="mass",
         what="decode attention that adds to rows' scores",
         function="gpu_kernels:mass",
@@ -234,6 +244,17 @@ PARTS = (
             *(run(policy, 1, 32768, decode="xla") for policy in ("SnapKV", "FullKV")),
         ),
         quick=(_tiny("FullKV", prefill="xla", decode="xla"),),
+        **_END,
+    ),
+    Part(
+        name="bits",
+        what="the same with rows or weights in fewer bits",
+        cases=(
+            run("FullKV", 8, 32768, bits={"store": "int8"}),
+            run("SnapKV", 1, 32768, bits={"weights": "int8"}),
+            run("SnapKV", 1, 32768, bits={"weights": "int4"}),
+        ),
+        quick=(_tiny("SnapKV", bits={"store": "int8", "weights": "int4"}),),
         **_END,
     ),
     Part(

@@ -79,27 +79,40 @@ def llama_3_405b(layers=126):
     return llama(layers=layers, embed=16384, hidden=53248, heads=128)
 
 
+# Steps of codes, by the ends of their parameters' names, that make weights about as large as random ones of 0.02.
+_STEPS = {"_scale": 0.0005, "_scales": 0.0075, "_leasts": -0.06}
+
+
 @partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key, *, shape, dtype):
+def _filled(key, *, shape, dtype):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.bits(key, shape, jnp.uint8).astype(dtype)
     return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def random_llama(name):
-    """A model with random bfloat16 weights: of Llama 3 8B's shape ("llama-3-8b"), or a "tiny" one."""
+def _parameter(key, path, leaf):
+    """A parameter's random values; a norm's scale is the one with one axis: at 1 activations keep their size."""
+    name = jax.tree_util.keystr(path)
+    for end, step in _STEPS.items():
+        if name.endswith(f"{end}'].value"):
+            return jnp.full(leaf.shape, step, leaf.dtype)
+    if len(leaf.shape) == 1:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    return _filled(key, shape=leaf.shape, dtype=leaf.dtype)
+
+
+def random_llama(name, *, weights=None):
+    """A model with random bfloat16 weights (linear maps in fewer bits if asked): "llama-3-8b"'s shape, or "tiny"."""
     config = llama_3_8b()
     if name == "tiny":
         small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
         small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
         small |= {"max_position_embeddings": 4096, "eos_token_id": 0, "tie_word_embeddings": False}
         config = ModelConfig.from_hf(small | {"hidden_act": "silu"})
-    graph, state = nnx.split(Decoder(config, dtype=jnp.bfloat16))
-    leaves, structure = jax.tree.flatten(state)
+    graph, state = nnx.split(Decoder(config, dtype=jnp.bfloat16, weights=weights))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    # Norms' scales are the parameters with one axis: at 1 activations keep their size.
-    filled = [
-        jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _normal(key, shape=leaf.shape, dtype=leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
+    filled = [_parameter(key, path, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
     decoder = nnx.merge(graph, jax.tree.unflatten(structure, filled))
     return LanguageModel(decoder, text=None, name=f"random-{name}")
 

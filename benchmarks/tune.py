@@ -29,8 +29,9 @@ SHIPPED = gpu_rows.ROOT / "pallas_kernels" / "tuned"
 NO_TILES = gpu_rows.ROOT / "benchmarks" / "data" / "no_tiles.json"
 # What each kernel gets of the time for a dtype and head dim, and the table's entry that it belongs to.
 KERNELS = {
-    "decode": (0.45, "decode"),
-    "flash": (0.3, "prefill"),
+    "decode": (0.35, "decode"),
+    "codes": (0.15, "decode"),
+    "flash": (0.25, "prefill"),
     "sums": (0.1, "prefill"),
     "window": (0.1, "window"),
     "gather": (0.05, "gather"),
@@ -48,9 +49,10 @@ REGISTERS = 200
 def options(kernel):
     """Fields to try, as a table has them: sizes, launches, and how many programs share a multiprocessor."""
     launches = lambda warps, stages: [{"warps": w, "stages": s} for w, s in itertools.product(warps, stages)]  # noqa: E731
-    if kernel == "decode":
+    if kernel in ("decode", "codes"):
         # Chunks are of whole blocks.
-        sizes = [{"block": block, "chunk": max(64, block)} for block in (16, 32, 64, 128)]
+        blocks = (16, 32, 64, 128) if kernel == "decode" else (32, 64, 128, 256)
+        sizes = [{"block": block, "chunk": max(64, block)} for block in blocks]
         walks = [{**size, "launch": each} for size in sizes for each in launches((2, 4, 8), (2, 3, 4, 5))]
         return [{**walk, "resident": resident} for walk in walks for resident in (2, 3, 4, 5)]
     if kernel == "flash":
@@ -67,7 +69,7 @@ def options(kernel):
 def needs(kernel, tiles, dim, itemsize):
     """Bytes of shared memory of a program, and registers of a thread, at the least."""
     width = max(16, 1 << (dim - 1).bit_length())
-    if kernel == "decode":
+    if kernel in ("decode", "codes"):
         # 16 queries are what a tensor core takes at once: decoding has no more.
         queries, keys, launch = 16, tiles["block"], tiles["launch"]
     elif kernel == "gather":
@@ -147,7 +149,7 @@ class Search:
         rule = self.time({}, ROUNDS[0][0])
         if rule is None:
             return {}
-        itemsize = gpu_parts.DTYPES[self.dtype]
+        itemsize = itemsize_of(self.kernel, self.dtype)
         left = [{}, *candidates(self.kernel, rule["tiles"], self.bench.where["told"], self.dim, itemsize)]
         left = left[:2] if self.quick else left
         print(f"{self.kernel} {self.dtype} {self.dim}: {len(left)} candidates, {seconds:.0f} s", flush=True)
@@ -202,7 +204,12 @@ def enter(path, shipped, told, kernel, entry):
     record.save(path, table)
 
 
-def search(bench, out, dims, dtypes, seconds, *, quick=False):
+def itemsize_of(kernel, dtype):
+    """Bytes of an element that a kernel reads."""
+    return 1 if kernel == "codes" else gpu_parts.DTYPES[dtype]
+
+
+def search(bench, out, dims, dtypes, seconds, *, kernels=tuple(KERNELS), quick=False):
     """Searches for tiles, dtype by dtype and head dim by head dim, and writes the table after each kernel.
 
     Returns:
@@ -214,16 +221,17 @@ def search(bench, out, dims, dtypes, seconds, *, quick=False):
     told = {"device": bench.device, "jax": bench.where["versions"].get("jax")}
     until, sets = time.monotonic() + seconds, list(itertools.product(dims, dtypes))
     for number, (dim, dtype) in enumerate(sets):
-        mine, shares, entry = (until - time.monotonic()) / (len(sets) - number), 1.0, {}
+        mine, entry = (until - time.monotonic()) / (len(sets) - number), {}
         end = time.monotonic() + mine
-        for kernel, (share, name) in KERNELS.items():
+        shares = sum(KERNELS[kernel][0] for kernel in kernels)
+        for kernel, (share, name) in ((each, KERNELS[each]) for each in kernels):
             # What one has left over is the others'.
             given = (end - time.monotonic()) * share / shares
             shares -= share
             base = entry if kernel == "sums" else {}
             found = Search(bench, kernel, dim, dtype, base=base, quick=quick).run(given)
             entry = base | found
-            enter(path, shipped, told, name, {"dim": dim, "itemsize": gpu_parts.DTYPES[dtype], **entry})
+            enter(path, shipped, told, name, {"dim": dim, "itemsize": itemsize_of(kernel, dtype), **entry})
     return path
 
 
@@ -233,6 +241,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="folder for what is timed, and for the table")
     parser.add_argument("--dims", type=int, nargs="+", choices=DIMS, default=[128], help="head dims (default: 128)")
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="kernels (default: all)")
     parser.add_argument("--minutes", type=float, default=8, help="for all of it (default: 8)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few candidates, to see that it runs")
     args = parser.parse_args()
@@ -242,7 +251,8 @@ def main():
         with gpu_bench.Bench(args.out, gpu_bench.worker_command(), minutes=args.minutes, quick=args.quick) as bench:
             if not bench.where["gpu"] and not args.quick:
                 parser.error("there is no GPU here: --quick interprets the kernels at tiny shapes")
-            path = search(bench, args.out, args.dims, args.dtypes, bench.seconds_left - 15, quick=args.quick)
+            options = {"kernels": args.kernels, "quick": args.quick}
+            path = search(bench, args.out, args.dims, args.dtypes, bench.seconds_left - 15, **options)
     except (gpu_rows.RowsError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     except gpu_bench.OutOfTime as late:

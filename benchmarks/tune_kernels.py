@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import gpu_checks, shapes
-from benchmarks.gpu_kernels import tokens
+from benchmarks.gpu_kernels import coded, tokens
 from benchmarks.gpu_timing import INTERPRET, MIB, Chain, random
 from jaxkv import pallas_kernels
 from jaxkv.cache.layout import Layout
@@ -31,15 +31,21 @@ def _ragged(batch, heads, rows):
     return np.maximum(1, np.floor(share * heads * rows)).astype(np.int32)
 
 
+def _itemsize(kernel, dtype):
+    return 1 if kernel == "codes" else jnp.dtype(dtype).itemsize
+
+
 @functools.cache
-def _segments(dim, dtype):
+def _segments(kernel, dim, dtype):
     """Two loads: many ragged rows (256 MiB), and few (32 MiB, in turns with others of the same size); room for one."""
-    heads, itemsize, loads = _MODELS[dim], jnp.dtype(dtype).itemsize, []
+    heads, itemsize, loads = _MODELS[dim], _itemsize(kernel, dtype), []
     for size, batch, count in ((MIB // 4, 2, 1),) if INTERPRET else ((256 * MIB, 8, 1), (32 * MIB, 1, 5)):
         rows = size // (2 * itemsize * heads.dim * heads.kv_heads * batch)
         length = _ragged(batch, heads.kv_heads, rows)
         shape = (batch, heads.kv_heads * (rows + 1), dim)
         pools = [tuple(random(2 * i + j, shape, dtype) for j in (0, 1)) for i in range(count)]
+        if kernel == "codes":
+            pools = [tuple(coded(each) for each in pool) for pool in pools]
         q = random(9, (batch, heads.kv_heads, heads.group, dim), dtype)
         start = Layout.RAGGED.place(jnp.asarray(length)[None], shape[1])[0]
         loads.append((q, pools, start, jnp.asarray(length), size))
@@ -49,7 +55,7 @@ def _segments(dim, dtype):
 @functools.cache
 def _rule(kernel, dim, dtype):
     """The rule of thumb, and what a table in force makes of it."""
-    itemsize = jnp.dtype(dtype).itemsize
+    itemsize = _itemsize(kernel, dtype)
     if kernel == "gather":
         return tuning.gather_tiles(dim=dim, itemsize=itemsize)
     if kernel == "window":
@@ -63,16 +69,17 @@ def _tiles(kernel, case):
     return tuning.from_fields(_rule(kernel, case["dim"], case["dtype"]), case["tiles"])
 
 
-def _decode(case):
-    tiles, chains = _tiles("decode", case), []
-    of = {"dim": case["dim"], "itemsize": jnp.dtype(case["dtype"]).itemsize}
-    rule = _rule("decode", case["dim"], case["dtype"])
+def _decode(case, kernel="decode"):
+    tiles, chains = _tiles(kernel, case), []
+    of = {"dim": case["dim"], "itemsize": _itemsize(kernel, case["dtype"])}
+    rule = _rule(kernel, case["dim"], case["dtype"])
+    options = {"dtype": jnp.dtype(case["dtype"])} if kernel == "codes" else {}
     # As many as `attend` would have with these tiles in force.
     programs = tuning.programs(**of, interpret=INTERPRET) // rule.resident * tiles.resident
-    for q, pools, start, length, size in _segments(case["dim"], case["dtype"]):
+    for q, pools, start, length, size in _segments(kernel, case["dim"], case["dtype"]):
         chunks = pallas_kernels.deal(start[None], length[None], programs=programs, block=tiles.chunk)
         # The kernel of a step; the one for questions walks rows alike.
-        step, carry = tokens(q, pools, start, chunks, tiles=tiles, interpret=INTERPRET)
+        step, carry = tokens(q, pools, start, chunks, tiles=tiles, interpret=INTERPRET, **options)
         chains.append(Chain(step, carry, [()], estimate=size / _BYTES, each=len(pools)))
     return chains
 
@@ -136,7 +143,8 @@ def _gather(case):
     return [Chain(run, source, [(k, v)], estimate=4 * source.size * case["dim"] * k.dtype.itemsize / _BYTES)]
 
 
-_MADE = {"decode": _decode, "flash": _flash, "sums": _sums, "window": _window, "gather": _gather}
+_codes = functools.partial(_decode, kernel="codes")
+_MADE = {"decode": _decode, "codes": _codes, "flash": _flash, "sums": _sums, "window": _window, "gather": _gather}
 
 
 @functools.cache
@@ -164,7 +172,7 @@ class _Timed:
         return {"seconds": mean([max(each, 1e-9) for each in seconds]), "range": ends, "loads": seconds, "tiles": tiles}
 
 
-decode, flash, sums, window, gather = (_Timed(kernel) for kernel in _MADE)
+decode, codes, flash, sums, window, gather = (_Timed(kernel) for kernel in _MADE)
 
 
 def check(case):
@@ -173,7 +181,7 @@ def check(case):
     Raises:
         ValueError: naming what is wrong.
     """
-    known = {"decode": ("attend", "token"), "gather": ("compact",), "window": ("window",)}
+    known = {"decode": ("attend", "token"), "codes": ("codes",), "gather": ("compact",), "window": ("window",)}
     kernels = known.get(case["kernel"], ("flash",))
     rows, slots = (40, 48) if INTERPRET else (700, 384)
     shape = {"kv_heads": 3, "group": 2, "dim": case["dim"], "rows": rows, "slots": slots}

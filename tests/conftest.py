@@ -31,8 +31,18 @@ _QUICK = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of `make test-gpu`."""
+    parser.addoption("--gpu", action="store_true", help="compile the kernels for this machine's GPU to test them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Before jax starts its backend, whose flags cannot change later; `make test` runs SmolLM2 in a run of its own."""
+    if config.option.gpu:
+        import on_gpu
+
+        on_gpu.compile_kernels()
+        return
     small = config.option.markexpr == "not real"
     wanted = (_DEVICES, *(_QUICK if small else ()))
     given = os.environ.get("XLA_FLAGS", "").split()

@@ -1,0 +1,40 @@
+"""The tests of kernels on this machine's GPU: `pytest --gpu` compiles what other runs interpret."""
+
+import functools
+
+import jax
+
+import jaxkv.attention.kernels
+from jaxkv import pallas_kernels
+from jaxkv.pallas_kernels import mosaic
+
+# Mosaic's takes the same tests on a Hopper GPU.
+_MODULES = ((pallas_kernels, pallas_kernels.__all__), (mosaic, ("flash",)))
+
+
+def compile_kernels() -> None:
+    """Has every kernel that a test asks to interpret compiled; float32 products keep their precision.
+
+    Raises:
+        RuntimeError: without a GPU.
+    """
+    if jax.default_backend() != "gpu":
+        raise RuntimeError("--gpu: JAX finds no GPU here; leave it out to interpret the kernels on a CPU")
+    # A GPU's products of float32 round to 10 bits by default, in XLA's formulation as elsewhere.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    for module, names in _MODULES:
+        for name in names:
+            function = getattr(module, name)
+            if not isinstance(function, type):
+                setattr(module, name, _compiled(function))
+    jaxkv.attention.kernels.Interpreted.interpret = False
+
+
+def _compiled(function):
+    """`function`, which never interprets."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        return function(*args, **{name: value for name, value in options.items() if name != "interpret"})
+
+    return call
