@@ -7,6 +7,7 @@ from .chunks import Chunks, deal
 from .codes import Coded
 from .decode import attend, decode_token
 from .gather import compact
+from .linear import multiply_codes
 from .norm import add_norm
 from .prefill import column_sums, flash
 from .replace import evict_rows, replace_rows
@@ -26,6 +27,7 @@ __all__ = [
     "decode_token",
     "evict_rows",
     "flash",
+    "multiply_codes",
     "programs",
     "replace_rows",
     "window_sums",

@@ -92,6 +92,28 @@ class WindowTiles:
     launch: Launch = Launch(warps=8, stages=2)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearTiles:
+    """Block sizes and launch of products with weights in 8 or 4 bits.
+
+    Attributes:
+        outputs: of one program; a power of two.
+        pieces: of 16 bytes of codes, read of each output at a time; a power of two.
+        ahead: steps of pieces that are read before they are needed.
+        launch: of the kernel, which has no pipelined loop.
+    """
+
+    outputs: int
+    pieces: int = 8
+    ahead: int = 1
+    launch: Launch = Launch(warps=4, stages=1)
+
+
+def linear_tiles(*, vectors: int) -> LinearTiles:
+    """Block sizes and launch for products of some vectors with a weight in 8 or 4 bits."""
+    return LinearTiles(outputs=32 if vectors == 1 else 16)
+
+
 def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
     """Block sizes and launches of decode attention for a head dim and element size, by rule or tuning table."""
     width = pad_dim(dim) * itemsize
@@ -119,8 +141,12 @@ def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
     """Number of programs of decode attention that the local device runs at once."""
     if interpret:
         return _INTERPRETED
-    cores = getattr(jax.devices()[0], "core_count", None) or _CORES
-    return cores * decode_tiles(dim=dim, itemsize=itemsize).resident
+    return cores() * decode_tiles(dim=dim, itemsize=itemsize).resident
+
+
+def cores() -> int:
+    """Number of multiprocessors of the local device; an H100's where it does not say."""
+    return getattr(jax.devices()[0], "core_count", None) or _CORES
 
 
 def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:

@@ -73,7 +73,7 @@ def step(
     pools, likely = faded(cache.pools, count, spec), likely_keys(cache, scratch)
     if likely is not None:
         x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
-    stream, kinds = first_stream(x, spec), [spec.config.spec_of(layer) for layer in range(len(blocks))]
+    stream, kinds = first_stream(x, spec, blocks[0]), [spec.config.spec_of(layer) for layer in range(len(blocks))]
     turned = step_angles(spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0)
     dealt = _dealt(cache, spec, new)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Block, Ends
-from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, linear, linear_parts
+from jaxkv.models.decoder import Block, Ends, Leaves
+from jaxkv.models.layers import MIN_ROWS_16BIT, MOST_VECTORS, RMSNorm, linear, linear_parts
 from jaxkv.sharding.mesh import Axes
 
 
@@ -27,9 +27,11 @@ class Stream:
     added: Float[Array, "n M N E"] | None = None
 
 
-def first_stream(x: Float[Array, "B N E"], spec: Spec) -> Stream:
+def first_stream(x: Float[Array, "B N E"], spec: Spec, block: Leaves) -> Stream:
     """Makes the `Stream` before the first block from embeddings, padded to whole 16-bit tiles if steps are fused."""
-    if spec.streams(x.shape[1]) and x.dtype.itemsize == 2:
+    # A few vectors are multiplied by codes one by one.
+    by_codes = x.shape[0] <= MOST_VECTORS and any(leaf.dtype in (jnp.int8, jnp.uint8) for leaf in block)
+    if spec.streams(x.shape[1]) and x.dtype.itemsize == 2 and not by_codes:
         # 16-bit products need that many rows: pad once here instead of in each product.
         x = _padded(x, MIN_ROWS_16BIT)
     return Stream(x=x)

@@ -13,6 +13,8 @@ from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
+# Most vectors that a GPU multiplies by codes as they are stored, and the multiple of bytes that rows of codes must have.
+MOST_VECTORS, PIECE = 4, 16
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
 MIN_ROWS_16BIT = 8
 # Split-K for GPUs of about a hundred multiprocessors: most rows (one tile) of a product that is split; outputs over
@@ -89,15 +91,9 @@ def project(
     `weight` may have several output axes. Output in x's dtype, or float32 if `wide`; `over` sums it over the devices of
     a mesh that hold a part of E each.
     """
-    rows = x.shape[:-1]
-    flat, weight = _in_place(x.reshape(-1, x.shape[-1]), weight)
-    count = flat.shape[0]
-    if x.dtype.itemsize == 2 and count < MIN_ROWS_16BIT:
-        flat = jnp.pad(flat, ((0, MIN_ROWS_16BIT - count), (0, 0)))
-    matrix = weight.factor(x.dtype).reshape(-1, x.shape[-1])
-    out = lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    out = out if weight.scale is None else out * weight.scale.reshape(-1)
-    out = total(out[:count].reshape(*rows, *weight.outputs), over)
+    rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    out = _coded_parts(flat, weight).sum(axis=0) if reads_codes(flat.shape[0], weight) else _product(flat, weight)
+    out = total(out.reshape(*rows, *weight.outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out if wide else out.astype(x.dtype)
@@ -109,19 +105,57 @@ def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."
     A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split; XLA splits it too,
     and then needs a kernel of its own to add.
     """
-    rows, width = x.shape[:-1], x.shape[-1]
-    flat, weight = _in_place(x.reshape(-1, width), weight)
+    rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    parts = _coded_parts(flat, weight) if reads_codes(flat.shape[0], weight) else _split_product(flat, weight)
+    return parts.reshape(-1, *rows, *weight.outputs)
+
+
+def _product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "n O"]:
+    """Float32 product by XLA."""
+    count, (x, weight) = x.shape[0], _in_place(x, weight)
+    if x.dtype.itemsize == 2 and count < MIN_ROWS_16BIT:
+        x = jnp.pad(x, ((0, MIN_ROWS_16BIT - count), (0, 0)))
+    matrix = weight.factor(x.dtype).reshape(-1, x.shape[-1])
+    out = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return (out if weight.scale is None else out * weight.scale.reshape(-1))[:count]
+
+
+def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "parts n O"]:
+    """Float32 partial products by XLA, as many as leave no multiprocessor idle."""
+    (count, width), (x, weight) = x.shape, _in_place(x, weight)
     matrix = weight.factor(x.dtype).reshape(-1, width)
     parts = 1
-    if flat.shape[0] <= _FEW_ROWS:
+    if count <= _FEW_ROWS:
         while (
             parts < _MOST_PARTS and 2 * parts * matrix.shape[0] <= _OUTPUTS and width % (2 * parts * _LEAST_PART) == 0
         ):
             parts *= 2
-    flat, matrix = (each.reshape(-1, parts, width // parts) for each in (flat, matrix))
-    out = lax.dot_general(flat, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
-    out = out if weight.scale is None else out * weight.scale.reshape(-1)
-    return out.reshape(parts, *rows, *weight.outputs)
+    x, matrix = (each.reshape(-1, parts, width // parts) for each in (x, matrix))
+    out = lax.dot_general(x, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
+    return out if weight.scale is None else out * weight.scale.reshape(-1)
+
+
+def reads_codes(vectors: int, weight: Stored) -> bool:
+    """True if an NVIDIA GPU multiplies that many vectors by codes as they are stored, without widening the weight."""
+    coded = weight.scale is not None or weight.scales is not None
+    return coded and weight.codes.ndim > 1 and vectors <= MOST_VECTORS and weight.codes.shape[-1] % PIECE == 0
+
+
+def _coded_parts(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "parts n O"]:
+    """Float32 partial products with a weight in codes: by a kernel on NVIDIA GPUs, elsewhere by XLA in one part."""
+    # Late: models in floats need no kernels.
+    from jaxkv import pallas_kernels
+
+    def by_kernel(x: Array, weight: Stored) -> Array:
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.outputs) :]), weight)
+        return pallas_kernels.multiply_codes(x, *flat)
+
+    parts = jax.eval_shape(by_kernel, x, weight).shape[0]
+
+    def by_xla(x: Array, weight: Stored) -> Array:
+        return jnp.pad(_product(x, weight)[None], ((0, parts - 1), (0, 0), (0, 0)))
+
+    return lax.platform_dependent(x, weight, cuda=by_kernel, default=by_xla)
 
 
 def _in_place(x: Float[Array, "n E"], weight: Stored) -> tuple[Float[Array, "n E"], Stored]:

@@ -1,0 +1,142 @@
+"""`multiply_codes`: products of a few vectors and a linear weight in 8 or 4 bits, which is read as it is stored.
+
+A decode step of few sequences reads every weight once for little arithmetic: what counts is bytes. Each thread loads 16
+bytes of codes of one output, turns them into floats in registers, and multiplies them by the vectors' elements; nothing
+wider than codes is written or read. Tensor cores would need the codes in another order than they are stored in.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._compat import BlockSpec, add_products_4, add_products_8, call_named, load, program_id, store
+from .rows import whole
+from .tuning import LinearTiles, cores, linear_tiles
+
+# Bytes of codes that a thread loads at once; the elements of a group of 4-bit codes, which they hold.
+PIECE, GROUP = 16, 32
+# Programs that a multiprocessor should have.
+_RESIDENT = 8
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def multiply_codes(
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None = None,
+    scales: jax.Array | None = None,
+    leasts: jax.Array | None = None,
+    *,
+    tiles: LinearTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Products of M vectors and a weight in 8 or 4 bits, in float32, as n split-K parts `[n, M, O]` to be added up.
+
+    Args:
+        x: `[M, E]` float; E is a multiple of 16 (8 bits) or 32 (4 bits), M a few: each is a sum in registers.
+        codes: `i8[O, E]`, or in 4 bits `u8[O, E/2]`: byte j of a group of 16 holds elements j and j + 16.
+        scale: `f32[O]` of 8 bits: a weight is code * scale.
+        scales: `f16[O, E/32]` of 4 bits: a weight is code * scale + least of its group.
+        leasts: `f16[O, E/32]` likewise.
+        tiles: block sizes and launch; by default those for the number of vectors and of bits.
+        interpret: run on any device, to check it.
+
+    Returns:
+        `f32[n, M, O]`.
+    """
+    (vectors, width), (outputs, row_bytes) = x.shape, codes.shape
+    narrow = scales is not None
+    tiles = linear_tiles(vectors=vectors) if tiles is None else tiles
+    tile, at_once = tiles.outputs, tiles.pieces
+    pieces, each = row_bytes // PIECE, GROUP if narrow else PIECE
+    parts = _parts(-(-outputs // tile), pieces, at_once)
+    steps = -(-pieces // (parts * at_once))
+    full = pieces == parts * steps * at_once and outputs % tile == 0
+
+    # Blocks of a program (o, p): x [M, E], codes [O, E] or [O, E/2], scales and leasts [O, E/32], scale [O], whole.
+    # Out: [M, O] of part p, of which it writes tile columns.
+    def kernel(refs):
+        output = program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+        byte = jnp.arange(PIECE, dtype=jnp.int32)
+        begin = program_id(1) * (steps * at_once)
+
+        def places(step):
+            piece = begin + step * at_once + jnp.arange(at_once, dtype=jnp.int32)
+            inside = None if full else (output < outputs)[:, None] & (piece < pieces)[None, :]
+            return piece, inside
+
+        def taken(step):
+            piece, inside = places(step)
+            at = refs.codes.at[output[:, None, None], (piece * PIECE)[None, :, None] + byte[None, None, :]]
+            mask = None if inside is None else jnp.broadcast_to(inside[:, :, None], (tile, at_once, PIECE))
+            return _loaded(at, mask)
+
+        def elements(vector, piece, first):
+            at = (piece * each + first)[:, None] + byte[None, :]
+            mask = None if full else at < width
+            return _loaded(refs.x.at[vector, at], mask).astype(jnp.float32)
+
+        def step(index, carry):
+            (held, *ahead), sums = carry
+            # The next codes are on their way while these are multiplied.
+            ahead = (*ahead, taken(jnp.minimum(index + tiles.ahead, steps - 1)))
+            piece, inside = places(index)
+            of = lambda each: jnp.broadcast_to(each, held.shape)  # noqa: E731
+            if not narrow:
+                given = [of(elements(m, piece, 0)[None]) for m in range(vectors)]
+                return ahead, [add_products_8(total, held, x, interpret=interpret) for total, x in zip(sums, given)]
+            of_group = output[:, None], piece[None, :]
+            factor, least = (_loaded(ref.at[of_group], inside).astype(jnp.float32) for ref in (refs.scales, refs.leasts))
+            wide, sums = of((128 * factor)[:, :, None]), list(sums)
+            for m in range(vectors):
+                low, high = elements(m, piece, 0), elements(m, piece, PIECE)
+                rest = (low + high).sum(axis=1)[None] * (least - 128 * factor)
+                added = add_products_4(sums[2 * m], held, of(low[None]), of(high[None]), wide, interpret=interpret)
+                sums[2 * m], sums[2 * m + 1] = added, sums[2 * m + 1] + rest
+            return ahead, sums
+
+        zero = jnp.zeros((tile, at_once, PIECE), jnp.float32)
+        # In 4 bits what the groups' least values add stands beside.
+        begun = [zero, jnp.zeros((tile, at_once), jnp.float32)] if narrow else [zero]
+        first = tuple(taken(min(index, steps - 1)) for index in range(tiles.ahead))
+        _, sums = lax.fori_loop(0, steps, step, (first, begun * vectors))
+        inside = None if outputs % tile == 0 else output < outputs
+        factor = None if narrow else _loaded(refs.scale.at[output], inside)
+        for m in range(vectors):
+            if factor is None:
+                out = (sums[2 * m].sum(axis=2) + sums[2 * m + 1]).sum(axis=1)
+            else:
+                out = sums[m].sum(axis=2).sum(axis=1) * factor
+            if inside is None:
+                store(refs.out.at[m, output], out)
+            else:
+                store(refs.out.at[m, output], out, mask=inside)
+
+    beside = {"scales": scales, "leasts": leasts} if narrow else {"scale": scale}
+    shape = jax.ShapeDtypeStruct((parts, vectors, outputs), jnp.float32)
+    return call_named(
+        kernel,
+        name="multiply_codes",
+        grid=(-(-outputs // tile), parts),
+        inputs={name: whole(leaf) for name, leaf in {"x": x, "codes": codes, **beside}.items()},
+        outputs={"out": (shape, BlockSpec((None, vectors, outputs), lambda o, p: (p, 0, 0)))},
+        launch=tiles.launch,
+        interpret=interpret,
+    )["out"]
+
+
+def _parts(tiles, pieces, at_once):
+    """Number of parts into which the summed axis is split, so that every multiprocessor has programs enough."""
+    parts = 1
+    while parts < 8 and tiles * parts < cores() * _RESIDENT and pieces % (2 * parts * at_once) == 0:
+        parts *= 2
+    return parts
+
+
+def _loaded(at, mask):
+    """What lies there, 0 where `mask` is False."""
+    if mask is None:
+        return load(at)
+    return load(at, mask=mask, other=0 if jnp.issubdtype(at.ref.dtype, jnp.integer) else 0.0)

@@ -1,0 +1,54 @@
+"""Products with weights in 8 and 4 bits, interpreted, against plain numpy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernels import draw, wide
+
+from jaxkv import pallas_kernels
+from jaxkv.pallas_kernels.tuning import LinearTiles
+
+# Outputs and elements: whole tiles, a part of one, several parts of the sum, fewer elements than a step reads.
+SIZES = ((64, 1024), (70, 96), (33, 4096), (5, 32))
+
+
+def weight_of(seed, outputs, width, bits):
+    """Arguments of `multiply_codes` behind the vectors, and the float64 weight that they stand for."""
+    rng = np.random.default_rng(seed)
+    if bits == 8:
+        codes, scale = rng.integers(-127, 128, (outputs, width)), rng.random(outputs).astype(np.float32)
+        codes[0, 0], codes[-1, -1] = -127, 127
+        return (jnp.asarray(codes, jnp.int8), jnp.asarray(scale), None, None), codes * scale[:, None].astype(np.float64)
+    held = rng.integers(0, 256, (outputs, width // 2)).astype(np.uint8)
+    scales, leasts = (rng.standard_normal((outputs, width // 32)).astype(np.float16) for _ in range(2))
+    codes = np.zeros((outputs, width))
+    for element in range(width):
+        group, inside = divmod(element, 32)
+        byte = held[:, group * 16 + inside % 16]
+        codes[:, element] = byte % 16 if inside < 16 else byte // 16
+    whole = codes * np.repeat(scales, 32, axis=1).astype(np.float64) + np.repeat(leasts, 32, axis=1)
+    return (jnp.asarray(held), None, jnp.asarray(scales), jnp.asarray(leasts)), whole
+
+
+def check(outputs, width, bits, vectors, dtype, tiles=None):
+    (x,) = draw(1, (vectors, width), dtype=jnp.dtype(dtype))
+    given, whole = weight_of(2, outputs, width, bits)
+    parts = pallas_kernels.multiply_codes(x, *given, tiles=tiles, interpret=True)
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (vectors, outputs)
+    want = wide(x) @ whole.T
+    np.testing.assert_allclose(wide(parts).sum(axis=0), want, rtol=0, atol=5e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "width"), SIZES)
+@pytest.mark.parametrize(("vectors", "dtype"), [(1, "bfloat16"), (3, "float32"), (4, "float16")])
+def test_products_with_codes(outputs, width, bits, vectors, dtype):
+    """Codes are multiplied exactly, sums are float32; what lies beyond the weight is not read."""
+    check(outputs, width, bits, vectors, dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("tiles", [LinearTiles(outputs=8, pieces=16, ahead=3), LinearTiles(outputs=64, pieces=4, ahead=2)])
+def test_other_tiles_give_the_same(bits, tiles):
+    """More steps ahead than there are, and tiles of every form."""
+    check(70, 1056, bits, 2, "bfloat16", tiles)
