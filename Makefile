@@ -39,13 +39,15 @@ PAGE_STAMP := .venv-page/.made-playwright-1.65.2
 RAY_STAMP := .venv-ray/.made-ray-2.60.0
 DOCS_STAMP := .venv-docs/.made-$(shell cksum < docs/requirements.txt | cut -d ' ' -f 1)
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
-  tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
+  tests/test_kernels_step.py tests/test_kernels_linear.py tests/test_implementations.py tests/test_layout.py
+GPU_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
+  tests/test_kernels_step.py tests/test_kernels_linear.py tests/test_implementations.py
 # What calls other packages: readers of files, tokenizers, Orbax, the hub, the decoder; and an export's programs.
 LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoints.py tests/test_gguf_metadata.py \
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -60,6 +62,7 @@ help:
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
 	@echo "make qa-peer      questions on 20 documents beside kvpress' pipeline: kept rows and answers"
 	@echo "make bench-gpu    check and time kernels and models on this machine's GPU, with the Python on the path; goes on"
+	@echo "make test-gpu     the kernels' tests, compiled for this machine's GPU, with the Python on the path"
 	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
@@ -130,6 +133,9 @@ bench-peer: $(STAMP) $(PEER_STAMP)
 
 qa-peer: $(STAMP) $(PEER_STAMP)
 	@$(BIN)/python -m benchmarks.qa_peer --peer-python $(PEER)/python
+
+test-gpu:
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -q --gpu -n auto $(GPU_TESTS)
 
 bench-gpu:
 	@python3 -m benchmarks.gpu --out benchmarks/results --minutes 60

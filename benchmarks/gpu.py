@@ -15,7 +15,7 @@ For a machine that is lent for 30 minutes, 10 minutes a command, with Python and
 from a checkout (jax, flax, optax, numpy, jaxtyping, safetensors, ml_dtypes, tqdm are imported, nothing is downloaded),
 these commands in this order; DIR holds what has come back from the ones before (`cp benchmarks/results/*.jsonl DIR`):
 
-    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products checks decode token codes mass prefill scores gather
+    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products linear checks decode token codes prefill
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only tune tuned
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only end
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only headline ways bits torch
@@ -31,8 +31,8 @@ from pathlib import Path
 from benchmarks import gpu_bench, gpu_parts, gpu_rows, tune
 
 # With --only too, in this order: the search for tiles comes before what is measured with them.
-ORDER = ["copy", "products", "checks", "decode", "token", "codes", "mass", "prefill", "scores", "gather", "tune", "tuned"]
-ORDER += ["end", "headline", "ways", "bits", "torch"]
+ORDER = ["copy", "products", "linear", "checks", "decode", "token", "codes", "mass", "prefill", "scores"]
+ORDER += ["gather", "tune", "tuned", "end", "headline", "ways", "bits", "torch"]
 # Measured once more with a table that the search has written.
 TUNED = ("decode", "token", "prefill")
 WHAT = {"tune": "the fastest tiles for head dim 128 in bfloat16", "tuned": "decode and prefill once more with them"}
@@ -70,7 +70,9 @@ def parsed():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the rows")
     parser.add_argument("--only", nargs="+", choices=ORDER, default=ORDER, metavar="PART", help="parts (default: all)")
-    parser.add_argument("--match", nargs="+", default=(), metavar="CASE", help="cases whose names begin so (default: all)")
+    parser.add_argument(
+        "--match", nargs="+", default=(), metavar="CASE", help="cases whose names begin so (default: all)"
+    )
     parser.add_argument("--minutes", type=float, default=8, help="after which no row goes on (default: 8)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that everything runs")
     parser.add_argument("--retry", action="store_true", help="measure again what has failed")

@@ -207,7 +207,15 @@ def compact(case, dtype, tiles=None):
     return found | {"compact pos": error(ours[2], np.where(source < 0, -1, source % slots))}
 
 
-KERNELS = {"attend": attend, "token": token, "codes": codes, "beside": beside, "flash": flash, "window": window, "compact": compact}
+KERNELS = {
+    "attend": attend,
+    "token": token,
+    "codes": codes,
+    "beside": beside,
+    "flash": flash,
+    "window": window,
+    "compact": compact,
+}
 
 
 def check(case):

@@ -68,6 +68,37 @@ def products(case):
     return found | {"flops_per_second": flops / found["seconds"], "bytes_per_second": nbytes / found["seconds"]}
 
 
+def linear(case):
+    """A layer's four products of Llama 3 8B's shape, as in `products`, with weights in 8 or 4 bits by their kernel."""
+    vectors, bits, sizes = case["tokens"], case["bits"], _outputs(case)
+    weights = [_codes(index, *size, bits) for index, size in enumerate(sizes)]
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    times = lambda x, w: pallas_kernels.multiply_codes(x, *w, interpret=INTERPRET).sum(axis=0).astype(x.dtype)  # noqa: E731
+
+    def layer(x, weights):
+        qkv, out, up, down = weights
+        x = _normed(times(times(x, qkv)[:, : case["embed"]], out))
+        gate, up = jnp.split(times(x, up), 2, axis=-1)
+        return _normed(times(jax.nn.silu(gate) * up, down))
+
+    x = random(0, (vectors, case["embed"]), jnp.bfloat16)
+    found = chained(layer, x, [weights], estimate=vectors * nbytes / _BYTES)
+    return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
+
+
+def _outputs(case):
+    embed, hidden = case["embed"], case["hidden"]
+    return ((case["qkv"], embed), (embed, embed), (2 * hidden, embed), (embed, hidden))
+
+
+def _codes(key, outputs, width, bits):
+    codes = jax.random.bits(jax.random.key(key), (outputs, width * bits // 8), jnp.uint8)
+    if bits == 8:
+        return codes.astype(jnp.int8), jnp.full((outputs,), 0.0005, jnp.float32), None, None
+    group = (outputs, width // 32)
+    return codes, None, jnp.full(group, 0.0075, jnp.float16), jnp.full(group, -0.06, jnp.float16)
+
+
 def lengths_of(case):
     """Rows of each segment, i32[B, K], that sum to as many as equal ones would."""
     batch, heads, rows = case["batch"], case["kv_heads"], case["rows"]

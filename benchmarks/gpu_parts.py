@@ -74,6 +74,10 @@ DECODE = (
 TINY = segments("tiny", 2, 48, "unequal")
 
 
+def _in_8_bits(case):
+    return case | {"store": "int8", "name": f"{case['name']}, 8 bits"}
+
+
 def _prompt(model, tokens, **more):
     return {**_heads(model), "tokens": tokens, "dtype": "bfloat16", **more}
 
@@ -140,6 +144,20 @@ PARTS = (
         uses_tuning=False,
     ),
     Part(
+        name="linear",
+        what="a layer's products with weights in 8 and 4 bits",
+        function="gpu_kernels:linear",
+        cases=tuple(
+            _products(f"8B layer, {bits} bits, {tokens} tokens", tokens, 4096, 6144, 14336) | {"bits": bits}
+            for bits in (8, 4)
+            for tokens in (1, 4)
+        ),
+        quick=(_products("tiny layer, 4 bits", 1, 64, 128, 128) | {"bits": 4},),
+        limit=60,
+        sources=_KERNELS,
+        uses_tuning=False,
+    ),
+    Part(
         name="checks",
         what="every kernel against numpy, by dtype and head dim",
         function="gpu_checks:check",
@@ -176,8 +194,8 @@ PARTS = (
         name="codes",
         what="the same over rows in 8 bits",
         function="gpu_kernels:token",
-        cases=tuple(case | {"store": "int8"} for case in DECODE if case["rows"] * case["batch"] >= 8192),
-        quick=(TINY | {"store": "int8"},),
+        cases=tuple(_in_8_bits(case) for case in DECODE if case["rows"] * case["batch"] >= 8192),
+        quick=(_in_8_bits(TINY),),
         limit=60,
         sources=_KERNELS,
     ),

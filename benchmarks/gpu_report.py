@@ -117,6 +117,7 @@ def _copies(figures):
 PLAIN = (
     ("Copies", "copy", ("copy, TB/s", "read, TB/s"), lambda row, f: _copies(f)),
     ("Matrix products", "products", ("us", "TFLOP/s"), lambda row, f: [micro(f), _tera(f["flops_per_second"])]),
+    ("Products with codes", "linear", ("us", "TB/s"), lambda row, f: [micro(f), _tera(f["bytes_per_second"])]),
     ("Kernels against numpy", "checks", ("largest error",), lambda row, f: [f"{f['largest']:.1e}"]),
     (
         "Prefill attention",
@@ -136,6 +137,7 @@ PLAIN = (
 DECODE = (
     ("Decode attention", "decode"),
     ("Decode attention, with the new token's rotation and append", "token"),
+    ("The same over rows in 8 bits", "codes"),
     ("Decode attention that adds to scores", "mass"),
 )
 
@@ -155,8 +157,8 @@ def report(rows, guessed):
         lines = [[row["case"]["name"], *cells(row, row["figures"])] for row in of(part)]
         sections.append((title, table(["case", *columns], lines)))
     # Below copies, products and checks.
-    sections[3:3] = [(title, kernels(of(part), copy, guessed)) for title, part in DECODE]
-    sections.append(("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline"), guessed)))
+    sections[4:4] = [(title, kernels(of(part), copy, guessed)) for title, part in DECODE]
+    sections.append(("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline", "bits"), guessed)))
     failed = [row for row in rows if "failed" in row and not row["part"].startswith("tune_")]
     why = lambda row: row["failed"].replace("|", "/")[:160]  # noqa: E731
     lines = [[row["part"], row["case"].get("name", ""), why(row)] for row in failed]

@@ -13,7 +13,7 @@ from jax import lax
 
 from ._compat import BlockSpec, add_products_4, add_products_8, call_named, load, program_id, store
 from .rows import whole
-from .tuning import LinearTiles, cores, linear_tiles
+from .tuning import LinearTiles, cores
 
 # Bytes of codes that a thread loads at once; the elements of a group of 4-bit codes, which they hold.
 PIECE, GROUP = 16, 32
@@ -40,7 +40,7 @@ def multiply_codes(
         scale: `f32[O]` of 8 bits: a weight is code * scale.
         scales: `f16[O, E/32]` of 4 bits: a weight is code * scale + least of its group.
         leasts: `f16[O, E/32]` likewise.
-        tiles: block sizes and launch; by default those for the number of vectors and of bits.
+        tiles: block sizes and launch.
         interpret: run on any device, to check it.
 
     Returns:
@@ -48,7 +48,7 @@ def multiply_codes(
     """
     (vectors, width), (outputs, row_bytes) = x.shape, codes.shape
     narrow = scales is not None
-    tiles = linear_tiles(vectors=vectors) if tiles is None else tiles
+    tiles = tiles or LinearTiles()
     tile, at_once = tiles.outputs, tiles.pieces
     pieces, each = row_bytes // PIECE, GROUP if narrow else PIECE
     parts = _parts(-(-outputs // tile), pieces, at_once)
@@ -86,9 +86,13 @@ def multiply_codes(
             of = lambda each: jnp.broadcast_to(each, held.shape)  # noqa: E731
             if not narrow:
                 given = [of(elements(m, piece, 0)[None]) for m in range(vectors)]
-                return ahead, [add_products_8(total, held, x, interpret=interpret) for total, x in zip(sums, given)]
+                return ahead, [
+                    add_products_8(total, held, x, interpret=interpret) for total, x in zip(sums, given, strict=True)
+                ]
             of_group = output[:, None], piece[None, :]
-            factor, least = (_loaded(ref.at[of_group], inside).astype(jnp.float32) for ref in (refs.scales, refs.leasts))
+            factor, least = (
+                _loaded(ref.at[of_group], inside).astype(jnp.float32) for ref in (refs.scales, refs.leasts)
+            )
             wide, sums = of((128 * factor)[:, :, None]), list(sums)
             for m in range(vectors):
                 low, high = elements(m, piece, 0), elements(m, piece, PIECE)

@@ -37,6 +37,15 @@ class HopperTiles:
     stages: int = 2
 
 
+def refused_cuda() -> str | None:
+    """Version of the installed CUDA if its compiler makes wrong code of the kernel; None for all others."""
+    version = mosaic.cuda_version()
+    # The same bound as in JAX's own causal attention in Mosaic GPU.
+    if version is None or not 12080 <= version < 12091:
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
 def flash(
     q: jax.Array,
@@ -71,12 +80,8 @@ def flash(
         raise ValueError(f"dtype is {q.dtype}, {k.dtype}, {v.dtype}: Mosaic's flash takes one of {', '.join(DTYPES)}")
     if dim not in DIMS:
         raise ValueError(f"head dim is {dim}: Mosaic's flash takes 64 and 128")
-    version = None if interpret else mosaic.cuda_version()
-    # The same bound as in JAX's own causal attention in Mosaic GPU.
-    if version is not None and 12080 <= version < 12091:
-        raise ValueError(
-            f"CUDA is {version // 1000}.{version % 1000 // 10}: its ptxas miscompiles Mosaic's masks: use 13"
-        )
+    if not interpret and (version := refused_cuda()):
+        raise ValueError(f"CUDA is {version}: its ptxas miscompiles Mosaic's masks: use 13")
     tiles = tiles or HopperTiles(stages=2 if dim == 128 else 4)
     rows = tiles.queries * _COMPUTE
     # Copies must lie inside their arrays. Prompts' buckets are multiples of the tiles, so only short ones are padded.

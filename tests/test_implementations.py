@@ -24,8 +24,13 @@ def test_auto():
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
     assert chosen(platform="tpu") == Implementations(prefill=XLA, decode=XLA)
     by_cudnn, by_pallas = Implementations(prefill=CUDNN, decode=PALLAS), Implementations(prefill=PALLAS, decode=PALLAS)
+    by_mosaic = Implementations(prefill=MOSAIC, decode=PALLAS)
     for dim, capability, expected in (
         (128, None, by_cudnn),
+        (128, (9, 0), by_mosaic),
+        (64, (9, 0), by_mosaic),
+        (96, (9, 0), by_cudnn),
+        (128, (10, 0), by_cudnn),
         (80, (8, 0), by_cudnn),
         (84, (9, 0), by_pallas),
         (256, (8, 9), by_pallas),
@@ -34,6 +39,12 @@ def test_auto():
     ):
         assert chosen(head_dim=dim, capability=capability) == expected, (dim, capability)
     assert chosen(dtype=jnp.float32) == by_pallas
+
+
+def test_auto_leaves_out_what_cuda_miscompiles(monkeypatch):
+    """Under the versions of CUDA that make wrong code of Mosaic's kernel cuDNN prefills on Hopper, too."""
+    monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: 12090)
+    assert chosen(capability=(9, 0)) == Implementations(prefill=CUDNN, decode=PALLAS)
 
 
 def test_asked_for():
@@ -52,7 +63,7 @@ def test_capability():
     """Devices say it as text, a CPU not at all."""
     for told, expected in (("9.0", (9, 0)), ("12.1", (12, 1)), (None, None), ("gfx942", None)):
         assert capability_of(mock.Mock(spec=jax.Device, compute_capability=told)) == expected
-    assert capability_of(jax.devices()[0]) is None
+    assert capability_of(jax.devices("cpu")[0]) is None
 
 
 POLICIES = {

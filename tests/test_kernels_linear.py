@@ -48,7 +48,9 @@ def test_products_with_codes(outputs, width, bits, vectors, dtype):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("tiles", [LinearTiles(outputs=8, pieces=16, ahead=3), LinearTiles(outputs=64, pieces=4, ahead=2)])
+@pytest.mark.parametrize(
+    "tiles", [LinearTiles(outputs=8, pieces=16, ahead=3), LinearTiles(outputs=64, pieces=4, ahead=2)]
+)
 def test_other_tiles_give_the_same(bits, tiles):
     """More steps ahead than there are, and tiles of every form."""
     check(70, 1056, bits, 2, "bfloat16", tiles)

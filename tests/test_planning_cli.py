@@ -53,7 +53,7 @@ def test_a_plan(capsys):
     out = run(capsys, *ASKED, "--policy", "adakv", "--budget", "2048")
     assert out.startswith(PRINTED)
     assert (
-        "\nEstimated, never measured on a GPU: " in out and "\n  requests, 4 at a time: 60.9 s each, 236 an hour" in out
+        "\nEstimated, with rates of one H200: " in out and "\n  requests, 4 at a time: 49.3 s each, 292 an hour" in out
     )
     assert "\n  assumed: prefill's matrix products at 60% and its attention at 35% of the data sheet's FLOP/s" in out
     assert "\nCompression pays at once, with the first answer: prefill takes " in out
@@ -69,7 +69,7 @@ def test_a_table(capsys):
     assert lines[9].split("  ")[-1] == "pays from answer" and [each[-1] for each in times] == ["-", "1", "1", "1"]
     requests = [float(each[-4].replace(",", "")) for each in times]
     assert requests[0] < requests[1] == requests[2]
-    assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates: nothing has run on a GPU." in lines
+    assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates, with rates that one H200 reached." in lines
 
 
 def test_what_jax_must_be_told(capsys):

@@ -71,6 +71,17 @@ class Backend(abc.ABC):
         """
         return None
 
+    def suits(self, setting: Setting) -> bool:
+        """True if AUTO may choose this backend for a model on a device; in the base class wherever it is not refused.
+
+        Args:
+            setting: the model and the device.
+
+        Returns:
+            True or False.
+        """
+        return self.refusal(setting) is None
+
     @abc.abstractmethod
     def prefill(
         self,

@@ -25,8 +25,7 @@ class Implementation(enum.Enum):
         INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
         CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding are PALLAS, because
             cuDNN has neither column sums nor ragged segments.
-        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS. Never
-            chosen by AUTO: it has not been measured.
+        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS.
     """
 
     AUTO = "auto"
@@ -49,7 +48,7 @@ class Implementation(enum.Enum):
 # These serve prefill of whole prompts only; scoring and decoding are then PALLAS.
 PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
 # AUTO takes the first that serves the model and the device.
-_FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
+_FASTEST = (Implementation.MOSAIC, Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
 
 
 @cache
@@ -92,7 +91,7 @@ def choose(
     """
     asked, setting = named(asked), Setting(platform, dtype, head_dim, capability)
     if asked is Implementation.AUTO:
-        asked = next(each for each in _FASTEST if backend_of(each).refusal(setting) is None)
+        asked = next(each for each in _FASTEST if backend_of(each).suits(setting))
     elif asked is Implementation.PALLAS and platform == "cpu":
         asked = Implementation.INTERPRETED
     remedy = backend_of(asked).refusal(setting)

@@ -36,6 +36,11 @@ class Mosaic(Kernels):
             return None
         return f"{remedy}: use auto or pallas"
 
+    def suits(self, setting: Setting) -> bool:
+        """True for models that it takes on devices known to be Hopper GPUs, with a CUDA that compiles it rightly."""
+        known = setting.capability == _HOPPER
+        return known and self.refusal(setting) is None and self._mosaic.refused_cuda() is None
+
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:

@@ -24,8 +24,8 @@ from jaxkv.policies import Method
 NOTES = """\
 Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
 decode step compute with, for one GPU. --compile asks XLA's own compiler for GPUs that are not there, in some minutes.
-Tokens per second and requests an hour are estimates that no GPU has confirmed; with --gpus cpu they follow from rates
-that are measured on this machine in some seconds.
+Tokens per second and requests an hour are estimates with the rates that one H200 reached; with --gpus cpu they follow
+from rates that are measured on this machine in some seconds.
 
 examples:
   does it fit, how much more would, and what would make it fit:

@@ -13,8 +13,6 @@ from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
-# Most vectors that a GPU multiplies by codes as they are stored, and the multiple of bytes that rows of codes must have.
-MOST_VECTORS, PIECE = 4, 16
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
 MIN_ROWS_16BIT = 8
 # Split-K for GPUs of about a hundred multiprocessors: most rows (one tile) of a product that is split; outputs over
@@ -92,7 +90,8 @@ def project(
     a mesh that hold a part of E each.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    out = _coded_parts(flat, weight).sum(axis=0) if reads_codes(flat.shape[0], weight) else _product(flat, weight)
+    as_stored = flat.shape[0] <= weight.read_as_stored
+    out = _coded_parts(flat, weight).sum(axis=0) if as_stored else _product(flat, weight)
     out = total(out.reshape(*rows, *weight.outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
@@ -106,7 +105,8 @@ def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."
     and then needs a kernel of its own to add.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    parts = _coded_parts(flat, weight) if reads_codes(flat.shape[0], weight) else _split_product(flat, weight)
+    as_stored = flat.shape[0] <= weight.read_as_stored
+    parts = _coded_parts(flat, weight) if as_stored else _split_product(flat, weight)
     return parts.reshape(-1, *rows, *weight.outputs)
 
 
@@ -133,12 +133,6 @@ def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "part
     x, matrix = (each.reshape(-1, parts, width // parts) for each in (x, matrix))
     out = lax.dot_general(x, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
     return out if weight.scale is None else out * weight.scale.reshape(-1)
-
-
-def reads_codes(vectors: int, weight: Stored) -> bool:
-    """True if an NVIDIA GPU multiplies that many vectors by codes as they are stored, without widening the weight."""
-    coded = weight.scale is not None or weight.scales is not None
-    return coded and weight.codes.ndim > 1 and vectors <= MOST_VECTORS and weight.codes.shape[-1] % PIECE == 0
 
 
 def _coded_parts(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "parts n O"]:

@@ -37,7 +37,7 @@ def compared(plans: Sequence[Plan | MachinePlan]) -> str:
         memory = gigabytes(first.setting.memory)
         lines = [title(first.setting), f"{prompts(first.setting)}; sizes are those of a GPU with {memory}", ""]
         lines += [*_aligned([_HEAD, *rows]), *compiled]
-        said = "Speeds are estimates: nothing has run on a GPU."
+        said = "Speeds are estimates, with rates that one H200 reached."
     lines += ["", *_times(plans), "", said]
     assumed = next((plan.speed.assumed for plan in plans if plan.speed is not None), None)
     lines += [f"Assumed: {assumed}."] if assumed else []

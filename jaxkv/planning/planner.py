@@ -299,13 +299,13 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
     held, wide = (weights_of(setting.config, setting.dtype, setting.mesh, of) for of in (setting.weights, None))
-    return estimate(setting, wide, narrow=held / wide)
+    return estimate(setting, wide, held)
 
 
 def _converted(setting: Setting | HostSetting) -> str:
     """Text that says why a step converts rows or weights before it computes; empty if it reads all as it is stored."""
     parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
-    if setting.weights == "int4" or (here and setting.weights is not None):
+    if (here and setting.weights is not None) or (setting.weights == "int4" and setting.sequences > 1):
         bits = setting.weights.removeprefix("int")
         return f"each step converts weights in {bits} bits, at a rate that is not measured"
     if parts.store is Dense or (not here and parts.read_as_stored):

@@ -75,7 +75,7 @@ class Plan:
         largest_batch: largest number of prompts of this length that fit; 0 where none does.
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
         remedies: changed settings that fit, if this one does not.
-        outlook: speed and requests an hour, estimates that no GPU has confirmed; when compression pays; quality.
+        outlook: speed and requests an hour, estimates with rates of one H200; when compression pays; quality.
         notes: assumptions.
         compiled: figures of XLA's compiler; None without `compile`.
     """
@@ -146,7 +146,7 @@ class Plan:
         if not self.fits and not self.remedies:
             tried = "a smaller budget, another policy, up to 16 times the GPUs"
             lines.append(f"  nothing that was tried would fit: {tried}")
-        lines += self.outlook.lines("Estimated, never measured on a GPU")
+        lines += self.outlook.lines("Estimated, with rates of one H200")
         lines += [*notes([self]), *([""] if self.compiled is not None else []), *self.compiled_lines()]
         return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.stored import MOST_VECTORS
 from jaxkv.planning.setting import Request, Setting
 from jaxkv.sharding.parameters import part_shape
 
@@ -100,10 +101,12 @@ def sizes_of(setting: Setting) -> Sizes:
     if setting.new > MOST_AHEAD and parts.ongoing is None:
         last = prefill_of(setting, bucket(setting.new))
     holds_all = parts.layers.from_scores or parts.needs.replay is not None
-    activations, block, head = planned.peak_bytes - planned.cache_bytes, 0, 0
+    activations, block, head, stepping = planned.peak_bytes - planned.cache_bytes, 0, 0, 0
     if setting.weights == "int4":
-        # No product reads them as they are stored: a matrix at a time is widened, the head's after all layers.
+        # Products of many vectors widen a matrix at a time; the head's, after all layers, is of a vector a sequence.
         block, head = (jnp.dtype(setting.dtype).itemsize * each for each in widened_matrices(setting))
+        stepping = 0 if setting.sequences <= MOST_VECTORS["int4"] else max(block, head)
+        head = min(head, stepping)
     kept = planned.budget.mean() if planned.rows is None else planned.rows.mean()
     if parts.read is not None and parts.scorer is None:
         kept = float(setting.context)
@@ -112,7 +115,7 @@ def sizes_of(setting: Setting) -> Sizes:
         cache=planned.cache_bytes,
         grown=last.cache_bytes,
         prefill=max(activations + block, head),
-        decode=_decode(setting, planned) + max(block, head),
+        decode=_decode(setting, planned) + stepping,
         host=planned.host_bytes,
         kept=float(kept),
         full=planned.full_bytes,

@@ -1,9 +1,10 @@
-"""Estimates of speed by arithmetic; nothing here has run on a GPU or been calibrated on one.
+"""Estimates of speed by arithmetic, with rates that one H200 has reached.
 
-The time of a decode step is the sum of: bytes that it reads, at the bandwidth of copies; kernel launches; overheads of
-small kernels and of attention; all-reduces. Of a mixture, the experts that tokens choose are read; the launches that
-sort tokens by expert are not counted. Constants are those of the performance model in `benchmarks/perf_gpu.py`, which
-reads compiled programs, with results in `benchmarks/results/gpu_model.md`; a test holds the two together.
+The time of a decode step is the sum of: bytes that it reads; kernel launches; overheads of small kernels and of
+attention; all-reduces. Of a mixture, the experts that tokens choose are read; the launches that sort tokens by expert
+are not counted. Rates of products, attention and codes were measured on an H200 (`benchmarks/results/nvidia-h200.md`);
+other GPUs are taken to reach the same shares of their data sheets. Launches are counted in compiled programs
+(`benchmarks/results/gpu_model.md`), and all-reduces are NCCL's own model. Tests hold the estimates to both files.
 """
 
 import dataclasses
@@ -17,19 +18,20 @@ from jaxkv.planning.setting import Setting
 from jaxkv.planning.work import prefill_work, rows_read, step_scores, weights_read
 
 _MICRO = 1e-6
-# Share of the data sheet's bandwidth that copies of hundreds of MiB reach on Hopper.
+# Share of the data sheet's bandwidth at which attention reads rows; a copy of 2 GiB reaches 0.88.
 COPY = 0.9
-# Share of the data sheet's FLOP/s that large products reach: 600 of 989 TFLOP/s in the performance model.
-PRODUCTS = 0.6
-# Likewise for attention in prefill: well-tuned Triton kernels reach 35% on Hopper.
-ATTENTION = 0.35
+# Likewise at which products of a few tokens read weights, by the bits that these are held in (None: as floats).
+WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
+# Share of the data sheet's FLOP/s that large products, attention in prefill, and the sums of its columns reach.
+PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
 # The constants above in words, for plans to print.
 ASSUMED = (
     f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
-    f"decode's reads at {COPY:.0%} of its bandwidth: benchmarks/results/gpu_model.md, measured on no GPU"
+    f"decode's weights at {WEIGHTS[None]:.0%} and its rows at {COPY:.0%} of its bandwidth, as on one H200: "
+    "benchmarks/results/nvidia-h200.md"
 )
-# Share of a copy's speed at which 8-bit rows are read, beside 16-bit ones: they are converted on the way.
-OF_CODES = 0.94
+# Share of 16-bit rows' bytes per second at which 8-bit rows are read: they are converted on the way.
+OF_CODES = 0.6
 # Seconds from the end of a CUDA graph node to the start of its successor, by published microbenchmarks of Hopper.
 LAUNCH = 1.3 * _MICRO
 # Seconds of a kernel of a few CTAs: one or two round trips to memory.
@@ -90,10 +92,10 @@ class Speed:
     assumed: str
 
 
-def estimate(setting: Setting, weights: int, narrow: float = 1.0) -> Speed | None:
+def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed | None:
     """Estimates a setting's `Speed` by arithmetic; None if rows are offloaded.
 
-    `weights` is bytes of one GPU's parameters if all have the dtype, `narrow` the share of them that is held and read.
+    `weights` is bytes of one GPU's parameters if all have the dtype, `stored` as they are stored (None: likewise).
     """
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
     reading = parts.reading(setting.config.layers, bucket(setting.context))
@@ -101,8 +103,13 @@ def estimate(setting: Setting, weights: int, narrow: float = 1.0) -> Speed | Non
         return None
     copy, item, layers = COPY * gpu.bandwidth, jnp.dtype(setting.dtype).itemsize, setting.config.layers
     read, used = weights_read(setting, weights)
+    # An embedding table beside a head is never narrow, and not read.
+    beside = 0 if local.tied else local.vocab * local.embed * item
+    narrow = 1.0 if stored is None else (stored - beside) / (weights - beside)
     flops = _products(setting) * PRODUCTS
-    product = max(narrow * read / copy, 2 * used / item * setting.sequences / flops)
+    product = max(
+        narrow * read / (WEIGHTS[setting.weights] * gpu.bandwidth), 2 * used / item * setting.sequences / flops
+    )
     held, filters = rows_read(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
     rows = parts.store.row_bytes(local.head_dim, item) * local.kv_heads * setting.sequences * float(held.sum())
@@ -118,7 +125,7 @@ def estimate(setting: Setting, weights: int, narrow: float = 1.0) -> Speed | Non
     launches = launched * LAUNCH + small * SMALL + layers * (PASS + MERGE)
     # Two all-reduces of float32 hidden states per layer and one for the embedding.
     sent = (2 * layers + 1) * all_reduce(setting, 4 * setting.sequences * setting.config.embed, FLAGS)
-    scores = step_scores(setting) / (ATTENTION * _products(setting))
+    scores = step_scores(setting) / (SCORES * _products(setting))
     # Codes are converted on the way into products.
     rate = copy * (1.0 if parts.store is Dense else OF_CODES)
     step = product + rows / rate + launches + sent + scores
@@ -172,4 +179,9 @@ def _prefill(setting: Setting, weights: int) -> float:
     work, flops = prefill_work(setting, weights), _products(setting)
     hidden = 4 * setting.sequences * setting.context * setting.local.embed
     sent = 2 * setting.local.layers * all_reduce(setting, hidden)
-    return work.products / (PRODUCTS * flops) + (work.attention + work.scores) / (ATTENTION * flops) + sent
+    return (
+        work.products / (PRODUCTS * flops)
+        + work.attention / (ATTENTION * flops)
+        + work.scores / (SCORES * flops)
+        + sent
+    )
