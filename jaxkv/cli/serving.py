@@ -106,7 +106,7 @@ def run_serve(options: argparse.Namespace) -> int:
     with needing("serve", "serving needs"):
         from jaxkv.serving.http import Application
         from jaxkv.serving.limits import Limits
-        from jaxkv.serving.server import Server, listening, many_files
+        from jaxkv.serving.server import Server, bound, many_files
     policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
     name = options.served_model_name or options.model
     further = further_policies(options.also or (), policy)
@@ -119,7 +119,7 @@ def run_serve(options: argparse.Namespace) -> int:
     )
     mesh = None if options.mesh is None else mesh_of(options.mesh)
     # Before the minutes that a large model takes to load: somebody else may have the port.
-    with listening(options.host, options.port) as found:
+    with bound(options.host, options.port) as found:
         many_files()
         params = _loaded(options)
         given = _of_engines(options) | {"slots": slots, "implementation": implementation, "mesh": mesh}
@@ -128,6 +128,8 @@ def run_serve(options: argparse.Namespace) -> int:
             _log_to_stderr()
             host, port = found.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
+            # Who reads the address below may connect before the server takes connections: from here on they wait.
+            found.listen()
             for each, engine in models.items():
                 to_stderr(f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}")
             to_stderr(f"jaxkv: a page to ask from at http://{host}:{port}/")

@@ -90,7 +90,7 @@ def project(
     a mesh that hold a part of E each.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    as_stored = flat.shape[0] <= weight.read_as_stored
+    as_stored = 1 <= flat.shape[0] <= weight.read_as_stored
     out = _coded_parts(flat, weight).sum(axis=0) if as_stored else _product(flat, weight)
     out = total(out.reshape(*rows, *weight.outputs), over)
     if bias is not None:
@@ -105,7 +105,7 @@ def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."
     and then needs a kernel of its own to add.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    as_stored = flat.shape[0] <= weight.read_as_stored
+    as_stored = 1 <= flat.shape[0] <= weight.read_as_stored
     parts = _coded_parts(flat, weight) if as_stored else _split_product(flat, weight)
     return parts.reshape(-1, *rows, *weight.outputs)
 

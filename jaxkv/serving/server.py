@@ -72,8 +72,8 @@ class Server(uvicorn.Server):
                 signal.signal(each, handler)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """Socket that listens at an address; port 0 takes a free one. ValueError names an address that cannot be had."""
+def bound(host: str, port: int) -> socket.socket:
+    """Socket bound to an address; port 0 takes a free one. ValueError names an address that cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family)
     try:
