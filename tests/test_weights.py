@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: rounding by oracles, and models of them beside models of what the codes stand for."""
 
 import atexit
+import collections
 import functools
 import json
 import shutil
@@ -17,13 +18,14 @@ from safetensors.numpy import save_file
 from test_bad_input import DOWN, folder, holed
 
 import jaxkv
+from jaxkv import pallas_kernels
 from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.layers import float_weight
 from jaxkv.models.sources import sources_of
-from jaxkv.models.stored import Stored
+from jaxkv.models.stored import MOST_VECTORS, Stored
 from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
@@ -293,6 +295,38 @@ def test_kernels_multiply_codes(bits):
         for each in ("pallas", "xla")
     ]
     np.testing.assert_array_equal(*map(np.asarray, drawn))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """What is chosen for an NVIDIA GPU runs here, its kernel interpreted; counts its calls by the number of vectors."""
+    kernel, calls = pallas_kernels.multiply_codes, collections.Counter()
+
+    def interpreted(x, *weight):
+        calls[x.shape[0]] += 1
+        return kernel(x, *weight, interpret=True)
+
+    monkeypatch.setattr(pallas_kernels, "multiply_codes", interpreted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cuda, default: cuda(*given))
+    jax.clear_caches()
+    yield calls
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("bits", "implementation"), [("int8", "xla"), ("int4", "pallas")])
+def test_one_vector_is_multiplied_by_codes_as_they_are_stored(as_on_a_gpu, bits, implementation):
+    """A step of one sequence reads codes (4 bits: of two as well), larger batches do not; tokens are the same."""
+    name = "llama_gqa8"
+    same = stood_for(name, bits)[0]
+    for ids in (ROWS[:1], ROWS, [*ROWS, [1, 2]]):
+        as_on_a_gpu.clear()
+        options = {"max_new_tokens": 6, "stop_at_eos": False, "implementation": implementation}
+        # A model of its own each time: programs that are compiled already ask nobody.
+        ours = jaxkv.generate(narrow(name, bits), ids, **options)
+        assert bool(as_on_a_gpu) == (len(ids) <= MOST_VECTORS[bits]) and set(as_on_a_gpu) <= {len(ids)}
+        theirs = jaxkv.generate(same, ids, **options)
+        for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
+            assert mine.tolist() == other.tolist()
 
 
 @pytest.mark.usefixtures("as_users_call")
