@@ -47,7 +47,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
+.PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -103,6 +103,10 @@ test: lint
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not real"
 	@echo "== pytest: the real model"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) -m real
+
+environment: $(STAMP)
+
+environments: $(LOWEST_STAMP) $(FOREIGN_STAMP) $(DOCS_STAMP) $(PAGE_STAMP) $(AOT_STAMP)
 
 lint: $(STAMP)
 	@echo "== ruff"

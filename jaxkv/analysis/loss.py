@@ -104,7 +104,7 @@ class EvictionLoss(PolicyFigure):
             right.set_title(f"layers of texts: {share:.0%}\non or below the line")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Dict of one table row: mean rows kept, loss, bound; % of queries, layers with loss <= the first policy's."""
+        """Makes one table row's dict: mean rows, loss, upper bound; % of queries, layers with loss <= the first policy's."""
         first = self.policies[0]
         queries, layers = self.at_most(self.policies[policy], first)
         return {

@@ -31,7 +31,7 @@ class Cudnn(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention by cuDNN, or by Pallas if `first` is given: output and log-sum-exp (None unless `lse`)."""
+        """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None."""
         if first is not None:
             return super().prefill(q, k, v, length, first, lse=lse)
         return causal(q, k, v, length, lse=lse)

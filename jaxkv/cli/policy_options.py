@@ -211,7 +211,7 @@ def policy_from(options: argparse.Namespace) -> Method:
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, str]:
-    """Dict from flag to text as written, of the policy options that the user gave, `--base` among them."""
+    """Dict from flag to flag and value, such as "--alpha=0", of the policy options that the user gave; `--base` too."""
     base = {} if options.base is None else {"--base": f"--base={options.base}"}
     return base | {flag: written for flag, written, _ in _given(options)}
 

@@ -109,7 +109,7 @@ class Drawing:
         return tokens[:, :ran]
 
     def take_back(self, tokens: Int[np.ndarray, " B"]) -> None:
-        """Rolls back the last `tokens[b]` tokens of sequence b, all of them drawn by the last call of `draw`.
+        """Drops the rows of the last `tokens[b]` tokens that the last `draw` drew for sequence b, which must end then.
 
         The caller ends these sequences afterwards.
         """

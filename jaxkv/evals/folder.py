@@ -62,7 +62,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Lines:
-    """`samples.jsonl` of a locked folder: the records of its complete lines, and the byte offset where each ends."""
+    """Reads, appends to and truncates `samples.jsonl` of a locked folder, whose records are its complete lines."""
 
     def __init__(self, folder: Path):
         self._path = folder / SAMPLES

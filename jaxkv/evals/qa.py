@@ -109,7 +109,7 @@ class DocumentQuestions(QuestionTask):
 
 
 class _Asked(NamedTuple):
-    """One question of a document: its text, right answers, choices (empty for a free answer) and row of the table."""
+    """One question of a document: its text, right answers, choices (empty for a free answer), group of the scores."""
 
     text: str
     answers: tuple[str, ...]

@@ -84,7 +84,7 @@ class StoredTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of all samples of the benchmark's chosen parts, each part in the order of its file."""
+        """Makes a list of samples of the benchmark's chosen parts: the first `count` rows of each file (0: all)."""
         names = self.tasks or tuple(table(self.benchmark))
         # Missing files are reported before hours of tokenizing.
         rows = {name: rows_of(name, self.data, self.hub, self.keys, self.count) for name in names}

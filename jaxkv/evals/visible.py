@@ -125,7 +125,7 @@ def visible_attention(
 def _held(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Mask [n, L, K, S] of the rows that a policy's cache holds at each of n answer tokens, and the token's own row."""
+    """Runs prompt and answer under a policy; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
     config = params.config
     now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]

@@ -50,7 +50,7 @@ class CacheParts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a setting: bytes of one GPU's weights, cache and activations, host bytes, kept rows, full cache.
+    """Bytes of weights, cache, activations (one GPU), host rows and the full cache; and rows kept per head, a count.
 
     Attributes:
         weights: its part of the parameters.
@@ -206,7 +206,7 @@ def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh, weights: str
 
 
 def widened_matrices(request: Request) -> tuple[int, int]:
-    """Most elements of one device's part of a matrix that is stored as codes: of a block's, and of the head's; or 0."""
+    """Pair of counts: elements of the largest matrix stored as codes on a device, in a block and of the head; or 0."""
     codes = {each.name for each in parameters_of(request.config, request.dtype, request.weights) if each.itemsize == 1}
     wide = [each for each in parameters_of(request.local, request.dtype) if each.name in codes]
     block, head = (

@@ -85,7 +85,7 @@ def step_scores(request: Request) -> float:
 
 
 def _scores(request: Request, rows: int | float) -> float:
-    """FLOP of scoring `rows` rows per kv head: logits of the policy's last queries; for R-KV, cosines of keys too."""
+    """FLOP on one device, over all layers and sequences, of scoring each kv head's `rows` rows by the policy."""
     local, parts = request.local, request.policy.parts()
     found = 2.0 * request.sequences * parts.needs.queries * rows * local.layers * local.heads * local.head_dim
     if compares_keys(parts.scorer):

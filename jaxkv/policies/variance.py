@@ -203,7 +203,7 @@ class OfficialVarianceLayers(VarianceLayers):
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Two integer tables `[L, N]`, each truncated: rows to keep by score, and most recent rows, by layer.
+        """Two integer tables `[L, N]` from layers' variances, truncated: rows to keep by score, and most recent rows.
 
         Args:
             budget: `[N]` rows per kv head and layer on average.

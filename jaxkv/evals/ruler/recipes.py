@@ -66,7 +66,7 @@ def small_vocabulary() -> tuple[str, ...]:
 
 
 def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
-    """`Needles` recipe of a niah task with these settings; the small wording has shorter answers."""
+    """`Needles` recipe of a niah task with these settings; in the small wording fewer tokens are drawn."""
     recipe = Needles(wording=wording, new_tokens=128, **settings)
     if wording.name == "official":
         return recipe
