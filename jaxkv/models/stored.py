@@ -33,9 +33,12 @@ class Stored(NamedTuple):
     @property
     def read_as_stored(self) -> int:
         """Largest number of vectors that an NVIDIA GPU multiplies by the weight without widening it; 0 for floats."""
-        if self.codes.ndim < 2 or self.codes.shape[-1] % GROUP_BYTES:
+        # Offsets in the kernel are of 32 bits.
+        if self.codes.ndim < 2 or self.codes.shape[-1] % GROUP_BYTES or self.codes.size >= 2**31:
             return 0
-        return 0 if self.scale is self.scales is None else MOST_VECTORS["int4" if self.scale is None else "int8"]
+        if self.scales is not None:
+            return MOST_VECTORS["int4"]
+        return 0 if self.scale is None else MOST_VECTORS["int8"]
 
     @property
     def outputs(self) -> tuple[int, ...]:
