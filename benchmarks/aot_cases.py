@@ -27,6 +27,8 @@ def arguments(case):
             return pallas_kernels.attend, (of((batch, k_heads, group * 32, dim), dtype), rows, rows, table, table)
         case "compact":
             return pallas_kernels.compact, (whole, whole, of((batch, pool), i32))
+        case "multiply_codes_8" | "multiply_codes_4":
+            return linear_arguments(heads, dtype, bits=int(case.kernel[-1]))
         case "add_norm" | "replace_rows" | "evict_rows":
             return step_arguments(case.kernel, heads, dtype, batch=batch, pool=pool)
         case "flash":
@@ -41,6 +43,22 @@ def arguments(case):
         case "window_sums":
             return pallas_kernels.window_sums, (of((batch, k_heads, group, 32, dim), dtype), whole, one, one)
     raise ValueError(case.kernel)
+
+
+def linear_arguments(heads, dtype, *, bits):
+    """The output map of a model, of one vector, in 8 or 4 bits."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv import pallas_kernels
+
+    of, width = jax.ShapeDtypeStruct, -(-heads.kv_heads * heads.group * heads.dim // 32) * 32
+    if bits == 8:
+        beside = (of((width,), jnp.float32),)
+        return pallas_kernels.multiply_codes, (of((1, width), dtype), of((width, width), jnp.int8), *beside)
+    group = of((width, width // 32), jnp.float16)
+    given = (of((1, width), dtype), of((width, width // 2), jnp.uint8), group, group)
+    return lambda x, codes, *of_groups: pallas_kernels.multiply_codes(x, codes, None, *of_groups), given
 
 
 def step_arguments(kernel, heads, dtype, *, batch, pool):

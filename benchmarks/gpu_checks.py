@@ -7,6 +7,8 @@ import numpy as np
 from benchmarks.gpu_kernels import coded
 from benchmarks.gpu_timing import INTERPRET, random
 from jaxkv import pallas_kernels
+from jaxkv.attention import Implementation, backend_of, capability_of
+from jaxkv.attention.backend import Setting
 from jaxkv.cache.layout import Layout
 from jaxkv.pallas_kernels import mosaic
 
@@ -72,7 +74,7 @@ def _turned(x, cos, sin):
 
 
 def codes(case, dtype, tiles=None):
-    """The same over rows in 8 bits; the new key and value may be a code off."""
+    """What `token` checks, over rows in 8 bits; the new key and value may be a code off."""
     return token(case, dtype, tiles, narrow=True)
 
 
@@ -156,7 +158,8 @@ def flash(case, dtype, tiles=None):
     out, lse = pallas_kernels.flash(q, k, v, zero, length, tiles=tiles, interpret=INTERPRET)
     sums = pallas_kernels.column_sums(q, k, lse, zero, length, tiles=tiles, interpret=INTERPRET)
     ours = {"flash": out, "flash lse": lse, "column sums": sums}
-    if not INTERPRET and tiles is None and dim in mosaic.DIMS and str(dtype) in mosaic.DTYPES:
+    setting = Setting("gpu", dtype, dim, capability_of(jax.devices()[0]))
+    if not INTERPRET and tiles is None and backend_of(Implementation.MOSAIC).suits(setting):
         ours |= dict(zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True))
     found = dict.fromkeys(ours, 0.0)
     for b, real in enumerate(tokens):
@@ -174,6 +177,27 @@ def flash(case, dtype, tiles=None):
             else:
                 off = error(mine[b, :, :, :real], summed if name.endswith("lse") else attended)
             found[name] = max(found[name], off)
+    return found
+
+
+def linear(case, dtype, tiles=None):
+    """Products of one vector with a weight in 8 and in 4 bits, of more outputs than whole tiles."""
+    width, found = 32 * case["dim"], {}
+    x, rng = random(30, (1, width), dtype), np.random.default_rng(1)
+    for bits in (8, 4):
+        held = rng.integers(0, 256, (70, width * bits // 8)).astype(np.uint8)
+        if bits == 8:
+            codes, scale = held.astype(np.int8), rng.random(70, np.float32)
+            given, weight = (codes, scale, None, None), codes * scale[:, None].astype(np.float64)
+        else:
+            scales, leasts = rng.standard_normal((2, 70, width // 32)).astype(np.float16)
+            groups = held.reshape(70, -1, 16)
+            codes = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(np.float64)
+            given = (held, None, scales, leasts)
+            weight = (codes * scales[..., None] + leasts[..., None].astype(np.float64)).reshape(70, width)
+        given = [None if each is None else jnp.asarray(each) for each in given]
+        ours = pallas_kernels.multiply_codes(x, *given, interpret=INTERPRET).sum(axis=0)
+        found[f"linear {bits} bits"] = error(ours, wide(x) @ weight.T)
     return found
 
 
@@ -207,15 +231,7 @@ def compact(case, dtype, tiles=None):
     return found | {"compact pos": error(ours[2], np.where(source < 0, -1, source % slots))}
 
 
-KERNELS = {
-    "attend": attend,
-    "token": token,
-    "codes": codes,
-    "beside": beside,
-    "flash": flash,
-    "window": window,
-    "compact": compact,
-}
+KERNELS = {each.__name__: each for each in (attend, token, codes, beside, linear, flash, window, compact)}
 
 
 def check(case):

@@ -145,7 +145,7 @@ PARTS = (
     ),
     Part(
         name="linear",
-        what="a layer's products with weights in 8 and 4 bits",
+        what="a layer's products with weights in 8 and 4 bits, by their kernel",
         function="gpu_kernels:linear",
         cases=tuple(
             _products(f"8B layer, {bits} bits, {tokens} tokens", tokens, 4096, 6144, 14336) | {"bits": bits}

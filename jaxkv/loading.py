@@ -145,8 +145,9 @@ def load(
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
         weights: "int8" holds linear maps as 8-bit codes with a float32 scale per output, rounded as they are read:
             about half of 16 bits' memory. "int4" holds them as 4-bit codes with a scale and a least value for 32 of
-            them: 5 bits each. In 4 bits, and on a CPU in 8, each step converts them, and takes longer. None holds them
-            in `dtype`, in which embeddings, activations and caches are in any case.
+            them: 5 bits each. An NVIDIA GPU multiplies one sequence's vectors by codes as they are; else each step
+            converts them, and takes longer. None holds them in `dtype`, in which embeddings, activations and caches are
+            in any case.
         mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
             own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
             tensors, so that parts of them are read unchecked.

@@ -16,9 +16,9 @@ from .rows import whole
 from .tuning import LinearTiles, cores
 
 # Bytes of codes that a thread loads at once; the elements of a group of 4-bit codes, which they hold.
-PIECE, GROUP = 16, 32
-# Programs that a multiprocessor should have.
-_RESIDENT = 8
+_PIECE, _GROUP = 16, 32
+# Programs that a multiprocessor should have, and most parts of a sum.
+_RESIDENT, _MOST_PARTS = 8, 8
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -50,7 +50,7 @@ def multiply_codes(
     narrow = scales is not None
     tiles = tiles or LinearTiles()
     tile, at_once = tiles.outputs, tiles.pieces
-    pieces, each = row_bytes // PIECE, GROUP if narrow else PIECE
+    pieces, each = row_bytes // _PIECE, _GROUP if narrow else _PIECE
     parts = _parts(-(-outputs // tile), pieces, at_once)
     steps = -(-pieces // (parts * at_once))
     full = pieces == parts * steps * at_once and outputs % tile == 0
@@ -59,7 +59,7 @@ def multiply_codes(
     # Out: [M, O] of part p, of which it writes tile columns.
     def kernel(refs):
         output = program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
-        byte = jnp.arange(PIECE, dtype=jnp.int32)
+        byte = jnp.arange(_PIECE, dtype=jnp.int32)
         begin = program_id(1) * (steps * at_once)
 
         def places(step):
@@ -69,8 +69,8 @@ def multiply_codes(
 
         def taken(step):
             piece, inside = places(step)
-            at = refs.codes.at[output[:, None, None], (piece * PIECE)[None, :, None] + byte[None, None, :]]
-            mask = None if inside is None else jnp.broadcast_to(inside[:, :, None], (tile, at_once, PIECE))
+            at = refs.codes.at[output[:, None, None], (piece * _PIECE)[None, :, None] + byte[None, None, :]]
+            mask = None if inside is None else jnp.broadcast_to(inside[:, :, None], (tile, at_once, _PIECE))
             return _loaded(at, mask)
 
         def elements(vector, piece, first):
@@ -95,13 +95,13 @@ def multiply_codes(
             )
             wide, sums = of((128 * factor)[:, :, None]), list(sums)
             for m in range(vectors):
-                low, high = elements(m, piece, 0), elements(m, piece, PIECE)
+                low, high = elements(m, piece, 0), elements(m, piece, _PIECE)
                 rest = (low + high).sum(axis=1)[None] * (least - 128 * factor)
                 added = add_products_4(sums[2 * m], held, of(low[None]), of(high[None]), wide, interpret=interpret)
                 sums[2 * m], sums[2 * m + 1] = added, sums[2 * m + 1] + rest
             return ahead, sums
 
-        zero = jnp.zeros((tile, at_once, PIECE), jnp.float32)
+        zero = jnp.zeros((tile, at_once, _PIECE), jnp.float32)
         # In 4 bits what the groups' least values add stands beside.
         begun = [zero, jnp.zeros((tile, at_once), jnp.float32)] if narrow else [zero]
         first = tuple(taken(min(index, steps - 1)) for index in range(tiles.ahead))
@@ -134,7 +134,7 @@ def multiply_codes(
 def _parts(tiles, pieces, at_once):
     """Number of parts into which the summed axis is split, so that every multiprocessor has programs enough."""
     parts = 1
-    while parts < 8 and tiles * parts < cores() * _RESIDENT and pieces % (2 * parts * at_once) == 0:
+    while parts < _MOST_PARTS and tiles * parts < cores() * _RESIDENT and pieces % (2 * parts * at_once) == 0:
         parts *= 2
     return parts
 

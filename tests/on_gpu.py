@@ -6,10 +6,6 @@ import jax
 
 import jaxkv.attention.kernels
 from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels import mosaic
-
-# Mosaic's takes the same tests on a Hopper GPU.
-_MODULES = ((pallas_kernels, pallas_kernels.__all__), (mosaic, ("flash",)))
 
 
 def compile_kernels() -> None:
@@ -22,11 +18,10 @@ def compile_kernels() -> None:
         raise RuntimeError("--gpu: JAX finds no GPU here; leave it out to interpret the kernels on a CPU")
     # A GPU's products of float32 round to 10 bits by default, in XLA's formulation as elsewhere.
     jax.config.update("jax_default_matmul_precision", "highest")
-    for module, names in _MODULES:
-        for name in names:
-            function = getattr(module, name)
-            if not isinstance(function, type):
-                setattr(module, name, _compiled(function))
+    for name in pallas_kernels.__all__:
+        function = getattr(pallas_kernels, name)
+        if not isinstance(function, type):
+            setattr(pallas_kernels, name, _compiled(function))
     jaxkv.attention.kernels.Interpreted.interpret = False
 
 

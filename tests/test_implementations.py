@@ -20,7 +20,8 @@ def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, ca
     return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, capability=capability)
 
 
-def test_auto():
+def test_auto(monkeypatch):
+    monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: None)
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
     assert chosen(platform="tpu") == Implementations(prefill=XLA, decode=XLA)
     by_cudnn, by_pallas = Implementations(prefill=CUDNN, decode=PALLAS), Implementations(prefill=PALLAS, decode=PALLAS)

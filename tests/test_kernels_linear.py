@@ -54,3 +54,11 @@ def test_products_with_codes(outputs, width, bits, vectors, dtype):
 def test_other_tiles_give_the_same(bits, tiles):
     """More steps ahead than there are, and tiles of every form."""
     check(70, 1056, bits, 2, "bfloat16", tiles)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_lowers_for_a_gpu(bits):
+    """As far as a machine without a GPU's compiler goes: the PTX that joins bytes and floats is there."""
+    x, given = jnp.ones((1, 1024), jnp.bfloat16), weight_of(0, 64, 1024, bits)[0]
+    text = pallas_kernels.multiply_codes.trace(x, *given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "multiply_codes" in text and "custom_call" in text

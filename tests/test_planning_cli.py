@@ -55,7 +55,7 @@ def test_a_plan(capsys):
     assert (
         "\nEstimated, with rates of one H200: " in out and "\n  requests, 4 at a time: 49.3 s each, 292 an hour" in out
     )
-    assert "\n  assumed: prefill's matrix products at 60% and its attention at 35% of the data sheet's FLOP/s" in out
+    assert "\n  assumed: prefill's matrix products at 60% and its attention at 55% of the data sheet's FLOP/s" in out
     assert "\nCompression pays at once, with the first answer: prefill takes " in out
     assert out.endswith("0 of 256 new tokens have one; all have one behind a context of at most 130,816.\n")
 

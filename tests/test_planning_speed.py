@@ -125,7 +125,7 @@ def test_answers_that_grow_and_rows_that_are_fetched():
 
 
 def measured():
-    """Whole models of Llama 3 8B's shape, as an H200 ran them, by the implementations that are chosen there."""
+    """Whole models of Llama 3 8B's shape, as an H200 ran them, prefilled by cuDNN."""
     lines = (Path(__file__).parents[1] / "benchmarks/results/nvidia-h200.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["part"] in ("end", "bits") and "figures" in row]
     return {row["case"]["name"]: row for row in rows}

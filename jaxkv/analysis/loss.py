@@ -104,7 +104,7 @@ class EvictionLoss(PolicyFigure):
             right.set_title(f"layers of texts: {share:.0%}\non or below the line")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Makes one table row's dict: mean rows, loss, upper bound; % of queries, layers with loss <= the first policy's."""
+        """Makes a table row's dict: mean rows, loss, its upper bound; % of queries, layers no worse than the first."""
         first = self.policies[0]
         queries, layers = self.at_most(self.policies[policy], first)
         return {

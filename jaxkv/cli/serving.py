@@ -106,7 +106,7 @@ def run_serve(options: argparse.Namespace) -> int:
     with needing("serve", "serving needs"):
         from jaxkv.serving.http import Application
         from jaxkv.serving.limits import Limits
-        from jaxkv.serving.server import Server, bound, many_files
+        from jaxkv.serving.server import Server, bound, listen, many_files
     policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
     name = options.served_model_name or options.model
     further = further_policies(options.also or (), policy)
@@ -129,7 +129,7 @@ def run_serve(options: argparse.Namespace) -> int:
             host, port = found.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
             # Who reads the address below may connect before the server takes connections: from here on they wait.
-            found.listen()
+            listen(found)
             for each, engine in models.items():
                 to_stderr(f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}")
             to_stderr(f"jaxkv: a page to ask from at http://{host}:{port}/")

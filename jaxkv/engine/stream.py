@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block, Ends, Leaves
 from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, linear, linear_parts
-from jaxkv.models.stored import MOST_VECTORS
 from jaxkv.sharding.mesh import Axes
 
 
@@ -30,11 +29,8 @@ class Stream:
 
 def first_stream(x: Float[Array, "B N E"], spec: Spec, block: Leaves) -> Stream:
     """Makes the `Stream` before the first block from embeddings, padded to whole 16-bit tiles if steps are fused."""
-    # What multiplies few vectors by codes takes them as they are.
-    held = {"int8": jnp.int8, "int4": jnp.uint8}
-    by_codes = any(
-        leaf.dtype == dtype and x.shape[0] <= MOST_VECTORS[bits] for bits, dtype in held.items() for leaf in block
-    )
+    # What multiplies one vector by codes takes it as it is.
+    by_codes = x.shape[0] == 1 and any(leaf.dtype in (jnp.int8, jnp.uint8) for leaf in block)
     if spec.streams(x.shape[1]) and x.dtype.itemsize == 2 and not by_codes:
         # 16-bit products need that many rows: pad once here instead of in each product.
         x = _padded(x, MIN_ROWS_16BIT)

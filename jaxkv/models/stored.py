@@ -9,9 +9,6 @@ from jaxtyping import Array, Float, Num
 
 # Elements of a row that share a scale and a least value, in 4 bits; and the bytes of their codes.
 GROUP, GROUP_BYTES = 32, 16
-# Most vectors that an NVIDIA GPU multiplies by codes as they are stored, by how weights are stored: on an H200 a kernel
-# without tensor cores took 80 us for one vector and 289 for four where bfloat16 weights took 113.
-MOST_VECTORS = {"int8": 1, "int4": 2}
 
 
 class Stored(NamedTuple):
@@ -31,14 +28,10 @@ class Stored(NamedTuple):
     leasts: Float[Array, "*out g"] | None = None
 
     @property
-    def read_as_stored(self) -> int:
-        """Largest number of vectors that an NVIDIA GPU multiplies by the weight without widening it; 0 for floats."""
-        # Offsets in the kernel are of 32 bits.
-        if self.codes.ndim < 2 or self.codes.shape[-1] % GROUP_BYTES or self.codes.size >= 2**31:
-            return 0
-        if self.scales is not None:
-            return MOST_VECTORS["int4"]
-        return 0 if self.scale is None else MOST_VECTORS["int8"]
+    def has_kernel(self) -> bool:
+        """True for codes by which `pallas_kernels.multiply_codes` multiplies: whole pieces, offsets within 32 bits."""
+        coded = self.scale is not None or self.scales is not None
+        return coded and self.codes.shape[-1] % GROUP_BYTES == 0 and self.codes.size < 2**31
 
     @property
     def outputs(self) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ def setting_of(
     dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
     given = policy_for(given, known.config, filters, dtype=dtype)
     if as_weights(asked.weights) == "int8" and not here:
-        notes.append("products are taken to read weights in 8 bits as they are stored, at the rate of wider ones")
+        notes.append("weights in 8 bits are taken to be read at the rate that one sequence's products reached")
     numbers = {name: getattr(asked, name) for name in ("batch", "new", "questions")}
     numbers["context"] = tokens_of(asked.context)
     request = Request(
@@ -305,7 +305,8 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
 def _converted(setting: Setting | HostSetting) -> str:
     """Text that says why a step converts rows or weights before it computes; empty if it reads all as it is stored."""
     parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
-    if (here and setting.weights is not None) or (setting.weights == "int4" and setting.sequences > 1):
+    several = setting.sequences > 1 or setting.config.experts is not None
+    if (here and setting.weights is not None) or (setting.weights == "int4" and several):
         bits = setting.weights.removeprefix("int")
         return f"each step converts weights in {bits} bits, at a rate that is not measured"
     if parts.store is Dense or (not here and parts.read_as_stored):

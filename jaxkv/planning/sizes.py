@@ -17,7 +17,6 @@ from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.stored import MOST_VECTORS
 from jaxkv.planning.setting import Request, Setting
 from jaxkv.sharding.parameters import part_shape
 
@@ -103,9 +102,10 @@ def sizes_of(setting: Setting) -> Sizes:
     holds_all = parts.layers.from_scores or parts.needs.replay is not None
     activations, block, head, stepping = planned.peak_bytes - planned.cache_bytes, 0, 0, 0
     if setting.weights == "int4":
-        # Products of many vectors widen a matrix at a time; the head's, after all layers, is of a vector a sequence.
+        # Products widen a matrix at a time, of one vector only the experts'; the head's is of a vector a sequence.
         block, head = (jnp.dtype(setting.dtype).itemsize * each for each in widened_matrices(setting))
-        stepping = 0 if setting.sequences <= MOST_VECTORS["int4"] else max(block, head)
+        as_stored = setting.sequences == 1 and config.experts is None
+        stepping = 0 if as_stored else max(block, head)
         head = min(head, stepping)
     kept = planned.budget.mean() if planned.rows is None else planned.rows.mean()
     if parts.read is not None and parts.scorer is None:

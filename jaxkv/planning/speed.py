@@ -18,18 +18,13 @@ from jaxkv.planning.setting import Setting
 from jaxkv.planning.work import prefill_work, rows_read, step_scores, weights_read
 
 _MICRO = 1e-6
-# Share of the data sheet's bandwidth at which attention reads rows; a copy of 2 GiB reaches 0.88.
+# Share of the data sheet's bandwidth at which attention is taken to read rows: copies of 2 GiB reach 0.88 of it,
+# attention over 131,072 rows likewise, over fewer less; what they lack is counted with launches.
 COPY = 0.9
 # Likewise at which products of a few tokens read weights, by the bits that these are held in (None: as floats).
 WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
 # Share of the data sheet's FLOP/s that large products, attention in prefill, and the sums of its columns reach.
 PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
-# The constants above in words, for plans to print.
-ASSUMED = (
-    f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
-    f"decode's weights at {WEIGHTS[None]:.0%} and its rows at {COPY:.0%} of its bandwidth, as on one H200: "
-    "benchmarks/results/nvidia-h200.md"
-)
 # Share of 16-bit rows' bytes per second at which 8-bit rows are read: they are converted on the way.
 OF_CODES = 0.6
 # Seconds from the end of a CUDA graph node to the start of its successor, by published microbenchmarks of Hopper.
@@ -138,11 +133,13 @@ def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed
         launches=launches,
         sent=sent,
         scores=scores,
-        assumed=ASSUMED,
+        assumed=_assumed(setting),
         rates={
             "prefill_products_flops": PRODUCTS * _products(setting),
             "prefill_attention_flops": ATTENTION * _products(setting),
-            "decode_bytes_per_second": copy,
+            "prefill_scores_flops": SCORES * _products(setting),
+            "decode_weights_bytes_per_second": WEIGHTS[setting.weights] * gpu.bandwidth,
+            "decode_rows_bytes_per_second": rate,
         },
     )
 
@@ -157,6 +154,15 @@ def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
     slowest = gpu.link if hosts == 1 else min(gpu.link, gpu.network * gpu.per_host)
     hops = 2 * (count - hosts) * inside + 2 * (hosts - 1) * (HOP_NETWORK if hosts > 1 else inside)
     return REDUCE + hops + flags * 2 * (count - 1) / count * size / slowest
+
+
+def _assumed(setting: Setting) -> str:
+    """Text of the shares of a data sheet's rates that an estimate assumes, and where they were measured."""
+    return (
+        f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
+        f"decode's weights at {WEIGHTS[setting.weights]:.0%} and its rows at {COPY:.0%} of its bandwidth, as on one "
+        "H200: benchmarks/results/nvidia-h200.md"
+    )
 
 
 def _launches(setting: Setting) -> Launches:

@@ -86,6 +86,16 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
+def listen(found: socket.socket) -> None:
+    """Lets connections to a bound socket wait for the server; ValueError if another process serves its address."""
+    try:
+        found.listen()
+    except OSError as error:
+        host, port = found.getsockname()[:2]
+        remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
+        raise refusal("address", f"{host}:{port}", remedy) from None
+
+
 def many_files() -> None:
     """Raises the process' limit of open files to the most that it may have: each idle connection is one."""
     with contextlib.suppress(ImportError, OSError, ValueError):
