@@ -36,7 +36,7 @@ def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, tmp_path):
     rows = benchmark("gpu_rows").load(path)
     assert rows[: len(first)] == first and not any("failed" in row for row in rows)
     parts = {part.name for part in benchmark("gpu_parts").PARTS if part.quick}
-    searched = {"tune_decode", "tune_flash", "tune_sums", "tune_window", "tune_gather", "tune_check"}
+    searched = {"tune_decode", "tune_codes", "tune_flash", "tune_sums", "tune_window", "tune_gather", "tune_check"}
     assert {row["part"] for row in rows} == parts | searched | {"device"}
     assert sum(row["part"] == "decode" for row in rows) == 2, "by the rule of thumb, and by the table"
     # The search finds what it has timed, and ends with the same table.

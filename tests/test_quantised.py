@@ -223,7 +223,8 @@ def test_plans_count_narrow_rows_and_what_reads_them():
         jaxkv.plan("llama-3.1-8b", policy=jaxkv.SnapKV(budget=2048, store=store), **setting)
         for store in ("dense", "int8", "int4")
     )
-    assert 1.8 < dense.outlook.speed.rows / int8.outlook.speed.rows < 1.9
+    # Half the bytes, at a rate that conversions bound.
+    assert 1.15 < dense.outlook.speed.rows / int8.outlook.speed.rows < 1.2
     assert int4.outlook.speed is None
     assert "No estimate of speed: each step decodes these rows" in str(int4)
     assert 0.5 < int8.sizes.cache / dense.sizes.cache < 0.53 and int4.sizes.cache / dense.sizes.cache < 0.32
