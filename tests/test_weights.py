@@ -24,7 +24,7 @@ from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
-from jaxkv.models.layers import by_codes, float_weight, products
+from jaxkv.models.layers import float_weight, products, read_as_stored
 from jaxkv.models.sources import sources_of
 from jaxkv.models.stored import Stored
 from jaxkv.weights import codes_of, groups_of
@@ -333,12 +333,12 @@ def test_one_vector_is_multiplied_by_codes_as_they_are_stored(as_on_a_gpu, bits,
 def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
     """Below compute capability 8.0 one vector, too, is multiplied by XLA; no vectors are nowhere a product of codes."""
     weight = Stored(jax.numpy.ones((3, 32), jax.numpy.int8), scale=jax.numpy.ones(3))
-    assert by_codes(jax.numpy.ones((1, 32)), weight) and not by_codes(jax.numpy.ones((2, 32)), weight)
-    assert not by_codes(jax.numpy.ones((1, 32)), Stored(jax.numpy.ones((3, 32)))) and products(
+    assert read_as_stored(jax.numpy.ones((1, 32)), weight) and not read_as_stored(jax.numpy.ones((2, 32)), weight)
+    assert not read_as_stored(jax.numpy.ones((1, 32)), Stored(jax.numpy.ones((3, 32)))) and products(
         jax.numpy.ones((0, 32)), weight
     ).shape[1:] == (0, 3)
     monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="7.5")])
-    assert not by_codes(jax.numpy.ones((1, 32)), weight)
+    assert not read_as_stored(jax.numpy.ones((1, 32)), weight)
 
 
 @pytest.mark.usefixtures("as_users_call")

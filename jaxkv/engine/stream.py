@@ -30,8 +30,8 @@ class Stream:
 def first_stream(x: Float[Array, "B N E"], spec: Spec, block: Leaves) -> Stream:
     """Makes the `Stream` before the first block from embeddings, padded to whole 16-bit tiles if steps are fused."""
     # What multiplies one vector by codes takes it as it is.
-    by_codes = x.shape[0] == 1 and any(leaf.dtype in (jnp.int8, jnp.uint8) for leaf in block)
-    if spec.streams(x.shape[1]) and x.dtype.itemsize == 2 and not by_codes:
+    coded = x.shape[0] == 1 and any(leaf.dtype in (jnp.int8, jnp.uint8) for leaf in block)
+    if spec.streams(x.shape[1]) and x.dtype.itemsize == 2 and not coded:
         # 16-bit products need that many rows: pad once here instead of in each product.
         x = _padded(x, MIN_ROWS_16BIT)
     return Stream(x=x)

@@ -90,7 +90,7 @@ def project(
     a mesh that hold a part of E each.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    out = _by_codes(flat, weight, split=False)[0] if by_codes(flat, weight) else _product(flat, weight)
+    out = _product_as_stored(flat, weight, split=False)[0] if read_as_stored(flat, weight) else _product(flat, weight)
     out = total(out.reshape(*rows, *weight.outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
@@ -104,7 +104,9 @@ def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."
     and then needs a kernel of its own to add.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    parts = _by_codes(flat, weight, split=True) if by_codes(flat, weight) else _split_product(flat, weight)
+    parts = (
+        _product_as_stored(flat, weight, split=True) if read_as_stored(flat, weight) else _split_product(flat, weight)
+    )
     return parts.reshape(parts.shape[0], *rows, *weight.outputs)
 
 
@@ -133,7 +135,7 @@ def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "part
     return out if weight.scale is None else out * weight.scale.reshape(-1)
 
 
-def by_codes(x: Float[Array, "n E"], weight: Stored) -> bool:
+def read_as_stored(x: Float[Array, "n E"], weight: Stored) -> bool:
     """True if an NVIDIA GPU multiplies x by codes as they are stored: one vector, on a GPU that Triton compiles for.
 
     On an H200 the kernel, which has no use for tensor cores, took 80 us for one vector and 289 for four where weights
@@ -143,7 +145,7 @@ def by_codes(x: Float[Array, "n E"], weight: Stored) -> bool:
     return x.shape[0] == 1 and weight.has_kernel and not (major.isdecimal() and int(major) < 8)
 
 
-def _by_codes(x: Float[Array, "n E"], weight: Stored, *, split: bool) -> Float[Array, "parts n O"]:
+def _product_as_stored(x: Float[Array, "n E"], weight: Stored, *, split: bool) -> Float[Array, "parts n O"]:
     """Float32 product with codes: by a kernel on NVIDIA GPUs, in partial sums if `split`; elsewhere by XLA."""
     # Late: models in floats need no kernels.
     from jaxkv import pallas_kernels
