@@ -95,7 +95,7 @@ def budget(text: str) -> int | float | str:
 
 
 def budgets(text: str) -> list[int | float | str]:
-    """List of the comma-separated budgets in `--budgets`, as `budget` reads them, maybe empty; else ValueError."""
+    """List of the budgets in `--budgets`, maybe empty: rows (int), shares (float) or bytes (text such as "64MB")."""
     return _listed(text, budget)
 
 

@@ -111,7 +111,7 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
 
 
 def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
-    """Draws a model's answers to a batch of samples over compressed caches; returns a list of their texts."""
+    """Answers a batch of samples over compressed caches, greedily; returns a list of one text for each."""
     return [answer.text for answer in asked(params, policy, samples, how)]
 
 

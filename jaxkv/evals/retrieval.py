@@ -51,7 +51,7 @@ def _check(count: int, sizes: tuple[int, ...]) -> None:
 
 
 def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False) -> list[Question]:
-    """Makes a list of 2StageRetr questions: each has a dictionary and a sum, whose result is the key to look up.
+    """Makes a list of 2StageRetr questions: prompts with a dictionary and a sum; the answer is the sum's entry.
 
     Args:
         count: number of questions.

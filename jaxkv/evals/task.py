@@ -161,7 +161,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes the sequence of all `Sample` values of the task, the same for the same settings and tokenizer.
+        """Makes the sequence of the task's `Sample` values for a model; the same for equal settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.

@@ -142,7 +142,7 @@ def _held(
 
 
 def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
-    """`_Choice` (masks of chosen rows) for a policy with filter layers, else None; ValueError if not measurable."""
+    """`_Choice`, which computes filter layers' masks; None for a policy without such; ValueError if not measurable."""
     parts, layers = policy.parts(), params.config.layers
     reading, name = parts.reading(layers, bucket(prompt)), type(policy).__name__
     remedy = f"{name} chooses pages in every layer, which is not measured: give a policy with filter layers, or none"

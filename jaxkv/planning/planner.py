@@ -290,7 +290,7 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None where no arithmetic covers a step.
+    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None if steps convert data or read host rows.
 
     That is so if rows come from host memory, or each step converts rows or weights first.
     """

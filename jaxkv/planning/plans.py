@@ -41,7 +41,7 @@ def title(setting: Setting) -> str:
 
 
 def machine_title(setting: HostSetting) -> str:
-    """One line of text: model name and dtype, in a process on this machine's CPU."""
+    """Makes one line of text: model name, dtype and the words "in a process on this machine's CPU"."""
     return f"{setting.model}, {setting.dtype}, in a process on this machine's CPU"
 
 
@@ -305,7 +305,7 @@ class MachinePlan:
 
 
 def _parts(parts: CacheParts) -> list[tuple[str, int, str]]:
-    """List of (name, bytes, remark) for a report: parts of the cache other than its budget's rows, 1% or more each."""
+    """List of ("  of it", bytes, "for PURPOSE") for a report, one for each part in `CacheParts.beyond`."""
     return [("  of it", size, f"for {name}") for name, size in _named(parts)]
 
 

@@ -69,7 +69,7 @@ class Process:
 
 
 def host_weights(request: Request) -> int:
-    """Bytes of a request's parameters in one process."""
+    """Bytes of all parameters of a request's model, unsplit, in its dtype or narrow weights."""
     parameters = parameters_of(request.config, request.dtype, request.weights)
     return sum(each.copies * math.prod(each.shape) * each.itemsize for each in parameters)
 

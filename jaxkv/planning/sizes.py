@@ -41,7 +41,7 @@ class CacheParts:
 
     @property
     def beyond(self) -> tuple[tuple[str, int], ...]:
-        """Tuple of (name, bytes) of the cache's parts, its budget's rows left out, that take 1% of it or more."""
+        """Tuple of (name, bytes) of room for new tokens, spare rows and tables, each of 1% of the cache or more."""
         total = self.rows + self.room + self.spare + self.state
         named = (("room", self.room), (self.why, self.spare), ("tables and state", self.state))
         return tuple((name, size) for name, size in named if size >= total / 100 and size > 0)

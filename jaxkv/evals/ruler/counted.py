@@ -126,7 +126,7 @@ class Frequent(Recipe):
         return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
     def write(self, drawn: Coded) -> Prompt:
-        """Renders a coded text as a `Prompt` that asks for its three most frequent words."""
+        """Renders a coded text as a `Prompt` that asks for its three most frequent words besides the dots."""
         opening, question, prefix = _FREQUENT
         first, second, third = drawn.ranks[1:4]
         return Prompt(
