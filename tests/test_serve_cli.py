@@ -13,6 +13,7 @@ from cli_runs import refused
 from serve_runs import model_folder, started
 
 from jaxkv.cli import serving
+from jaxkv.serving.server import bound, listen
 
 
 @pytest.fixture
@@ -58,6 +59,14 @@ def test_running_requests_are_answered_after_sigterm(folder):
     log = "".join(lines)
     assert len(re.findall(r"POST /v1/completions 200 prompt_tokens=\d+ new_tokens=60", log)) >= len(taken)
     assert lettered.DOC[:9] not in log and "Traceback" not in log
+
+
+def test_an_address_that_another_process_serves_by_now():
+    """Two bind it while their models load; the second to serve is told so."""
+    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first)
+        with pytest.raises(ValueError, match="address=.*127.0.0.1:.*give another --host or --port"):
+            listen(second)
 
 
 @pytest.mark.parametrize(

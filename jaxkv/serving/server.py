@@ -81,8 +81,7 @@ def bound(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except OSError as error:
         found.close()
-        remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
-        raise refusal("address", f"{host}:{port}", remedy) from None
+        raise _unusable(host, port, error) from None
     return found
 
 
@@ -92,8 +91,13 @@ def listen(found: socket.socket) -> None:
         found.listen()
     except OSError as error:
         host, port = found.getsockname()[:2]
-        remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
-        raise refusal("address", f"{host}:{port}", remedy) from None
+        raise _unusable(host, port, error) from None
+
+
+def _unusable(host: str, port: int, error: OSError) -> ValueError:
+    """Makes the ValueError of an address that the operating system refuses with `error`."""
+    remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
+    return refusal("address", f"{host}:{port}", remedy)
 
 
 def many_files() -> None:
