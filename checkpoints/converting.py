@@ -175,7 +175,7 @@ def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def _is_good(part: Path, entry: Entry) -> bool:
-    """True if the folder holds the entry's tensor and its checksum matches."""
+    """True if the unfinished folder holds a journal entry's tensor: it can be read whole and its checksum matches."""
     try:
         read_array(part / TENSORS / entry.name, entry)
     except ValueError:

@@ -68,15 +68,15 @@ class Budgets(PolicyFigure):
             figure.colorbar(image, ax=panels, label=f"rows kept, budget {said}")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Dict of one table row: rows per text; mean, min and max per head; means of the lowest and highest layer."""
+        """Dict of one table row: mean rows per text; mean, min, max per head; means of the first and the last layer."""
         mine = self.rows[policy, budget]
         return {
             "rows": float(self.totals[policy, budget].mean()),
             "per head": float(mine.mean()),
             "least head": float(mine.min()),
             "most head": float(mine.max()),
-            "lowest layer": float(mine[0].mean()),
-            "highest layer": float(mine[-1].mean()),
+            "first layer": float(mine[0].mean()),
+            "last layer": float(mine[-1].mean()),
         }
 
 

@@ -46,7 +46,7 @@ class Layout(enum.Enum):
         return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
 
     def widest(self, rows: int, heads: int) -> int:
-        """Largest number of rows that one segment can hold in a pool of P = `rows` rows for `heads` kv heads."""
+        """Most rows that one segment can have in a pool of `rows` rows: an even part of them if EQUAL, else all."""
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:

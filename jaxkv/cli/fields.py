@@ -25,7 +25,7 @@ class Arity(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
-    """Parser of an option's words into a field's value: parser of one word (`read`), and number of words (`arity`).
+    """How an option's words become a field's value: parser of one word, its name in the help, and `Arity`.
 
     Attributes:
         read: from a word to a value; its ValueError says what to write.

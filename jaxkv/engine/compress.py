@@ -57,7 +57,7 @@ class Source(abc.ABC):
         """Two counts `[n, B]` for a group of n layers: rows to keep per kv head, and most recent rows among them."""
 
     def at_most(self, claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Like `wanted`, from the claims of the layers that ran: upper bounds of their rows; 0 for further layers."""
+        """Pair of upper bounds `[n, B]` of what `wanted` gives layers that ran, 0 for others; by default TypeError."""
         raise TypeError(f"{type(self).__name__} compresses no layers before it has all")
 
     @abc.abstractmethod

@@ -184,9 +184,9 @@ def prefill(
     implementation: Implementation = Implementation.XLA,
     strict: bool = True,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefills and compresses right-padded prompts, yields layers done; returns `KVCache` and last logits.
+    """Generator: prefills right-padded prompts, yields layers run since the last yield; returns cache, last logits.
 
-    Yields the number of layers done: 1 after each layer, 0 after each packing, parts of one for
+    Yields 1 after each layer, 0 after each packing, parts of one for
     policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
     `needed` is the plan for these lengths; `strict` refuses lengths that the policy's budget cannot honour.
     """
@@ -215,7 +215,7 @@ def prefill(
 
 
 def read(prompts: "Prompts") -> Walk[KVCache]:
-    """Generator: runs and compresses all layers of prompts, yields layers done; returns the `KVCache`, no logits.
+    """Generator: runs and compresses all layers; yields layers run since the last yield, returns the `KVCache`.
 
     Prompt lengths may be traced; unlike in `prefill` the check for NaN scores is left to the caller.
     """

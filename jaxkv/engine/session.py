@@ -183,7 +183,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields layers done, so that other work can run between; returns the `KVCache`.
+        """Generator form of `prefill`: yields how many layers ran since the last yield; returns the `KVCache`.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.

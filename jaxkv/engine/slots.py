@@ -128,9 +128,9 @@ class Slots:
     def prefilling(
         self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Method | None = None
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields layers done so that slots may decode in between; returns the `KVCache`.
+        """Generator form of `prefill`: yields how many layers ran since the last yield; returns the `KVCache`.
 
-        `policy` is that of the slots with another budget, of no more rows.
+        Slots may decode between two yields. `policy` is that of the slots with another budget, of no more rows.
         """
         with own_settings():
             session = copy.copy(self.session)

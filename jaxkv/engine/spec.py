@@ -158,11 +158,11 @@ class Spec:
         return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 
     def chooses(self, layer: int, tokens: int) -> bool:
-        """True if the layer is a filter layer that chooses positions in a step of this many tokens."""
+        """True if it is a filter layer and chooses positions: in steps of one token, or if `reading.several`."""
         return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
-        """True if the layer reads only chosen rows in a step of this many tokens."""
+        """True if the layer reads chosen rows only: in steps of 1 token, in longer ones if `reading.several`."""
         reading = self.reading
         return reading is not None and reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 

@@ -27,7 +27,7 @@ class Choosable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """Positions of a step's N new tokens, number of real ones, and positions that filter layers may choose from.
+    """A step's N new tokens: positions, number of real ones, and bound and budget of the filter layers' choice.
 
     The same for all layers. `written` counts rows that each sequence has in its tails; `candidates` are the positions
     that filter layers choose from.

@@ -260,7 +260,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_map(evaluation: Evaluation) -> bool:
-    """True if a heat map of length and depth can be drawn: scores are shares, every sample has both tags as numbers."""
+    """True if a heat map can be drawn: scores in %, numeric length and depth tags, few lengths, more than one cell."""
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))

@@ -48,7 +48,7 @@ def table(parts: Parts, layers: int, slots: int) -> Table:
     known = _numbers(parts, allowed, layers)
 
     def by_index(numbers: np.ndarray | None) -> np.ndarray | None:
-        """Numbers `[..., S + 1]` indexed by prompt length, -1 for refused lengths."""
+        """Spreads numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere; None stays None."""
         if numbers is None:
             return None
         wide = np.full((*numbers.shape[:-1], slots + 1), -1, np.int32)

@@ -60,7 +60,7 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def sizes(cls, weights: Any) -> tuple[int, int]:
-        """Tuple (K, E), number of kv heads and width of hidden states, read from one layer's weights; abstract."""
+        """Tuple (K, E) from a gate's weights of one layer: number of kv heads, width of hidden states; abstract."""
 
     @abc.abstractmethod
     def scores(self, weights: Any, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
@@ -94,5 +94,5 @@ class Gate(FileArrays):
 
     @property
     def tree(self) -> Any:
-        """Tree structure (`PyTreeDef`) of one layer's weights."""
+        """Tree structure (`PyTreeDef`) of the gate's weights for one layer."""
         return jax.tree.structure(self.weights[0])

@@ -274,7 +274,7 @@ class Scorer(Protocol):
 
     @property
     def gate(self) -> Gate | None:
-        """Trained gate, if `observe` reads its weights (`seen.gate`) and hidden states (`seen.hidden`); else None."""
+        """Trained gate whose weights (`seen.gate`) `observe` reads beside hidden states; None by default."""
         return None
 
     @property
@@ -350,7 +350,7 @@ def norms_of(scorer: Scorer) -> bool:
 
 
 def future_of(scorer: Scorer) -> FutureQueries | None:
-    """Settings of the `QueryMoments` that a scorer reads; None if it reads none or lacks the property."""
+    """`FutureQueries`, settings of the query moments that a scorer reads; None if it reads none."""
     return getattr(scorer, "future", None)
 
 
