@@ -145,14 +145,52 @@ def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) ->
     if interpret:
         return jnp.exp2(x * scale + shift)
     (bits,) = struct.unpack(">I", struct.pack(">f", scale))
+    text = f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, t; }}"
+    return _asm(text, "=f,f,f", 1, jnp.float32, x, jnp.broadcast_to(shift, x.shape))
+
+
+def log2_of(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Computes the logarithm to base 2 of positive normal float32 inside a kernel in one instruction."""
+    return jnp.log2(x) if interpret else _asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+
+
+def inverse_of(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Computes 1 / x of normal float32 inside a kernel in one instruction."""
+    return 1 / x if interpret else _asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+
+
+def _asm(text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array) -> jax.Array:
+    """Array of the first argument's shape by inline PTX on `pack` elements of each argument at a time."""
+    shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = _triton.elementwise_inline_asm(
-        f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, t; }}",
-        args=[x, jnp.broadcast_to(shift, x.shape)],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        text, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape]
     )
     return out
+
+
+# What 8-bit codes have on top as float16: 1024 makes a code's bits the end of a mantissa, 128 makes it a positive one.
+HALF_OFFSET = 1024 + 128
+
+
+def halves_of(codes: jax.Array, *, interpret: bool) -> jax.Array:
+    """Float16 `codes + HALF_OFFSET`, exact, of int8 codes inside a kernel: three instructions for four of them."""
+    if interpret:
+        return codes.astype(jnp.float16) + HALF_OFFSET
+    text = "{ .reg .b32 u, a, b; xor.b32 u, $2, 0x80808080; prmt.b32 a, u, 0x64646464, 0x4140;"
+    text += "prmt.b32 b, u, 0x64646464, 0x4342; mov.b32 $0, a; mov.b32 $1, b; }"
+    return _asm(text, "=r,=r,r", 4, jnp.float16, codes)
+
+
+def halves_of_byte(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array:
+    """Float16 `code + HALF_OFFSET`, exact, of the int8 code in byte 0 to 3 of each int32 word inside a kernel.
+
+    Two instructions for two codes: words that are neighbours along the axis that a product sums over share a register,
+    which is how tensor cores want them. `words` have the top bit of each byte flipped.
+    """
+    if interpret:
+        return ((words >> 8 * byte) & 255).astype(jnp.float16) + 1024
+    text = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, 0x{4 + byte}{byte}; prmt.b32 $0, t, 0x64646464, 0x4140; }}"
+    return _asm(text, "=r,r,r", 2, jnp.float16, words)
 
 
 # Four bytes of codes in a register: a PRMT makes each the end, or the beginning, of a float's mantissa. Results move to
@@ -216,14 +254,7 @@ def add_products_4(
 def _by_fours(asm, total, codes, *others):
     """Inline PTX for four elements at a time: 4 floats out, `total` and the `others` 4 registers each, codes one."""
     registers = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] + ["f"] * 4 * len(others))
-    (out,) = _triton.elementwise_inline_asm(
-        asm,
-        args=[total, codes, *others],
-        constraints=registers,
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, jnp.float32)],
-    )
-    return out
+    return _asm(asm, registers, 4, jnp.float32, total, codes, *others)
 
 
 def pad_dim(dim: int) -> int:

@@ -1,18 +1,15 @@
-"""Rows in 8-bit codes within the decode kernels: their operands, how they enter products, how a new row is encoded.
-
-A row's scale is a factor of all its products: logits take that of its key, softmax weights that of its value, so codes
-go into the tensor cores as they are, exact in bfloat16.
-"""
+"""Rows in 8-bit codes within the decode kernels: their operands, and how a new row is encoded."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ._compat import load, store
+from ._compat import store
 
 # As jaxkv's store of 8-bit rows has them: float16 scales, rounded up, so that no code lies beyond the largest one.
-_LARGEST, _SMALLEST, _UP = 127, 2.0**-24, 1 + 2.0**-11
+_LARGEST, SMALLEST_SCALE, _UP = 127, 2.0**-24, 1 + 2.0**-11
 
 
 class Coded(NamedTuple):
@@ -33,66 +30,57 @@ def shape_of(rows: jax.Array | Coded) -> tuple[int, ...]:
 
 
 def itemsize_of(rows: jax.Array | Coded, dtype: Any) -> int:
-    """Bytes of a stored element, by which tiles are chosen; 4 in a float32 model, whose products use registers."""
-    wide = jnp.dtype(dtype).itemsize
-    return 1 if isinstance(rows, Coded) and wide < 4 else wide
+    """Bytes of a stored element, by which tiles are chosen: 1 of codes, else those of the model's dtype."""
+    return 1 if isinstance(rows, Coded) else jnp.dtype(dtype).itemsize
 
 
 def operands(name: str, rows: jax.Array | Coded) -> dict[str, jax.Array]:
-    """Arrays of keys or values by the names that kernels know them by: `name`, and of codes `name_scale`."""
-    return {name: rows.code, f"{name}_scale": rows.scale} if isinstance(rows, Coded) else {name: rows}
+    """Arrays of keys or values by the names that kernels know them by: `name`, and of codes `name_scale`.
+
+    Codes of values are seen as words of four, which moves nothing.
+    """
+    if not isinstance(rows, Coded):
+        return {name: rows}
+    code = rows.code
+    if code.shape[2] % 4:
+        raise ValueError(f"{name}: codes of {code.shape[2]} columns: kernels read four at a time, pad them")
+    if name == "v":
+        code = lax.bitcast_convert_type(code.reshape(*code.shape[:2], -1, 4), jnp.int32)
+    return {name: code, f"{name}_scale": rows.scale}
 
 
 def rebuilt(name: str, found: dict[str, jax.Array], like: jax.Array | Coded) -> jax.Array | Coded:
     """Keys or values, encoded if `like` is, from a kernel's outputs of the names that `operands` gives them."""
-    return Coded(found[name], found[f"{name}_scale"]) if isinstance(like, Coded) else found[name]
+    if not isinstance(like, Coded):
+        return found[name]
+    code = found[name]
+    if code.dtype == jnp.int32:
+        code = lax.bitcast_convert_type(code, jnp.int8).reshape(like.code.shape)
+    return Coded(code, found[f"{name}_scale"])
 
 
-def factor_dtype(rows: jax.Array | Coded, dtype: Any) -> Any:
-    """Dtype of softmax weights and values in their product: the model's; bfloat16 for codes in a float16 model.
-
-    Weights that are multiplied by a scale would leave float16's range.
-    """
-    return jnp.bfloat16 if isinstance(rows, Coded) and dtype == jnp.float16 else dtype
+def scale_of(largest: jax.Array) -> jax.Array:
+    """Float16 scale of a row whose largest magnitude is `largest`; 0 for a row of zeros."""
+    scale = largest / _LARGEST
+    return jnp.where(scale > 0, jnp.maximum(scale * _UP, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
-def scales_at(refs: Any, name: str, sequence: Any, at: jax.Array, inside: jax.Array) -> jax.Array | None:
-    """Loads the float32 scales of rows `at` within a kernel, 0 where `inside` is False; None for rows without codes."""
-    ref = getattr(refs, f"{name}_scale", None)
-    return None if ref is None else load(ref.at[sequence, at], mask=inside, other=0.0).astype(jnp.float32)
-
-
-def times(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Products of `x` `[n, rows]` and one scale per row; `x` itself for None."""
-    return x if scale is None else x * scale[None, :]
-
-
-def encoded(row: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes of one float32 row, still float32, and its float16 scale; `real` masks the columns that count."""
-    scale = jnp.where(real, jnp.abs(row), 0.0).max() / _LARGEST
-    scale = jnp.where(scale > 0, jnp.maximum(scale * _UP, _SMALLEST), scale).astype(jnp.float16)
+def codes_of(row: jax.Array, scale: jax.Array) -> jax.Array:
+    """Codes of a float32 row, or of a part of it, by the row's scale; still float32."""
     wide = scale.astype(jnp.float32)
     code = jnp.where(wide == 0, 0.0, row / jnp.where(wide == 0, 1.0, wide))
     # Rounds halves to even: Triton has no instruction of JAX's for that.
     below = jnp.floor(code)
     up = (code - below > 0.5) | ((code - below == 0.5) & (below * 0.5 != jnp.floor(below * 0.5)))
-    return jnp.clip(below + up.astype(jnp.float32), -_LARGEST, _LARGEST), scale
+    return jnp.clip(below + up.astype(jnp.float32), -_LARGEST, _LARGEST)
 
 
-def put_row(
-    refs: Any, name: str, at: tuple[Any, Any], vector: jax.Array, *, real: jax.Array, writes: jax.Array, dtype: Any
-) -> jax.Array:
-    """Writes a key or value to row `at` of the pool if `writes`, as codes if it has those; returns it as stored.
-
-    `vector` is float32, its columns in mask `real` count; it is rounded to the model's `dtype` first. What is returned
-    is float32.
-    """
-    ref, scales = getattr(refs, f"pool_{name}"), getattr(refs, f"pool_{name}_scale", None)
-    column, rounded = jnp.arange(vector.shape[0], dtype=jnp.int32), vector.astype(dtype)
-    if scales is None:
-        store(ref.at[*at, column], rounded, mask=real & writes)
-        return rounded.astype(jnp.float32)
-    code, scale = encoded(rounded.astype(jnp.float32), real)
-    store(ref.at[*at, column], code.astype(jnp.int8), mask=real & writes)
-    store(scales.at[at], scale, mask=writes)
+def put_row(refs: Any, at: tuple[Any, Any], key: jax.Array, dim: int, writes: jax.Array) -> jax.Array:
+    """Encodes a float32 key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
+    column = jnp.arange(key.shape[0], dtype=jnp.int32)
+    real = column < dim
+    scale = scale_of(jnp.where(real, jnp.abs(key), 0.0).max())
+    code = codes_of(key, scale)
+    store(refs.pool_k.at[*at, column], code.astype(jnp.int8), mask=real & writes)
+    store(refs.pool_k_scale.at[at], scale, mask=writes)
     return code * scale.astype(jnp.float32)

@@ -16,17 +16,16 @@ from ._compat import (
     MASKED,
     BlockSpec,
     call_named,
-    dot,
     load,
     pad_dim,
     program_id,
-    put_rows,
     store,
     take_rows,
     when,
 )
 from .chunks import Chunks
-from .codes import Coded, factor_dtype, operands, put_row, rebuilt, scales_at, shape_of, times
+from .codes import Coded, operands, rebuilt, shape_of
+from .reading import Codes, Plain
 from .tuning import DecodeTiles
 
 
@@ -153,7 +152,7 @@ def pass_rows(
     """
     *of_parts, heads, rows, dim = q.shape
     batch, pool_rows, _ = shape_of(k)
-    width, factors = chunks.segment.shape[1], factor_dtype(v, how.dtype)
+    width = chunks.segment.shape[1]
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
@@ -183,46 +182,40 @@ def pass_rows(
                 if logits is not None:
                     store(refs.logits.at[sequence, query[:, None], cells[None, :]], s, mask=mask & real[:, None])
 
+            read = (Codes if isinstance(k, Coded) else Plain)(refs, sequence, dim, how.dtype, how.interpret)
             if token is None:
-                queries = take_rows(refs.q, segment * rows + query, real, dim)
-                carry = (
-                    jnp.full((tile,), MASKED, jnp.float32),
-                    jnp.zeros((tile,), jnp.float32),
-                    jnp.zeros((tile, pad_dim(dim)), jnp.float32),
-                )
+                queries = read.queries(take_rows(refs.q, segment * rows + query, real, dim))
+                none = jnp.full((tile,), MASKED, jnp.float32), jnp.zeros((tile,), jnp.float32)
+                carry = (*none, read.begin((), tile, None))
             else:
-                row_new = _NewRow(refs, segment, heads, last, dim, of_parts)
-                queries = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(how.dtype)
-                key, value = row_new.put(refs, lies(row + here), tile_index == 0, how.dtype)
-                own = (queries.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
+                row_new = _NewRow(refs, segment, heads, last, dim, of_parts, read.value_columns)
+                rotated = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(how.dtype)
+                key, values = row_new.put(refs, lies(row + here), tile_index == 0, read)
+                own = (rotated.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
-                carry = (
-                    jnp.where(row_new.joins, own, MASKED),
-                    jnp.where(row_new.joins, jnp.ones((tile,), jnp.float32), jnp.zeros((tile,), jnp.float32)),
-                    jnp.broadcast_to(jnp.where(row_new.joins, value, 0.0)[None, :], (tile, pad_dim(dim))),
-                )
+                queries, one = read.queries(rotated), jnp.ones((tile,), jnp.float32)
+                own = jnp.where(row_new.joins, own, MASKED), jnp.where(row_new.joins, one, jnp.zeros_like(one))
+                carry = (*own, read.begin(values, tile, row_new.joins))
 
             def step(index, carry):
-                top, total, acc = carry
+                top, total, sums = carry
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = (offset < here) & holds(row + offset)
                 at = lies(row + offset, inside)
-                keys = take_rows(refs.k, at, inside, dim, sequence).astype(how.dtype)
-                s = times(dot(queries, keys, transpose_b=True) * scale, scales_at(refs, "k", sequence, at, inside))
+                s = read.logits(queries, at, inside, scale)
                 keep(cell + offset, s, inside[None, :])
-                s = jnp.where(inside[None, :], s, MASKED)
+                s, factor = read.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = jnp.exp2(s - new_top[:, None])
                 shrink = jnp.exp2(top - new_top)
-                values = take_rows(refs.v, at, inside, dim, sequence).astype(factors)
-                scaled = times(weights, scales_at(refs, "v", sequence, at, inside))
-                acc = acc * shrink[:, None] + dot(scaled.astype(factors), values)
-                return new_top, total * shrink + weights.sum(axis=1), acc
+                sums = read.add(sums, shrink, weights, at, inside)
+                true = weights if factor is None else weights * factor[None, :]
+                return new_top, total * shrink + true.sum(axis=1), sums
 
-            top, total, acc = lax.fori_loop(0, (here + block - 1) // block, step, carry)
+            top, total, sums = lax.fori_loop(0, (here + block - 1) // block, step, carry)
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
-            put_rows(refs.part, query, real, dim, acc / total[:, None])
+            read.put_sums(refs.part, query, real, sums, total)
             store(refs.lse.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
     def per_chunk(*shape):
@@ -319,7 +312,7 @@ class _NewRow:
     of its pair and, by a second gather, its partner's value.
     """
 
-    def __init__(self, refs, segment, heads, last, dim, of_parts):
+    def __init__(self, refs, segment, heads, last, dim, of_parts, value_columns):
         self.parts, self.sequences = of_parts
         half, sequence = dim // 2, segment // heads
         self.column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
@@ -327,19 +320,18 @@ class _NewRow:
         first = self.column < half
         self.partner = jnp.where(first, self.column + half, self.column - half)
         pair = jnp.where(first, self.column, self.column - half)
-        wanted = self.real & last
 
-        def take(which, column):
+        def take(which, column, real=self.real):
             def loaded(part):
                 at = refs.kv.at[part, sequence, which, segment - sequence * heads, column]
-                return load(at, mask=wanted, other=0.0)
+                return load(at, mask=real & last, other=0.0)
 
             return self._sum(loaded)
 
         self.sequence = sequence
         self.joins = last & (load(refs.counts.at[sequence]) > 0)
         self.position = load(refs.position.at[sequence])
-        self.value = take(1, self.column)
+        self.values = tuple(take(1, *columns) for columns in value_columns)
         own, other = take(0, self.column), take(0, self.partner)
         self.cos = load(refs.cos.at[sequence, pair], mask=self.real, other=0.0)
         sin = load(refs.sin.at[sequence, pair], mask=self.real, other=0.0)
@@ -363,10 +355,9 @@ class _NewRow:
 
         return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
-    def put(self, refs, row, writes, dtype):
-        """Writes the new token's row to the pool if `writes`; returns its key and value as stored, in float32."""
-        how = {"real": self.real, "writes": self.joins & writes, "dtype": dtype}
-        key = put_row(refs, "k", (self.sequence, row), self.key, **how)
-        value = put_row(refs, "v", (self.sequence, row), self.value, **how)
-        store(refs.pool_pos.at[self.sequence, row], self.position, mask=how["writes"])
-        return key, value
+    def put(self, refs, row, writes, read):
+        """Writes the new token's row to the pool if `writes`; returns its key and values as stored, in float32."""
+        writes = self.joins & writes
+        stored = read.put_new((self.sequence, row), self.key, self.values, writes)
+        store(refs.pool_pos.at[self.sequence, row], self.position, mask=writes)
+        return stored

@@ -117,18 +117,19 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
     tiles = DecodeTiles(
         block=block,
         queries=16 if wide else 64,
-        resident=_resident(width),
+        resident=_resident(width, itemsize),
         launch=Launch(warps=4, stages=3 if width <= 512 else 2),
     )
     return _tuned("decode", tiles, dim, itemsize)
 
 
-def _resident(width: int) -> int:
+def _resident(width: int, itemsize: int) -> int:
     """Number of programs that one multiprocessor holds at once, for rows of `width` bytes."""
-    # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper).
+    # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes take more
+    # registers than what they stand for: 120 a thread.
     before_hopper = str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
     if width <= 128:
-        return 4 if before_hopper else 5
+        return 4 if before_hopper or itemsize == 1 else 5
     return 2 if before_hopper else 3
 
 

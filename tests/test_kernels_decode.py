@@ -208,11 +208,45 @@ def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "group", "scored"),
-    [(64, "float32", 3, True), (80, "bfloat16", 4, False), (128, "float16", 20, False), (64, "bfloat16", 1, True)],
+    [
+        (64, "float32", 3, True),
+        (80, "bfloat16", 4, False),
+        (128, "float16", 20, False),
+        (64, "bfloat16", 1, True),
+        (20, "float32", 2, False),
+        (256, "bfloat16", 8, False),
+    ],
 )
 def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
     """Codes are read as they are, the new row is encoded as the store encodes it."""
     check_token(6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, codes=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_in_8_bits_of_any_magnitude(dtype):
+    """Queries, keys and values from 1e-6 to 1e4, rows of zeros among them: scales and offsets lose nothing of them."""
+    kind, tolerance = DTYPES[dtype]
+    start, rows = laid_out(LENGTH)
+    rng = np.random.default_rng(4)
+    q, k, v = draw(8, (3, 2, 4, 64), (3, rows, 64), (3, rows, 64))
+    # Products stay within some tens, so that more than one row counts.
+    size = 10.0 ** rng.integers(-4, 5, (3, 1, 1, 1))
+    q, k = (jnp.asarray(q * size * 3).astype(kind), k / size[:, 0])
+    sizes = 10.0 ** rng.integers(-4, 2, (3, rows, 1)) * (rng.random((3, rows, 1)) > 0.1)
+    k, v = coded(k), coded(v * jnp.asarray(sizes, jnp.float32))
+    of = (jnp.asarray(start[1]), jnp.asarray(LENGTH[1]))
+    out, lse = pallas_kernels.attend(q, k, v, *of, tiles=SMALL, interpret=True)
+    want, want_lse, _ = attend_oracle(q, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), start[1], LENGTH[1])
+    np.testing.assert_allclose(wide(out), want, rtol=tolerance, atol=tolerance * np.abs(want).max() / 4)
+    np.testing.assert_allclose(wide(lse), want_lse, rtol=2e-5, atol=2e-5)
+
+
+def test_codes_are_read_four_at_a_time():
+    """Other head dims are refused, before anything is compiled."""
+    rows = pallas_kernels.Coded(jnp.zeros((1, 8, 6), jnp.int8), jnp.ones((1, 8), jnp.float16))
+    with pytest.raises(ValueError, match="codes of 6 columns: kernels read four at a time"):
+        of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
+        pallas_kernels.attend(jnp.zeros((1, 1, 1, 6)), rows, rows, *of, tiles=SMALL, interpret=True)
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -20,10 +20,12 @@ class Store(abc.ABC):
     Attributes:
         fused_step: True if a backend's `decode_token` reads and writes the arrays of `held` in place; False decodes
             each layer's rows for XLA's separate steps.
+        fused_columns: number of which the head dim has to be a multiple for that.
         fused_eviction: True if a backend's `evict_rows` and `replace_rows` do, too.
     """
 
     fused_step: ClassVar[bool] = False
+    fused_columns: ClassVar[int] = 1
     fused_eviction: ClassVar[bool] = False
 
     @classmethod
