@@ -36,7 +36,7 @@ class Plain:
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         self.refs, self.sequence, self.dim, self.dtype = refs, sequence, dim, dtype
-        self.value_columns = ((column, column < dim),)
+        self.value_columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
 
     def queries(self, q: jax.Array) -> Any:
         """Queries `[n, D]` as `logits` takes them."""
@@ -151,7 +151,7 @@ class Codes(Plain):
         values = tuple(each.astype(self.dtype).astype(jnp.float32) for each in values)
         scale = scale_of(reduce(jnp.maximum, (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in values)))
         codes = tuple(codes_of(each, scale) for each in values)
-        word = sum((each.astype(jnp.int32) & 255) << 8 * byte for byte, each in enumerate(codes))
+        word = reduce(jnp.bitwise_or, ((each.astype(jnp.int32) & 255) << 8 * byte for byte, each in enumerate(codes)))
         store(self.refs.pool_v.at[*at, self.word], word, mask=self.exists & writes)
         store(self.refs.pool_v_scale.at[at], scale, mask=writes)
         return key, tuple(each * scale.astype(jnp.float32) for each in codes)
@@ -167,6 +167,6 @@ class Codes(Plain):
         return load(ref.at[self.sequence, at], mask=inside, other=0.0).astype(jnp.float32)
 
 
-def _where(joins: jax.Array, values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _where(joins: jax.Array, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Values `[columns]` in each row if `joins`, else 0."""
     return jnp.broadcast_to(jnp.where(joins, values, 0.0)[None, :], shape)
