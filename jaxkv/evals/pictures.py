@@ -24,6 +24,8 @@ _MOST_TICKS, _MOST_BINS = 11, 25
 _APART = 1.1
 # Points of 1/72 inch from one error bar of a budget to the next, of which the bar's ends take four.
 _BAR = 6
+# Sizes that lie further apart than this factor stand on a logarithmic axis.
+_WIDE = 4
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
@@ -217,7 +219,14 @@ def _bytes(evaluation: Evaluation) -> Any:
     drawn, off = _apart(lines, 3.3, percent=scale == 100)
     for (label, at), line, ys in zip(named.items(), lines, drawn, strict=True):
         axes.plot(line.x, ys, label=label, markersize=4, linewidth=1.2, **style(at))
-    axes.set_xlim(left=0)
+    least, most = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
+    if most > _WIDE * least > 0:
+        axes.set_xscale("log", base=2)
+        marks = _marks({size for line in lines for size in line.x})
+        axes.set_xticks(marks, [f"{size:.3g}" for size in marks], rotation=45, ha="right", fontsize=8)
+        axes.minorticks_off()
+    else:
+        axes.set_xlim(left=0)
     axes.set_xlabel("MB of rows kept for a sample, averaged")
     axes.grid(alpha=0.3)
     _score_axis(axes, evaluation)
