@@ -137,6 +137,10 @@ def _part(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[
             there = tuple(slice(first, last) for first, last, _ in places)
             whole = all((each.start, each.stop) == (0, size) for each, size in zip(there, tensor.shape, strict=True))
             mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
+        if source.order:
+            # Channels of a head are never parted over devices.
+            mine = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
+            mine[...] = np.take(mine, source.order, axis=-1 if len(source.axes) == 1 else -2)
     return buffer
 
 

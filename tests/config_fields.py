@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    CohereConfig,
     FalconConfig,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -24,10 +29,15 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
 
 CLASSES = (
+    CohereConfig,
     FalconConfig,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -76,7 +86,7 @@ def theirs_rope(config: Any) -> Rope:
     given = dict(config.rope_parameters)
     kind, values = given.pop("rope_type"), {"theta": given.pop("rope_theta")}
     given.pop("type", None)
-    assert given.pop("partial_rotary_factor", 1.0) == 1.0
+    values["share"] = given.pop("partial_rotary_factor", 1.0)
     if "original_max_position_embeddings" in given:
         values["original_max_position"] = given.pop("original_max_position_embeddings")
     kinds = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
@@ -162,6 +172,17 @@ ROUTED: dict[str, Verdict] = {
 }
 
 FIELDS: dict[str, dict[str, Verdict]] = {
+    "cohere": BASE
+    | ALL
+    | {key: GATED[key] for key in ("hidden_act", "intermediate_size", "num_key_value_heads")}
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "layer_norm_eps": Read(lambda c: c.norm_eps, 1e-3),
+        "logit_scale": Read(lambda c: c.logit_scale, 0.5),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+        "use_qk_norm": Refused(True),
+    },
     "falcon": BASE
     | ALL
     | {
@@ -183,6 +204,37 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "output_attentions": NoEffect(BACK, True),
         "parallel_attn": Read(lambda c: c.parallel, False),
         "tie_word_embeddings": Read(lambda c: c.tied, False),
+    },
+    "gemma": BASE
+    | ALL
+    | GATED
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": Refused("silu"),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+        "use_bidirectional_attention": Refused(True),
+    },
+    "glm4": BASE
+    | ALL
+    | GATED
+    | {
+        "attention_bias": Read(lambda c: c.qkv_bias and not c.out_bias, False),
+        "head_dim": HEAD_DIM,
+        "num_key_value_heads": Read(lambda c: c.kv_heads, 4),
+    },
+    "granite": BASE
+    | ALL
+    | GATED
+    | {
+        "attention_bias": BIAS,
+        "attention_multiplier": Read(lambda c: c.spec_of(0).scale, 0.5),
+        "embedding_multiplier": Read(lambda c: c.embedding_scale, 12.0),
+        "head_dim": HEAD_DIM,
+        "logits_scaling": Read(lambda c: c.logit_scale, 8.0, lambda c: 1 / c.logits_scaling),
+        "mlp_bias": Read(lambda c: c.mlp_bias, True),
+        "residual_multiplier": Read(lambda c: c.residual_scale, 0.5),
+        "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
     },
     "llama": BASE
     | ALL
@@ -208,6 +260,7 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "router_jitter_noise": NoEffect(TRAINING, 0.5),
         "sliding_window": Refused(64),
     },
+    "olmo2": BASE | ALL | GATED | {"attention_bias": BIAS, "head_dim": HEAD_DIM},
     "phi3": BASE
     | ALL
     | GATED

@@ -54,7 +54,7 @@ def both(family: str, *, without: str = "", **keys: Any) -> tuple[ModelConfig | 
 def test_every_field_has_its_verdict(family):
     assert fields_of(FAMILIES[family]) == set(FIELDS[family])
     # The table that jaxkv reads has no key that the class lacks.
-    assert set(DEFAULTS[family]) - {"rope_theta"} <= set(FIELDS[family])
+    assert set(DEFAULTS[family]) - {"partial_rotary_factor", "rope_theta"} <= set(FIELDS[family])
 
 
 def test_a_field_that_a_class_gains_is_missed():
@@ -107,7 +107,7 @@ def test_null_is_what_it_is_in_transformers(family):
             read = getattr(verdict, "theirs", None) or (lambda config, field=field: getattr(config, field))
             assert (verdict.ours(ours) or None) == (read(theirs) or None), field
             agreed += 1
-    assert agreed >= 4
+    assert agreed >= 3
 
 
 LEFT_OUT = object()
@@ -138,7 +138,7 @@ def test_windows(family):
         narrow = window is not None and window < 5000
         if family in ("qwen2", "qwen3", "smollm3"):
             narrow = narrow and "sliding_attention" in kinds
-        elif family in ("llama", "falcon"):
+        elif family in ("cohere", "falcon", "gemma", "glm4", "granite", "llama", "olmo2"):
             # A switch that is off says what is meant, though transformers' caches do not look at it.
             narrow = narrow and keys.get("use_sliding_window") is not False
         built = theirs is not None and not narrow and "sliding_attention" not in (keys.get("layer_types") or [])

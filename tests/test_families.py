@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.values import Experts, NoRope, Rope
+from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope
 
 # As published: every key but those that name classes and versions of libraries.
 FALCON_7B = {
@@ -160,6 +160,128 @@ SMOLLM3_3B = {
     "vocab_size": 128256,
 }
 
+GRANITE_8B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49159,
+}
+OLMO2_7B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+GLM4_9B = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
+COMMAND_R = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 5,
+    "eos_token_id": 255001,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "initializer_range": 0.02,
+    "intermediate_size": 22528,
+    "layer_norm_eps": 1e-05,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "model_max_length": 131072,
+    "model_type": "cohere",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 64,
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "rope_theta": 8000000.0,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+GEMMA_7B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": None,
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 24576,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 16,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+
 
 @pytest.mark.parametrize(
     "published, count",
@@ -172,8 +294,16 @@ SMOLLM3_3B = {
         (QWEN3_30B, 30_532_122_624),
         (PHI_4, 14_659_507_200),
         (SMOLLM3_3B, 3_075_098_624),
+        (GRANITE_8B, 8_170_864_640),
+        (OLMO2_7B, 7_298_617_344),
+        (GLM4_9B, 9_400_279_040),
+        (COMMAND_R, 34_980_831_232),
+        (GEMMA_7B, 8_537_680_896),
     ],
-    ids=["falcon-7b", "falcon-40b", "falcon-40b-twice", "mixtral-8x7b", "qwen3-30b-a3b", "phi-4", "smollm3-3b"],
+    ids=(
+        "falcon-7b falcon-40b falcon-40b-twice mixtral-8x7b qwen3-30b-a3b phi-4 smollm3-3b "
+        "granite-8b olmo2-7b glm4-9b command-r gemma-7b"
+    ).split(),
 )
 def test_published_counts_of_parameters(published, count):
     assert Decoder(ModelConfig.from_hf(published), dtype="bfloat16").nbytes == 2 * count
@@ -197,6 +327,17 @@ def test_what_is_read():
     assert (phi.group, phi.head_dim, phi.rope) == (4, 128, Rope(theta=250000.0)) and not phi.kinds
     rotated = [isinstance(small.spec_of(layer).rope, NoRope) for layer in range(36)]
     assert rotated == [False, False, False, True] * 9 and len(small.kinds) == 4 and small.tied
+    granite, olmo = ModelConfig.from_hf(GRANITE_8B), ModelConfig.from_hf(OLMO2_7B)
+    assert granite.spec_of(7) == LayerSpec(rope=Rope(theta=1e7), scale=1 / 128) and not granite.alternates
+    assert (granite.embedding_scale, granite.residual_scale, granite.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert olmo.norms == "after" and olmo.qk_norm_wide and olmo.channels is None
+    glm, command, gemma = (ModelConfig.from_hf(each) for each in (GLM4_9B, COMMAND_R, GEMMA_7B))
+    assert glm.norms == "both" and glm.qkv_bias and not glm.out_bias and glm.rope == Rope(share=0.5)
+    # Of 64 rotated channels the even ones come first, then half of those that are not rotated.
+    assert glm.channels == (*range(0, 64, 2), *range(64, 96), *range(1, 64, 2), *range(96, 128))
+    assert command.channels == (*range(0, 128, 2), *range(1, 128, 2)) and command.logit_scale == 1 / 16
+    assert command.parallel and command.shared_norm and command.layer_norm and not command.norm_bias and command.tied
+    assert gemma.embedding_scale == 3072**0.5 and gemma.norm_offset and gemma.tanh_gelu and gemma.head_dim == 256
     later = {key: value for key, value in QWEN3_30B.items() if key not in ("num_experts", "norm_topk_prob")}
     assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(
         count=64, chosen=8, normalised=False

@@ -10,7 +10,7 @@ from meshes import mesh_of, new_programs, positions, prompts
 
 import jaxkv
 from jaxkv.analysis import similarity
-from jaxkv.models.values import Experts
+from jaxkv.models.values import Experts, LayerSpec, Rope
 from jaxkv.testing import check_policy
 
 SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
@@ -30,6 +30,19 @@ SHAPES = {
         tied=True,
     ),
     "falcon-40b": dataclasses.replace(SMALL, layer_norm=True, parallel=True, gated=False),
+    "cohere": dataclasses.replace(
+        SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, logit_scale=0.3, interleaved=True
+    ),
+    "gemma": dataclasses.replace(SMALL, norm_offset=True, tanh_gelu=True, embedding_scale=5.0, tied=True),
+    "glm4": dataclasses.replace(SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True),
+    "granite": dataclasses.replace(
+        SMALL,
+        kinds=(LayerSpec(scale=0.2),),
+        embedding_scale=3.0,
+        residual_scale=0.4,
+        logit_scale=0.25,
+    ),
+    "olmo2": dataclasses.replace(SMALL, norms="after", qk_norm_wide=True),
     "mixtral": dataclasses.replace(SMALL, experts=Experts(count=4, chosen=2)),
     "qwen3-moe": dataclasses.replace(
         SMALL, hidden=16, qk_norm=True, experts=Experts(count=8, chosen=4, normalised=False)
@@ -46,15 +59,17 @@ POLICIES = {
     "snapkv": jaxkv.SnapKV(budget=16, window=8),
     "criticalkv": jaxkv.CriticalKV(base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8))),
     "pyramidkv": jaxkv.PyramidKV(budget=16, window=8),
+    "expected": jaxkv.ExpectedAttention(budget=16),
 }
 
 
-def test_policies_keep_their_promises():
-    """With norms of values at the output projection, and budgets of their own for heads and layers."""
-    check_policy(POLICIES["criticalkv"], model=model_of("falcon-40b"))
+@pytest.mark.parametrize("name, policy", [("falcon-40b", "criticalkv"), ("glm4", "criticalkv"), ("olmo2", "expected")])
+def test_policies_keep_their_promises(name, policy):
+    """With norms of values at the output projection, budgets of their own for heads and layers, mean rotations."""
+    check_policy(POLICIES[policy], model=model_of(name))
 
 
-@pytest.mark.parametrize("name, policy", [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv")])
+@pytest.mark.parametrize("name, policy", [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv"), ("glm4", "snapkv")])
 def test_kernels_generate_what_xla_does(name, policy):
     options = {"policy": POLICIES[policy], "max_new_tokens": 3, "stop_at_eos": False}
     plain, kernels = (
@@ -65,7 +80,9 @@ def test_kernels_generate_what_xla_does(name, policy):
     assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
 
 
-@pytest.mark.parametrize("name, sums", [("falcon-40b", 1), ("qwen3-moe", 2)])
+@pytest.mark.parametrize(
+    "name, sums", [("falcon-40b", 1), ("qwen3-moe", 2), ("cohere", 1), ("glm4", 2), ("granite", 2), ("olmo2", 2)]
+)
 def test_meshes(name, sums):
     of, out = model_of(name), []
     new_programs((2, 4))  # of other tests

@@ -58,6 +58,11 @@ def test_parameters_on_a_mesh(tmp_path, data, model, kind):
         ("qwen3_moe_fused", 4),
         ("phi3", 2),
         ("smollm3", 4),
+        ("granite", 2),
+        ("olmo2", 2),
+        ("glm4", 4),
+        ("cohere", 2),
+        ("gemma", 4),
     ],
 )
 def test_families_on_a_mesh(name, model):

@@ -31,6 +31,7 @@ from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
 FAMILIES = ["llama_gqa8", "llama_bias", "qwen3", "falcon_40b", "falcon_serial", "phi3", "mixtral", "qwen3_moe_fused"]
+FAMILIES += ["glm4", "olmo2"]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]
 
 
@@ -81,7 +82,7 @@ def wide_folder(name):
     """A golden model's folder with sizes of whole groups, and weights drawn at random."""
     config = json.loads((MODELS / name / "config.json").read_text())
     config |= {key: size for key, size in WIDE.items() if config.get(key) is not None}
-    config |= {"head_dim": 16} if name == "phi3" else {}  # of 6 heads, to which 64 are not shared out
+    config |= {"head_dim": 16} if name in ("phi3", "olmo2") else {}  # of 6 heads, to which 64 are not shared out
     there, rng, tensors = Path(tempfile.mkdtemp()), np.random.default_rng(0), {}
     atexit.register(shutil.rmtree, there)
     names = open_checkpoint(MODELS / name).names

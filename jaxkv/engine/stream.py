@@ -38,10 +38,10 @@ def first_stream(x: Float[Array, "B N E"], spec: Spec, block: Leaves) -> Stream:
 
 
 def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-    """Pair: hidden states with any pending sums added, and the same RMS-normalised as the input of attention."""
+    """Pair: hidden states with any pending sums added, and the same normalised as the input of attention."""
     norm = block.attention_norm
     if stream.added is None:
-        return stream.x, norm(stream.x)
+        return stream.x, block.normed(stream.x)
     return _joined(stream.x, stream.added, norm, norm.scale[...].dtype, spec)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv.models.hub_keys import read
-from jaxkv.models.values import Experts, LayerSpec, Rope, check_numbers
+from jaxkv.models.values import Experts, LayerSpec, Rope, channel_order, check_numbers, rotated_channels
+
+# Where a block's norms may stand.
+_NORMS = ("before", "after", "both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +36,19 @@ class ModelConfig:
         out_bias: the attention's output projection carries a bias.
         mlp_bias: the MLP's projections carry biases.
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
-        layer_norm: norms subtract the mean and add a bias (Falcon); otherwise they are RMS norms.
+        qk_norm_wide: they are RMS-normalised over all heads together (OLMo 2).
+        interleaved: checkpoints have channels that rotate together as neighbours (GLM-4, Cohere); loading parts them.
+        norms: where a block's norms stand: "before" attention and MLP, "after" them (OLMo 2), or "both" (GLM-4).
+        layer_norm: norms subtract the mean (Falcon, Cohere); otherwise they are RMS norms.
+        norm_bias: layer norms add a bias (Falcon).
+        norm_offset: RMS norms multiply by 1 plus their weights (Gemma).
         parallel: the MLP reads the input of the block, without the attention output (Falcon).
         shared_norm: attention and a parallel MLP share one norm instead of one each.
         gated: the MLP is down(silu(gate) * up); otherwise down(gelu(up)) (Falcon).
+        tanh_gelu: a gated MLP has the GELU by a hyperbolic tangent in place of silu (Gemma).
+        embedding_scale: factor on embeddings.
+        residual_scale: factor on what attention and MLP add to the residual stream (Granite).
+        logit_scale: factor on logits.
         experts: the mixture of experts that every block's MLP is, or None (Mixtral, Qwen3-MoE).
         bos: id of the beginning-of-sequence token, if any.
         eos: ids that end a generation.
@@ -58,10 +70,19 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_wide: bool = False
+    interleaved: bool = False
+    norms: str = "before"
     layer_norm: bool = False
+    norm_bias: bool = True
+    norm_offset: bool = False
     parallel: bool = False
     shared_norm: bool = False
     gated: bool = True
+    tanh_gelu: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     experts: Experts | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -82,6 +103,12 @@ class ModelConfig:
         require(alone, "rope", self.rope, "each of kinds says its own: leave rope out")
         require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
+        ropes = [self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))]
+        even = all(rotated_channels(rope, self.head_dim) % 2 == 0 for rope in ropes)
+        require(even, "share", ropes[0].share, f"an even number of head_dim={self.head_dim} channels is rotated")
+        require(self.norms in _NORMS, "norms", self.norms, f"give one of {', '.join(map(repr, _NORMS))}")
+        alone = self.norms == "before" or not self.parallel
+        require(alone, "norms", self.norms, "parallel blocks have them before attention and MLP")
         given = self.experts is None or isinstance(self.experts, Experts)
         require(given, "experts", self.experts, "give Experts(count=8, chosen=2), say, or None")
         remedy = "only a parallel MLP can read attention's norm: give parallel=True"
@@ -91,8 +118,10 @@ class ModelConfig:
 
     @property
     def alternates(self) -> bool:
-        """True if blocks are sequential with RMS norms and dense gated MLPs, which the fused kernels need."""
-        return self.gated and self.experts is None and not (self.layer_norm or self.parallel)
+        """True if blocks alternate RMS norms with attention and SwiGLU MLPs as Llama's do, which fused steps need."""
+        plain = self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
+        norms = self.norms == "before" and not (self.layer_norm or self.norm_offset or self.qk_norm_wide)
+        return plain and norms and not self.parallel
 
     def spec_of(self, layer: int) -> LayerSpec:
         """`LayerSpec` of a layer: its rotary embedding and its attention scale.
@@ -109,6 +138,12 @@ class ModelConfig:
     def group(self) -> int:
         """Number of query heads per kv head, G."""
         return self.heads // self.kv_heads
+
+    @property
+    def channels(self) -> tuple[int, ...] | None:
+        """A checkpoint's channels of queries and keys in the order of loaded weights, D indices; None if it is one."""
+        order = channel_order(self.spec_of(0).rope, self.head_dim, interleaved=self.interleaved)
+        return None if order == tuple(range(self.head_dim)) else order
 
     def on_one_of(self, kv: int, model: int) -> ModelConfig:
         """Config of one device's shard: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""

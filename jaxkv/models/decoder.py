@@ -39,6 +39,8 @@ class Attention(nnx.Module):
         self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
         self.q_norm = RMSNorm(dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.q_gain = empty(heads, group, dim, dtype=dtype) if config.qk_norm_wide else None
+        self.k_gain = empty(heads, dim, dtype=dtype) if config.qk_norm_wide else None
 
 
 class Block(nnx.Module):
@@ -48,14 +50,17 @@ class Block(nnx.Module):
         self.config = config
         self.axes: Axes | None = None
         self.spec = LayerSpec()
-        self.attention_norm = _norm(config, dtype)
+        before, after = config.norms != "after", config.norms != "before"
+        self.attention_norm: Any = _norm(config, dtype) if before else None
         self.attention = Attention(config, dtype=dtype, weights=weights)
-        self.mlp_norm: Any = None if config.shared_norm else _norm(config, dtype)
+        self.attention_out_norm: Any = _norm(config, dtype) if after else None
+        self.mlp_norm: Any = _norm(config, dtype) if before and not config.shared_norm else None
         self.mlp = _mlp(config, dtype, weights)
+        self.mlp_out_norm: Any = _norm(config, dtype) if after else None
 
     def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """Hidden states after the norm that precedes attention."""
-        return self.attention_norm(x)
+        """Hidden states after the norm that precedes attention, if there is one."""
+        return x if self.attention_norm is None else self.attention_norm(x)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""
@@ -63,9 +68,11 @@ class Block(nnx.Module):
 
     def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
-        norm = self.attention.q_norm
+        norm, gain = self.attention.q_norm, self.attention.q_gain
         # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
-        q = linear(self.attention, "q", normed, wide=norm is None)
+        q = linear(self.attention, "q", normed, wide=norm is None and gain is None)
+        if gain is not None:
+            q = self._normed_over_heads(q, gain[...], "H")
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
     def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
@@ -74,11 +81,19 @@ class Block(nnx.Module):
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
+    def _normed_over_heads(self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str) -> Array:
+        """RMS norm over all heads' channels of each token; on a mesh, over those of all devices along `letter`."""
+        wide, axes = x.astype(jnp.float32), tuple(range(2, x.ndim))
+        count = gain.size * (1 if self.axes is None else self.axes.size(letter))
+        square = total((wide * wide).sum(axis=axes, keepdims=True), self.axes, letter) / count
+        return (wide * lax.rsqrt(square + self.config.norm_eps) * gain.astype(jnp.float32)).astype(x.dtype)
+
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys before RoPE, and values, each `[B, K, N, D]`; keys are float32, or the norm's dtype with a key norm."""
-        norm = self.attention.k_norm
-        kv = linear(self.attention, "kv", normed, wide=norm is None)
-        k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
+        norm, gain = self.attention.k_norm, self.attention.k_gain
+        kv = linear(self.attention, "kv", normed, wide=norm is None and gain is None)
+        k, v = kv[:, :, 0], jnp.moveaxis(kv[:, :, 1], 1, 2)
+        k = jnp.moveaxis(k if gain is None else self._normed_over_heads(k, gain[...], "K"), 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
     def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
@@ -99,8 +114,15 @@ class Block(nnx.Module):
         if self.config.parallel:
             return self._finish_parallel(x, merged)
         added = linear(self.attention, "out", merged, wide=True, over=self.axes)
-        wide = x.astype(jnp.float32) + added
-        return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
+        wide = x.astype(jnp.float32) + self._joining(added, self.attention_out_norm)
+        # Without a norm the MLP reads hidden states as they enter a block: in the model's dtype.
+        read = wide.astype(x.dtype) if self.mlp_norm is None else self.mlp_norm(wide)
+        return (wide + self._joining(self.mlp(read, self.axes), self.mlp_out_norm)).astype(x.dtype)
+
+    def _joining(self, added: Float[Array, "B N E"], norm: Any) -> Float[Array, "B N E"]:
+        """What attention or MLP adds to the residual stream: normed, if a norm follows, and scaled; float32."""
+        added = added if norm is None else norm(added).astype(jnp.float32)
+        return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 
     def _finish_parallel(self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"]) -> Float[Array, "B N E"]:
         """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
@@ -108,20 +130,24 @@ class Block(nnx.Module):
         added = total(linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(normed), self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
             added = added if bias is None else added + bias[...].astype(jnp.float32)
-        return (x.astype(jnp.float32) + added).astype(x.dtype)
+        return (x.astype(jnp.float32) + self._joining(added, None)).astype(x.dtype)
 
 
 # Typed Any: callers that use a specific norm's fields check `config.alternates` first.
 def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     """Uninitialised norm over E of the model's family: a LayerNorm or an RMSNorm."""
-    return (LayerNorm if config.layer_norm else RMSNorm)(config.embed, eps=config.norm_eps, dtype=dtype)
+    if config.layer_norm:
+        return LayerNorm(config.embed, eps=config.norm_eps, dtype=dtype, bias=config.norm_bias)
+    return RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype, offset=float(config.norm_offset))
 
 
 def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
     if config.experts is not None:
         return MixtureMLP(config.embed, config.hidden, config.experts, dtype=dtype, weights=weights)
-    kind = GatedMLP if config.gated else GeluMLP
-    return kind(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype, weights=weights)
+    sizes: dict[str, Any] = {"bias": config.mlp_bias, "dtype": dtype, "weights": weights}
+    if config.gated:
+        return GatedMLP(config.embed, config.hidden, **sizes, tanh_gelu=config.tanh_gelu)
+    return GeluMLP(config.embed, config.hidden, **sizes)
 
 
 class Decoder(nnx.Module):
@@ -164,12 +190,18 @@ class Ends(nnx.Module):
         for each in ("head_scale", "head_scales", "head_leasts"):
             setattr(self, each, getattr(decoder, each, None))
         self.axes: Axes | None = None
+        self.embedding_scale, self.logit_scale = decoder.config.embedding_scale, decoder.config.logit_scale
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them."""
         # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out
         # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
+        found = self._rows_of(table, tokens)
+        return found if self.embedding_scale == 1 else found * jnp.asarray(self.embedding_scale, found.dtype)
+
+    def _rows_of(self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """Rows `[B, N, E]` of the embedding, gathered from the devices of a mesh that have them."""
         if self.axes is None:
             return jnp.take(table, tokens, axis=0, mode="clip")
         row = tokens - first("V", table.shape[0], self.axes)
@@ -184,7 +216,8 @@ class Ends(nnx.Module):
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
         logits = project(normed, Stored(self.embedding[...])) if self.head is None else linear(self, "head", normed)
-        return logits.astype(jnp.float32)
+        logits = logits.astype(jnp.float32)
+        return logits if self.logit_scale == 1 else logits * self.logit_scale
 
 
 class Took(NamedTuple):

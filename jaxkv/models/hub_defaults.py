@@ -23,6 +23,19 @@ _QWEN = _COMMON | {
 # By the family's own names of keys. None: no value, or a value computed from other keys. Sizes that are missing here
 # (vocabulary, widths, layers, query heads) must be given in `config.json`.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere": {
+        "attention_bias": False,
+        "bos_token_id": 5,
+        "eos_token_id": 255_001,
+        "hidden_act": "silu",
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": None,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "use_qk_norm": False,
+    },
     "falcon": {
         "activation": "gelu",
         "alibi": False,
@@ -40,6 +53,41 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
     },
+    "gemma": _COMMON
+    | {
+        "attention_bias": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 16,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+    },
+    "glm4": _COMMON
+    | {
+        "attention_bias": True,
+        "bos_token_id": None,
+        "eos_token_id": (151_329, 151_336, 151_338),
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+    "granite": _COMMON
+    | _LLAMA_IDS
+    | {
+        "attention_bias": False,
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "max_position_embeddings": 2048,
+        "mlp_bias": False,
+        "num_key_value_heads": None,
+        "residual_multiplier": 1.0,
+    },
     "llama": _COMMON
     | _LLAMA_IDS
     | {"attention_bias": False, "max_position_embeddings": 2048, "mlp_bias": False, "num_key_value_heads": None},
@@ -51,6 +99,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "sliding_window": None,
+    },
+    "olmo2": _COMMON
+    | {
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": 50_279,
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": None,
+        "rms_norm_eps": 1e-5,
     },
     "phi3": _COMMON
     | {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv._checks import flag, whole
+from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
 from jaxkv.models.hub_defaults import DEFAULTS
 from jaxkv.models.values import READERS, Experts, LayerSpec, LinearRope, Llama3Rope, NoRope, Rope, YarnRope, positive
@@ -28,19 +29,27 @@ _IGNORED = frozenset(
 )
 
 # Switches of each family that no key of its config changes.
-_FAMILIES: dict[str, dict[str, bool]] = {
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {"interleaved": True, "layer_norm": True, "norm_bias": False, "parallel": True, "shared_norm": True},
     "falcon": {"layer_norm": True, "gated": False},
+    "gemma": {"norm_offset": True, "tanh_gelu": True},
+    "glm4": {"interleaved": True, "norms": "both", "out_bias": False},
+    "granite": {},
     "llama": {},
     "mistral": {},
     "mixtral": {},
+    "olmo2": {"norms": "after", "qk_norm_wide": True},
     "phi3": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True},
     "smollm3": {},
 }
+# Names of a family's only activation, for those whose MLP is no SwiGLU. A GELU is Gemma's by a hyperbolic tangent.
+_ACTIVATIONS = {"falcon": ("gelu",), "gemma": ("gelu_pytorch_tanh",)}
 # A family's own names of keys, by Llama's names.
 _CALLED = {
+    "cohere": {"rms_norm_eps": "layer_norm_eps"},
     "falcon": {
         "attention_bias": "bias",
         "hidden_act": "activation",
@@ -55,6 +64,10 @@ _CALLED = {
 # Keys that change nothing in one family but something in others.
 _IGNORED_BY = {
     # The original context is that of longrope, which is refused.
+    # The length that the tokenizer allows.
+    "cohere": {"model_max_length"},
+    # Written by transformers 5 for every model with rotary embeddings by parts.
+    "glm4": {"ignore_keys_at_rope_validation"},
     "phi3": {"embd_pdrop", "ignore_keys_at_rope_validation", "original_max_position_embeddings", "resid_pdrop"},
     "qwen3_moe": {"intermediate_size"},
 }
@@ -147,10 +160,9 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_unbuilt(keys: _Keys) -> None:
     """Raises ValueError for quantised weights, and for an activation that jaxkv does not build for the family."""
-    activation, falcon = keys.take("hidden_act"), keys.family == "falcon"
-    known = activation in (("gelu",) if falcon else ("silu", "swish"))
-    remedy = "jaxkv builds Falcon with gelu only" if falcon else "jaxkv builds silu (SwiGLU) only"
-    require(known, keys.called("hidden_act"), activation, remedy)
+    activation, known = keys.take("hidden_act"), _ACTIVATIONS.get(keys.family, ("silu", "swish"))
+    remedy = f"jaxkv builds {keys.family} with {known[0]} only"
+    require(activation in known, keys.called("hidden_act"), activation, remedy)
     quantization = keys.take("quantization_config")
     require(quantization is None, "quantization_config", quantization, "load the unquantised weights, or a GGUF")
 
@@ -211,6 +223,36 @@ def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_heads": 1 if one and not groups else kv_heads, "parallel": parallel, "shared_norm": shared}
 
 
+def _cohere(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Dictionary with the `ModelConfig` field `logit_scale` of a Cohere config; ValueError for norms of queries."""
+    normed = keys.flag("use_qk_norm")
+    require(not normed, "use_qk_norm", normed, "layer norms of queries and keys (Command R+) are not built")
+    return {"logit_scale": positive("logit_scale", keys.take("logit_scale"))}
+
+
+def _gemma(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Dictionary with the `ModelConfig` field `embedding_scale` of a Gemma; ValueError for attention without a mask."""
+    both = keys.take("use_bidirectional_attention")
+    require(not both, "use_bidirectional_attention", both, "only causal attention is built")
+    # The key of transformers 4 beside hidden_act.
+    newer, known = keys.take("hidden_activation"), _ACTIVATIONS["gemma"]
+    require(newer is None or newer in known, "hidden_activation", newer, f"jaxkv builds gemma with {known[0]} only")
+    return {"embedding_scale": math.sqrt(fields["embed"])}
+
+
+def _glm4(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Dictionary with the `ModelConfig` field `eos` of a GLM-4 config, where null means the default."""
+    return {"eos": fields["eos"] or DEFAULTS["glm4"]["eos_token_id"]}
+
+
+def _granite(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`ModelConfig` fields of a Granite config's four multipliers; attention's is a scale of all layers."""
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    attention, embedding, residual, logits = (positive(name, keys.take(name)) for name in names)
+    scales = {"embedding_scale": embedding, "residual_scale": residual, "logit_scale": 1 / logits}
+    return {"rope": Rope(), "kinds": (LayerSpec(rope=fields["rope"], scale=attention),), **scales}
+
+
 def _mixtral(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Dictionary with the `ModelConfig` field `experts` of a Mixtral config."""
     return {"experts": Experts(count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok"))}
@@ -250,7 +292,11 @@ def _smollm3(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 # Readers of keys that only one family has.
 _OWN: dict[str, Callable[[_Keys, Mapping[str, Any]], dict[str, Any]]] = {
+    "cohere": _cohere,
     "falcon": _falcon,
+    "gemma": _gemma,
+    "glm4": _glm4,
+    "granite": _granite,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
@@ -275,7 +321,8 @@ def _read_rope(keys: _Keys, max_positions: int) -> Rope:
             value is None or isinstance(value, Mapping), key, value, "give an object with rope_type and its numbers"
         )
         given += [value] if value else []
-    ropes = [_one_rope({**outer, **each}, max_positions) for each in given or [{}]]
+    parts = keys.family == "glm4"
+    ropes = [_one_rope({**outer, **each}, max_positions, parts=parts) for each in given or [{}]]
     remedy = (
         "rope_parameters means another rotation, and transformers would follow rope_scaling alone: remove one of them"
     )
@@ -286,10 +333,11 @@ def _read_rope(keys: _Keys, max_positions: int) -> Rope:
     return ropes[0]
 
 
-def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
+def _one_rope(keys: dict[str, Any], max_positions: int, *, parts: bool) -> Rope:
     """`Rope` config from one dictionary with `rope_theta`, whose keys it removes; ValueError for unknown ones."""
     theta, partial = positive("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
-    require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
+    require(partial == 1.0 or parts, "partial_rotary_factor", partial, "only GLM-4's heads are rotated in part")
+    share = real("partial_rotary_factor", partial, "give a share of the channels above 0", high=1.0, open_low=True)
     kind = keys.pop("rope_type", keys.pop("type", "default"))
     keys.pop("type", None)
     known = isinstance(kind, str) and kind in _ROPES
@@ -298,9 +346,9 @@ def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
         for key in ("mscale", "mscale_all_dim"):
             require(not keys.get(key), f"rope_scaling.{key}", keys.get(key), "DeepSeek's YaRN variant is not built")
             keys.pop(key, None)
-    values: dict[str, Any] = {"theta": theta}
+    values: dict[str, Any] = {"theta": theta, "share": share}
     for field in dataclasses.fields(_ROPES[kind]):
-        if field.name == "theta":
+        if field.name in values:
             continue
         original = field.name == "original_max_position"
         key = "original_max_position_embeddings" if original else field.name

@@ -173,34 +173,35 @@ def _in_place(x: Float[Array, "n E"], weight: Stored) -> tuple[Float[Array, "n E
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467)."""
+    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467); multiplied by `scale` plus `offset`."""
 
-    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, offset: float = 0.0):
         self.scale = empty(width, dtype=dtype)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         """Normalises the last axis; the result has the dtype of the scale parameter."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         # Converting to 16 bits is slow on a CPU: done once, after the scale.
-        return (wide * scale.astype(jnp.float32)).astype(scale.dtype)
+        return (wide * (scale.astype(jnp.float32) + self.offset)).astype(scale.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm over the last axis, with a bias, in float32 (arXiv:1607.06450)."""
+    """Layer norm over the last axis, with or without a bias, in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, bias: bool):
         self.scale = empty(width, dtype=dtype)
-        self.bias = empty(width, dtype=dtype)
+        self.bias = empty(width, dtype=dtype) if bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         """Normalises the last axis; the result has the dtype of the parameters."""
-        wide, scale, bias = x.astype(jnp.float32), self.scale[...], self.bias[...]
+        wide, scale, bias = x.astype(jnp.float32), self.scale[...], _value(self.bias)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(scale.dtype)
+        wide = wide * scale.astype(jnp.float32)
+        return (wide if bias is None else wide + bias.astype(jnp.float32)).astype(scale.dtype)
 
 
 class DenseMLP(nnx.Module):
@@ -224,19 +225,23 @@ class DenseMLP(nnx.Module):
 
 
 class GatedMLP(DenseMLP):
-    """SwiGLU MLP down(silu(gate(x)) * up(x)); gate and up are one parameter `[2, F, E]`."""
+    """Gated MLP down(silu(gate(x)) * up(x)), or with GELU by tanh; gate and up are one parameter `[2, F, E]`."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype, tanh_gelu: bool = False
+    ):
         super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
+        self.tanh_gelu = tanh_gelu
         add_linear(self, "gate_up", 2, hidden, width, dtype=weights)
         self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """Activations silu(gate(x)) * up(x), in x's dtype."""
+        """Activations silu(gate(x)) * up(x), or with GELU in place of silu, in x's dtype."""
         # Converting to 16 bits is slow on a CPU: done once, after the gate, instead of three times.
         both = linear(self, "gate_up", x, wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
-        return (jax.nn.silu(gate) * up).astype(x.dtype)
+        gate = jax.nn.gelu(gate, approximate=True) if self.tanh_gelu else jax.nn.silu(gate)
+        return (gate * up).astype(x.dtype)
 
 
 class GeluMLP(DenseMLP):

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
+from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope, rotated_channels
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -19,18 +19,19 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     References:
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3.
     """
-    plain = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    dim = rotated_channels(rope, head_dim)
+    plain, factor = rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim), 1.0
     match rope:
         case NoRope():
-            return np.zeros_like(plain), 1.0
+            plain = np.zeros_like(plain)
         case LinearRope():
-            return plain / rope.factor, 1.0
+            plain = plain / rope.factor
         case Llama3Rope():
-            return _llama3(plain, rope), 1.0
+            plain = _llama3(plain, rope)
         case YarnRope():
-            return _yarn(plain, rope, head_dim)
-        case _:
-            return plain, 1.0
+            plain, factor = _yarn(plain, rope, dim)
+    # Pairs of channels that are not rotated come last: their angles are 0.
+    return np.pad(plain, (0, (head_dim - dim) // 2)), factor
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:

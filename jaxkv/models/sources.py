@@ -27,6 +27,20 @@ _LLAMA = {
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
+# What families beside Llama's call their norms, and norms behind attention and MLP.
+_NORMS = {
+    "glm4": {
+        "attention_out_norm.scale": ("post_self_attn_layernorm",),
+        "mlp_out_norm.scale": ("post_mlp_layernorm",),
+    },
+    "olmo2": {
+        "attention_out_norm.scale": ("post_attention_layernorm",),
+        "mlp_out_norm.scale": ("post_feedforward_layernorm",),
+    },
+}
+_GAINS = {"attention.q_gain": "self_attn.q_norm.weight", "attention.k_gain": "self_attn.k_norm.weight"}
+# Families with one tensor for gate and up.
+_ONE_GATE_UP = ("glm4", "phi3")
 _FALCON = {
     "attention.out": ("self_attention.dense",),
     "mlp.up": ("mlp.dense_h_to_4h",),
@@ -51,6 +65,8 @@ class Source:
             that the parameter does not have, a range for a part; axes left out are taken whole.
         within: first index of these on the tensor's first axis, and that axis' size, where it holds other parameters,
             too.
+        order: the tensor's channels in the parameter's order, where that is another; they are the last axis of a
+            vector, else the last but one.
     """
 
     name: str
@@ -58,6 +74,7 @@ class Source:
     at: tuple[int, ...] = ()
     pick: tuple[int | range, ...] = ()
     within: tuple[int, int] | None = None
+    order: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,13 +132,28 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
         _, index, inner = path.split(".", 2)
         if family == "falcon":
             found[path] = tuple(_falcon(inner, f"transformer.h.{index}.", shape, decoder.config))
-        elif family == "phi3" and inner in ("attention.q", "attention.kv", "mlp.gate_up"):
+        elif family in _ONE_GATE_UP and inner == "mlp.gate_up":
+            found[path] = (_plain(f"model.layers.{index}.mlp.gate_up_proj.weight", shape),)
+        elif family == "phi3" and inner in ("attention.q", "attention.kv"):
             found[path] = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
+        elif inner in _GAINS:
+            found[path] = (Source(name=f"model.layers.{index}.{_GAINS[inner]}", axes=(shape,)),)
         elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
             found[path] = tuple(_mixture(inner, f"model.layers.{index}.", shape, family, names))
         else:
-            found[path] = tuple(_stacked(_LLAMA, inner, f"model.layers.{index}.", shape))
+            of = tuple(_stacked(_LLAMA | _NORMS.get(family, {}), inner, f"model.layers.{index}.", shape))
+            found[path] = _ordered(of, inner, decoder.config)
     return found
+
+
+def _ordered(of: tuple[Source, ...], inner: str, config: ModelConfig) -> tuple[Source, ...]:
+    """Sources of a parameter with the order of the channels of queries and keys, where the checkpoint's is another."""
+    order = config.channels
+    if order is None:
+        return of
+    turned = {"attention.q": 1, "attention.q_bias": 1, "attention.kv": 1, "attention.kv_bias": 1}.get(inner, 0)
+    # Of keys and values the first are the keys.
+    return tuple(dataclasses.replace(each, order=order) if at < turned else each for at, each in enumerate(of))
 
 
 def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:
@@ -163,10 +195,7 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
 
 
 def _phi3(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
-    """Yields the `Source`s of a Phi-3 parameter; queries, keys and values share one tensor, gate and up another."""
-    if inner == "mlp.gate_up":
-        yield _plain(f"{prefix}mlp.gate_up_proj.weight", shape)
-        return
+    """Yields the `Source`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
     name, queries, keys = f"{prefix}self_attn.qkv_proj.weight", config.heads, config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
     if inner == "attention.q":

@@ -51,12 +51,15 @@ class Rope:
 
     Attributes:
         theta: base of the geometric progression of wavelengths.
+        share: share of a head's channels that are rotated, the first ones (GLM-4).
     """
 
     theta: float = 10_000.0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        require(self.share <= 1, "share", self.share, "give 1.0, or less where some channels are not rotated")
         factor = getattr(self, "factor", 1.0)
         require(factor >= 1, "factor", factor, _REMEDIES["factor"])
 
@@ -102,6 +105,29 @@ class YarnRope(Rope):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}")
+
+
+def rotated_channels(rope: Rope, head_dim: int) -> int:
+    """Number of a head's channels that a rotary embedding rotates, rounded down as transformers does."""
+    return int(head_dim * rope.share)
+
+
+def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int, ...]:
+    """A checkpoint's channels of queries and keys in the order of this model, whose pairs are (i, i + D/2).
+
+    Args:
+        rope: the rotary embedding.
+        head_dim: D.
+        interleaved: the checkpoint's pairs are neighbours (GLM-4, Cohere), not halves of the rotated channels.
+
+    Returns:
+        D indices; 0 to D - 1 where the orders are one.
+    """
+    dim = rotated_channels(rope, head_dim)
+    rotated, rest = list(range(dim)), list(range(dim, head_dim))
+    first, second = (rotated[::2], rotated[1::2]) if interleaved else (rotated[: dim // 2], rotated[dim // 2 :])
+    half = len(rest) // 2
+    return (*first, *rest[:half], *second, *rest[half:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

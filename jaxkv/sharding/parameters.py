@@ -18,6 +18,8 @@ _AXES = ("data", "model")
 _PARAMETERS = {
     "q": "K G D E",
     "q_bias": "K G D",
+    "q_gain": "K G D",
+    "k_gain": "K D",
     "kv": "2 K D E",
     "kv_bias": "2 K D",
     "gate_up": "2 F E",

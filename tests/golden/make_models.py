@@ -26,14 +26,24 @@ import torch
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -92,6 +102,9 @@ LLAMA, MISTRAL = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCaus
 QWEN2, QWEN3 = (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
 FALCON, MIXTRAL = (FalconConfig, FalconForCausalLM), (MixtralConfig, MixtralForCausalLM)
 QWEN3_MOE = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+GEMMA, GLM4 = (GemmaConfig, GemmaForCausalLM), (Glm4Config, Glm4ForCausalLM)
+GRANITE, OLMO2 = (GraniteConfig, GraniteForCausalLM), (Olmo2Config, Olmo2ForCausalLM)
+COHERE = (CohereConfig, CohereForCausalLM)
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
@@ -147,6 +160,24 @@ SPECS = {
         SMOLLM3,
         heads(4, 2, rope_parameters=rope(2000000.0), num_hidden_layers=3, no_rope_layer_interval=2, mlp_bias=True),
     ),
+    "granite": (
+        GRANITE,
+        heads(
+            6,
+            2,
+            rope_parameters=rope(10000.0),
+            attention_multiplier=0.2,
+            embedding_multiplier=6.0,
+            residual_multiplier=0.3,
+            logits_scaling=4.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "olmo2": (OLMO2, heads(6, 2, rope_parameters=rope(500000.0))),
+    # Of 16 channels 8 are rotated, neighbours together.
+    "glm4": (GLM4, heads(4, 2, head_dim=16, rope_parameters=rope(10000.0, partial_rotary_factor=0.5))),
+    "cohere": (COHERE, heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True)),
+    "gemma": (GEMMA, heads(4, 1, head_dim=16, rope_parameters=rope(10000.0), tie_word_embeddings=True)),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
@@ -157,10 +188,12 @@ SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 
 def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
+    # Gemma's norms multiply by 1 plus their weights.
+    middle = 0.0 if isinstance(model, GemmaForCausalLM) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
-                parameter.copy_(1.0 + 0.3 * torch.randn_like(parameter))
+                parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
             elif name.endswith("bias") or "embed" in name:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:

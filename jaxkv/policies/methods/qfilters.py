@@ -54,6 +54,8 @@ class FilteredKeys(Scorer, Value):
         """Raises ValueError if given filters have other sizes than the model; passes without filters."""
         if self.filters is not None:
             self.filters.require_fits(config)
+            remedy = "a file has channels in the checkpoint's order, in which this model's are not loaded: leave it out"
+            require(config.channels is None, "q_filters", self.filters, remedy)
 
 
 def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
