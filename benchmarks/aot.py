@@ -4,7 +4,7 @@
     make aot-quick    one dtype and head dim per kernel for H100: what CI runs
 
 It fails where a kernel asks for more shared memory than the device has (XLA refuses to compile it), where it spills
-registers and no exception below gives the reason, where a decode step copies a pool, and where its temporary memory
+registers, where a decode step copies a pool, and where its temporary memory
 passes 2% of the pools' bytes. Needs its own environment (.venv-aot): see the Makefile.
 """
 

@@ -30,7 +30,7 @@ class Plain:
     """Rows in the model's dtype.
 
     Attributes:
-        value_columns: pair of columns of values, and the mask of those that exist.
+        value_columns: for each part of a value its columns, and the mask of those that exist; here one part.
     """
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
@@ -48,7 +48,7 @@ class Plain:
         return dot(queries, keys, transpose_b=True) * scale
 
     def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Logits as the softmax takes them, and factors `[rows]` by which its weights are then too small, or None."""
+        """Logits for the softmax, and factors `[rows]` by which its weights are then too small, or None for none."""
         return s, None
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
@@ -67,24 +67,31 @@ class Plain:
 
     def put_new(
         self, at: Any, key: jax.Array, values: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Writes a new row to the pool if `writes`; returns its key and values as stored, in float32."""
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+        """Writes a new row to the pool if `writes`; returns its key and its value's parts, float32, and their scale.
+
+        The scale is None where values need none.
+        """
         ((column, real),), pools = self.value_columns, (self.refs.pool_k, self.refs.pool_v)
         rounded = tuple(each.astype(self.dtype) for each in (key, values[0]))
         for pool, each in zip(pools, rounded, strict=True):
             store(pool.at[*at, column], each, mask=real & writes)
         key, value = (each.astype(jnp.float32) for each in rounded)
-        return key, (value,)
+        return key, (value,), None
+
+    def lifted_new(self, s: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Logits `[n]` of a new row for the softmax, and the weight that each then begins with."""
+        return s, jnp.ones_like(s)
 
 
 class Codes(Plain):
     """Rows in 8-bit codes with a scale each, read as they lie: four values of a row are one 32-bit word.
 
     Both products are of float16, whose mantissa holds a code exactly on top of an offset (`HALF_OFFSET`). What that
-    adds is a query's sum, or the sum of weights, and is taken off once for many rows. Queries and weights of a float32
-    model are two halves each, the second what the first one lacks. Byte j of all words is a matrix of its own, with
-    every fourth column of the values: so there are four sums. The scale of a value is added to its row's logit, as a
-    logarithm, so that weights times scales are never above 1.
+    adds, a query's sum or the sum of a block's weights, is taken off again. Queries and weights of a float32 model are
+    two halves each, the second what the first one lacks. Byte j of all words is a matrix of its own, with every fourth
+    column of the values: so a value has four parts, and there are four sums. The scale of a value is added to its row's
+    logit as a logarithm: weights are then those of codes, the largest 1 whatever the scales are.
     """
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
@@ -98,10 +105,11 @@ class Codes(Plain):
     def queries(self, q: jax.Array) -> Any:
         """Queries as `logits` takes them: as float16 below 2, their unit, and what codes' offset adds to products."""
         q = q.astype(jnp.float32)
-        # The power of two in the largest number, so that nothing is rounded by the division.
+        # A unit is the power of two in a query's largest number, by whose inverse nothing is rounded.
         bits = jax.lax.bitcast_convert_type(jnp.abs(q).max(axis=1), jnp.int32) & 0x7F800000
-        unit = jnp.where(bits == 0, 1.0, jax.lax.bitcast_convert_type(bits, jnp.float32))
-        halves = self._halves(q / unit[:, None])
+        bits = jnp.where(bits == 0, jnp.int32(0x3F800000), jnp.minimum(bits, 0x7F000000))
+        unit, inverse = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in (bits, 0x7F000000 - bits))
+        halves = self._halves(q * inverse[:, None])
         return halves, unit, sum(each.astype(jnp.float32).sum(axis=1) for each in halves) * HALF_OFFSET
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
@@ -114,39 +122,45 @@ class Codes(Plain):
 
     def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Logits plus the base-2 logarithm of the values' scales, and one over these scales."""
-        scales = jnp.maximum(self._scales("v", at, inside), SMALLEST_SCALE)
-        return s + log2_of(scales, interpret=self.interpret)[None, :], inverse_of(scales, interpret=self.interpret)
+        logs, factors = self._of_scales(self._scales("v", at, inside))
+        return s + logs[None, :], factors
+
+    def lifted_new(self, s: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Logits `[n]` of a new row plus its value's scale as a logarithm, and one over that scale."""
+        logs, factors = self._of_scales(jnp.broadcast_to(scale, s.shape))
+        return s + logs, factors
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
-        """Sums of the four quarters of values before any row was read, and of weights."""
+        """Sums of the four parts of values before any row was read."""
         zeros = jnp.zeros((rows, self.words), jnp.float32)
-        quarters = (zeros,) * 4 if joins is None else tuple(_where(joins, each, zeros.shape) for each in values)
-        return (*quarters, zeros)
+        return (zeros,) * 4 if joins is None else tuple(_where(joins, each, zeros.shape) for each in values)
 
     def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
-        """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`, and plus the weights' sum."""
+        """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
         mask = inside[:, None] & self.exists[None, :]
         words = load(self.refs.v.at[self.sequence, at[:, None], self.word[None, :]], mask=mask, other=0)
         words = words ^ jnp.int32(-0x7F7F7F80)
-        # Rounded weights are added up by the tensor cores, as their products with values are.
         factors = [halves_of_byte(words, byte, interpret=self.interpret) for byte in range(4)]
-        factors.append(jnp.ones(words.shape, jnp.float16))
-        sums = tuple(each * shrink[:, None] for each in sums)
-        for half in self._halves(weights):
-            sums = tuple(each + dot(half, factor) for each, factor in zip(sums, factors, strict=True))
-        return sums
+        halves = self._halves(weights)
+        # Rounded weights are added up by the tensor cores, as their products with codes are.
+        ones = jnp.ones(words.shape, jnp.float16)
+        added = reduce(jnp.add, (dot(half, ones) for half in halves)) * HALF_OFFSET
+        products = (reduce(jnp.add, (dot(half, factor) for half in halves)) for factor in factors)
+        return tuple(each * shrink[:, None] + (new - added) for each, new in zip(sums, products, strict=True))
 
     def put_sums(self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array) -> None:
-        """Writes sums over the total weight to the queries' rows of a ref, without what the offset added."""
-        added = sums[4].max(axis=1) * HALF_OFFSET
-        for (column, exists), each in zip(self.value_columns, sums[:4], strict=True):
+        """Writes sums over the total weight to the queries' rows of a ref."""
+        for (column, exists), each in zip(self.value_columns, sums, strict=True):
             mask = real[:, None] & exists[None, :]
-            store(ref.at[query[:, None], column[None, :]], (each - added[:, None]) / total[:, None], mask=mask)
+            store(ref.at[query[:, None], column[None, :]], each / total[:, None], mask=mask)
 
     def put_new(
         self, at: Any, key: jax.Array, values: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Encodes a new row and writes it to the pool if `writes`; returns its key and values as stored, in float32."""
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+        """Encodes a new row and writes it to the pool if `writes`; returns key, its value's four parts, their scale.
+
+        The key is float32 as stored, the parts are codes, float32, too.
+        """
         key = put_row(self.refs, at, key.astype(self.dtype).astype(jnp.float32), self.dim, writes)
         values = tuple(each.astype(self.dtype).astype(jnp.float32) for each in values)
         scale = scale_of(reduce(jnp.maximum, (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in values)))
@@ -154,7 +168,12 @@ class Codes(Plain):
         word = reduce(jnp.bitwise_or, ((each.astype(jnp.int32) & 255) << 8 * byte for byte, each in enumerate(codes)))
         store(self.refs.pool_v.at[*at, self.word], word, mask=self.exists & writes)
         store(self.refs.pool_v_scale.at[at], scale, mask=writes)
-        return key, tuple(each * scale.astype(jnp.float32) for each in codes)
+        return key, codes, scale.astype(jnp.float32)
+
+    def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logarithms to base 2 of scales of values, and one over these; a scale of 0 counts as the smallest one."""
+        scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
+        return log2_of(scales, interpret=self.interpret), inverse_of(scales, interpret=self.interpret)
 
     def _halves(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Float16 of numbers of at most 2; for a float32 model also what that lacks, as float16."""

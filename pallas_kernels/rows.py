@@ -89,7 +89,7 @@ class How(NamedTuple):
     Attributes:
         tiles: block sizes and launches.
         tile: queries of one program of the first kernel.
-        dtype: the model's, in which queries meet keys, and weights values.
+        dtype: the model's, in which queries meet keys, and weights values, unless these are codes.
         interpret: True runs them on any device.
     """
 
@@ -190,11 +190,12 @@ def pass_rows(
             else:
                 row_new = _NewRow(refs, segment, heads, last, dim, of_parts, read.value_columns)
                 rotated = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(how.dtype)
-                key, values = row_new.put(refs, lies(row + here), tile_index == 0, read)
+                key, values, of_values = row_new.put(refs, lies(row + here), tile_index == 0, read)
                 own = (rotated.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
-                queries, one = read.queries(rotated), jnp.ones((tile,), jnp.float32)
-                own = jnp.where(row_new.joins, own, MASKED), jnp.where(row_new.joins, one, jnp.zeros_like(one))
+                own, weight = read.lifted_new(own, of_values)
+                queries = read.queries(rotated)
+                own = jnp.where(row_new.joins, own, MASKED), jnp.where(row_new.joins, weight, jnp.zeros_like(weight))
                 carry = (*own, read.begin(values, tile, row_new.joins))
 
             def step(index, carry):
@@ -356,7 +357,7 @@ class _NewRow:
         return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
     def put(self, refs, row, writes, read):
-        """Writes the new token's row to the pool if `writes`; returns its key and values as stored, in float32."""
+        """Writes the new token's row to the pool if `writes`; returns its key, its value's parts, and their scale."""
         writes = self.joins & writes
         stored = read.put_new((self.sequence, row), self.key, self.values, writes)
         store(refs.pool_pos.at[self.sequence, row], self.position, mask=writes)

@@ -116,7 +116,7 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
     tiles = DecodeTiles(
         block=block,
-        queries=16 if wide else 64,
+        queries=16 if wide or itemsize == 1 else 64,
         resident=_resident(width, itemsize),
         launch=Launch(warps=4, stages=3 if width <= 512 else 2),
     )
@@ -124,7 +124,7 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
 
 
 def _resident(width: int, itemsize: int) -> int:
-    """Number of programs that one multiprocessor holds at once, for rows of `width` bytes."""
+    """Number of programs that one multiprocessor holds at once, for rows of `width` bytes in elements of a size."""
     # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes take more
     # registers than what they stand for: 120 a thread.
     before_hopper = str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
