@@ -93,8 +93,10 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str =
         size, at = parameter.get_value().shape, decoder
         for part in names:
             at = at[part] if isinstance(part, int) else getattr(at, part)  # type: ignore[call-overload,index]
-        if names[-1] == "scale":
+        if names[-1] in ("scale", "q_gain", "k_gain"):
             value = 1 + 0.1 * rng.standard_normal(size)
+            # Norms take away what makes attention far from flat.
+            value *= 1.0 if names[-1] == "scale" else 1.6
         else:
             gain = {"q": 1.6, "kv": 1.6, "embedding": size[-1] ** 0.5}.get(str(names[-1]), 1.0)
             value = gain * rng.standard_normal(size) / size[-1] ** 0.5

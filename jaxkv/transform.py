@@ -161,7 +161,7 @@ class _Sizes:
 def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
     """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
     lengths = np.arange(1, slots + 1)
-    told = by_length(parts, lengths, layers, strict=False)
+    told = by_length(parts, lengths, (None,) * layers, strict=False)
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
         """Table indexed by length, with a 0 for length 0 added at the front; int32."""

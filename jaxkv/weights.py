@@ -130,17 +130,16 @@ def _part(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[
         depth = len(source.at)
         if not all(at in span for at, span in zip(source.at, ranges, strict=False)):
             continue
-        mine = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
+        part = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
         spans = source.spans(ranges[depth:])
-        mine = mine.reshape([sum(last - first for first, last in axis) for axis in spans])
+        mine = part.reshape([sum(last - first for first, last in axis) for axis in spans])
         for places in itertools.product(*map(_packed, spans)):
             there = tuple(slice(first, last) for first, last, _ in places)
             whole = all((each.start, each.stop) == (0, size) for each, size in zip(there, tensor.shape, strict=True))
             mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
         if source.order:
             # Channels of a head are never parted over devices.
-            mine = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
-            mine[...] = np.take(mine, source.order, axis=-1 if len(source.axes) == 1 else -2)
+            part[...] = np.take(part, source.order, axis=-1 if len(source.axes) == 1 else -2)
     return buffer
 
 

@@ -79,7 +79,7 @@ class Plain:
         key, value = (each.astype(jnp.float32) for each in rounded)
         return key, (value,), None
 
-    def lifted_new(self, s: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
         """Logits `[n]` of a new row for the softmax, and the weight that each then begins with."""
         return s, jnp.ones_like(s)
 
@@ -125,7 +125,7 @@ class Codes(Plain):
         logs, factors = self._of_scales(self._scales("v", at, inside))
         return s + logs[None, :], factors
 
-    def lifted_new(self, s: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
         """Logits `[n]` of a new row plus its value's scale as a logarithm, and one over that scale."""
         logs, factors = self._of_scales(jnp.broadcast_to(scale, s.shape))
         return s + logs, factors

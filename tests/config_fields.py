@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    Cohere2Config,
     CohereConfig,
     FalconConfig,
+    Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     GraniteConfig,
@@ -17,6 +19,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -29,8 +32,10 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
 
 CLASSES = (
+    Cohere2Config,
     CohereConfig,
     FalconConfig,
+    Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     GraniteConfig,
@@ -38,6 +43,7 @@ CLASSES = (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -93,6 +99,31 @@ def theirs_rope(config: Any) -> Rope:
     return kinds[kind](**values, **{key: value for key, value in given.items() if value is not None})
 
 
+SCALED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e4},
+}
+
+
+def theirs_two_ropes(config: Any) -> list[Rope]:
+    """Rotary embedding of each layer, by its type."""
+
+    class One:
+        rope_parameters: dict[str, Any]
+
+    found = []
+    for kind in config.layer_types:
+        one = One()
+        one.rope_parameters = config.rope_parameters[kind]
+        found.append(theirs_rope(one))
+    return found
+
+
+def two_ropes(config: ModelConfig) -> list[Rope]:
+    """Rotary embedding of each layer."""
+    return [config.spec_of(layer).rope for layer in range(config.layers)]
+
+
 def theirs_ids(name: str) -> Callable[[Any], tuple[int, ...]]:
     """Ids as a tuple, as `ModelConfig.eos` has them."""
 
@@ -106,6 +137,16 @@ def theirs_ids(name: str) -> Callable[[Any], tuple[int, ...]]:
 def rotated(config: ModelConfig) -> list[int]:
     """A 1 for each layer with rotary embeddings, a 0 for each without."""
     return [int(not isinstance(config.spec_of(layer).rope, NoRope)) for layer in range(config.layers)]
+
+
+def windows(config: ModelConfig) -> list[str]:
+    """The type of each layer as transformers calls it."""
+    return ["full_attention" if each is None else "sliding_attention" for each in config.windows]
+
+
+def widths(config: ModelConfig) -> int | None:
+    """The width of the windows of layers that have some."""
+    return max((each for each in config.windows if each is not None), default=None)
 
 
 TRAINING = "a matter of training"
@@ -138,7 +179,7 @@ ALL: dict[str, Verdict] = {
     "num_attention_heads": Required(lambda c: c.heads, 64),
     "num_hidden_layers": Required(lambda c: c.layers, 3),
     "pad_token_id": NoEffect("padding is masked", 0),
-    "rope_parameters": Read(lambda c: c.rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
+    "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
     "tie_word_embeddings": Read(lambda c: c.tied, True),
     "use_cache": NoEffect(WAY, False),
     "vocab_size": Required(lambda c: c.vocab, 500),
@@ -158,7 +199,9 @@ BIAS = Read(lambda c: c.qkv_bias and c.out_bias, True)
 QWEN: dict[str, Verdict] = {
     "head_dim": HEAD_DIM,
     "sliding_window": NoEffect("off, until use_sliding_window is true", 64),
-    "use_sliding_window": Refused(True),
+    "use_sliding_window": Read(
+        lambda c: any(c.windows), True, lambda c: c.use_sliding_window and c.sliding_window is not None
+    ),
 }
 LAYERED: dict[str, Verdict] = {
     "layer_types": Refused(["sliding_attention"] * 2),
@@ -182,6 +225,18 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "logit_scale": Read(lambda c: c.logit_scale, 0.5),
         "tie_word_embeddings": Read(lambda c: c.tied, False),
         "use_qk_norm": Refused(True),
+    },
+    "cohere2": BASE
+    | ALL
+    | {key: GATED[key] for key in ("hidden_act", "intermediate_size", "num_key_value_heads")}
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "layer_norm_eps": Read(lambda c: c.norm_eps, 1e-3),
+        "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
+        "logit_scale": Read(lambda c: c.logit_scale, 0.5),
+        "sliding_window": Read(widths, 64),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
     },
     "falcon": BASE
     | ALL
@@ -215,6 +270,22 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "tie_word_embeddings": Read(lambda c: c.tied, False),
         "use_bidirectional_attention": Refused(True),
     },
+    "gemma3_text": BASE
+    | {key: verdict for key, verdict in ALL.items() if key != "_attn_implementation"}
+    | {key: GATED[key] for key in ("intermediate_size", "num_key_value_heads", "rms_norm_eps")}
+    | {
+        "attention_bias": BIAS,
+        "attn_logit_softcapping": Refused(50.0),
+        "final_logit_softcapping": Refused(30.0),
+        "head_dim": HEAD_DIM,
+        "hidden_activation": Refused("silu"),
+        "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
+        "query_pre_attn_scalar": Read(lambda c: c.spec_of(0).scale, 64, lambda c: c.query_pre_attn_scalar**-0.5),
+        "rope_parameters": Read(two_ropes, SCALED, theirs_two_ropes),
+        "sliding_window": Read(widths, 64),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+        "use_bidirectional_attention": Refused(True),
+    },
     "glm4": BASE
     | ALL
     | GATED
@@ -234,7 +305,6 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "logits_scaling": Read(lambda c: c.logit_scale, 8.0, lambda c: 1 / c.logits_scaling),
         "mlp_bias": Read(lambda c: c.mlp_bias, True),
         "residual_multiplier": Read(lambda c: c.residual_scale, 0.5),
-        "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
     },
     "llama": BASE
     | ALL
@@ -245,11 +315,7 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "mlp_bias": Read(lambda c: c.mlp_bias, True),
         "pretraining_tp": NoEffect(WAY, 2),
     },
-    "mistral": BASE
-    | ALL
-    | GATED
-    # Its default is refused as well, unless the model has no more positions.
-    | {"head_dim": HEAD_DIM, "sliding_window": Refused(64)},
+    "mistral": BASE | ALL | GATED | {"head_dim": HEAD_DIM, "sliding_window": Read(widths, 64)},
     "mixtral": BASE
     | ALL
     | GATED
@@ -258,9 +324,19 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "head_dim": HEAD_DIM,
         "num_local_experts": Read(lambda c: c.experts.count, 5),
         "router_jitter_noise": NoEffect(TRAINING, 0.5),
-        "sliding_window": Refused(64),
+        "sliding_window": Read(widths, 64),
     },
     "olmo2": BASE | ALL | GATED | {"attention_bias": BIAS, "head_dim": HEAD_DIM},
+    "olmo3": BASE
+    | ALL
+    | GATED
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
+        "rope_parameters": Read(two_ropes, SCALED, theirs_two_ropes),
+        "sliding_window": Read(widths, 64),
+    },
     "phi3": BASE
     | ALL
     | GATED
@@ -269,8 +345,8 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "head_dim": HEAD_DIM,
         "original_max_position_embeddings": NoEffect("of longrope, which is refused", 1024),
         "resid_pdrop": NoEffect(TRAINING, 0.5),
-        "rope_parameters": Read(lambda c: c.rope, {"rope_type": "default", "rope_theta": 7e4}, theirs_rope),
-        "sliding_window": Refused(64),
+        "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "default", "rope_theta": 7e4}, theirs_rope),
+        "sliding_window": Read(widths, 64),
     },
     "qwen2": BASE | ALL | GATED | QWEN | LAYERED,
     "qwen3": BASE | ALL | GATED | QWEN | LAYERED | {"attention_bias": BIAS},
@@ -298,7 +374,6 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "mlp_bias": Read(lambda c: c.mlp_bias, True),
         "no_rope_layer_interval": Read(rotated, 2, lambda c: c.no_rope_layers),
         "no_rope_layers": Read(rotated, [0, 1]),
-        "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
         "sliding_window": NoEffect("off, until use_sliding_window is true", 64),
         "tie_word_embeddings": Read(lambda c: c.tied, False),
         "use_sliding_window": NoEffect("no layer has a window without a sliding_window", True),

@@ -337,6 +337,8 @@ def test_what_is_read():
     assert glm.channels == (*range(0, 64, 2), *range(64, 96), *range(1, 64, 2), *range(96, 128))
     assert command.channels == (*range(0, 128, 2), *range(1, 128, 2)) and command.logit_scale == 1 / 16
     assert command.parallel and command.shared_norm and command.layer_norm and not command.norm_bias and command.tied
+    assert command.max_positions == 131072
+    assert ModelConfig.from_hf(GEMMA_7B | {"hidden_act": "gelu"}) == gemma
     assert gemma.embedding_scale == 3072**0.5 and gemma.norm_offset and gemma.tanh_gelu and gemma.head_dim == 256
     later = {key: value for key, value in QWEN3_30B.items() if key not in ("num_experts", "norm_topk_prob")}
     assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(

@@ -144,7 +144,7 @@ class _Choices:
     def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: PRNGKeyArray):
         self.flat, self.parts = flat, policy.parts()
         self.lengths, self.key = prompt.lengths.astype(np.int64), key
-        self.told = by_length(self.parts, self.lengths, flat.config.layers)
+        self.told = by_length(self.parts, self.lengths, flat.config.windows)
         self.length = place(prompt.lengths, "B", flat.axes)
         self.forced = place(self.parts.keep.mask(self.lengths, slots), "B S", flat.axes)
         self.whole = of_prompt(None, self.forced, self.length)

@@ -54,12 +54,17 @@ def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n 
 
 
 def causal(
-    q: Float[Array, "K G T D"], k: Float[Array, "K S D"], v: Float[Array, "K S D"], first: Int[Array, ""]
+    q: Float[Array, "K G T D"],
+    k: Float[Array, "K S D"],
+    v: Float[Array, "K S D"],
+    first: Int[Array, ""],
+    *,
+    window: int | None = None,
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
     """Causal attention of T consecutive queries of one sequence: output in q's dtype, and float32 log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. Keys
-    are read in blocks up to the diagonal.
+    are read in blocks up to the diagonal, with a `window` from the first block on that holds one of its last keys.
     """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
@@ -92,6 +97,8 @@ def causal(
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
                 seen = (position >= index * block) & (position <= query_positions[:, None])
+                if window is not None:
+                    seen &= position > query_positions[:, None] - window
                 logits = jnp.where(seen, logits, MASKED)
             top = jnp.maximum(maximum, logits.max(axis=-1))
             weights = jnp.exp2(logits - top[:, None])
@@ -107,9 +114,12 @@ def causal(
             jnp.zeros((count,), jnp.float32),
             jnp.zeros((count, width), jnp.float32),
         )
-        whole = first // block  # blocks wholly before the first query need no mask
         last = (first + queries + block - 1) // block
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
+        if window is None:
+            whole = first // block  # blocks wholly before the first query need no mask
+            carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
+        else:
+            whole = jnp.maximum(first - window + 1, 0) // block
         maximum, total, acc = lax.fori_loop(whole, last, lambda i, c: step(i, c, masked=True), carry)
         if summed:
             acc, total = acc[:, :dim], acc[:, dim]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,17 @@ def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], 
     positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
+
+
+def last_rows(rows: Candidates, window: int | None) -> Candidates:
+    """`Candidates` of which the last `window` rows stay, which later tokens may attend to; all of them for None."""
+    return rows if window is None else _last_rows(rows, window)
+
+
+@partial(jax.jit, static_argnames=("window",))
+def _last_rows(rows: Candidates, window: int) -> Candidates:
+    """Compiled `last_rows` of a window."""
+    return dataclasses.replace(rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window))
 
 
 class Tally(NamedTuple):

@@ -24,6 +24,7 @@ from jaxkv.engine.bookkeeping import (
 from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, run_layers
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.pages import full_pages, rest_from
+from jaxkv.engine.segments import in_window
 from jaxkv.engine.sparse import new_tokens, rest_of
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, first_stream
@@ -138,6 +139,11 @@ def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
             picked, rest = full.max(axis=(0, 2)) * spec.page, rest_from(length, spec.page)
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
+    if any(spec.config.windows):
+        # The new row joins behind, and is one of the window's.
+        endless = np.iinfo(np.int32).max
+        widths = [endless if each is None else each - 1 for each in spec.config.windows]
+        start, length = in_window(start, length, jnp.asarray(widths, jnp.int32)[:, None, None])
     rows = jax.tree.leaves(cache.pools[0].store.held)[0]
     chunks = spec.backend.deal(start, length, dim=rows.shape[2], itemsize=rows.dtype.itemsize)
     return Dealt(chunks=chunks, start=tables.start, picked=picked, rest=rest)

@@ -20,7 +20,8 @@ from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.pages import PageRows, chosen_pages, over_pages, with_new_rows
-from jaxkv.engine.segments import Segments
+from jaxkv.engine.segments import Segments, in_window
+from jaxkv.engine.sliding import over_window, several_in_window
 from jaxkv.engine.sparse import Chosen, Loaded, chosen_at, over_chosen, over_rest, picks_of
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, attention_input, block_output
@@ -77,6 +78,7 @@ class LayerRows:
         dealt: table of a kernel that rotates, appends and attends at once; None runs separate steps.
         gate: weights of the layer's gate, by which new rows are scored; None without one.
         pages: rows of the pages chosen for the new token; None before the choice, and without pages.
+        window: number of last tokens that the layer's tokens attend to; None for all.
     """
 
     pool: Pool
@@ -94,6 +96,7 @@ class LayerRows:
     dealt: Dealt | None = None
     gate: Any = None
     pages: PageRows | None = None
+    window: int | None = None
 
     @property
     def keys(self) -> Float[Array, "B P D"]:
@@ -145,6 +148,7 @@ def run_layers(
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
     """Runs one block over N new tokens, appends their rows; returns `Stepped`: hidden states, rows, filter's choice."""
+    rows = dataclasses.replace(rows, window=block.spec.window)
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
@@ -209,6 +213,8 @@ def attend(
     if rows.pages is not None:
         out = over_pages(spec, token.q[..., 0, :], pool, start, length, rows.pages)
         return out[..., None, :], rows, None
+    if rows.window is not None:
+        return over_window(token.q, pool, *in_window(start, length, rows.window), spec)[0], rows, None
     if not spec.scored:
         return pool_attention(token.q, rows.keys, pool.v, start, length, spec)[0], rows, None
     assert pool.score is not None
@@ -275,6 +281,11 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     The two are merged by log-sum-exp.
     """
     pool, scores = rows.pool, scores_of(token, spec)
+    if rows.window is not None:
+        out = several_in_window(token, pool, rows.segments, new.count, rows.window)
+        return out, dataclasses.replace(
+            rows, pool=append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
+        )
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
@@ -335,15 +346,19 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
     keys = tail.k if rows.by.tail is None else rotate(tail.k, rows.by.tail)
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
+    lies = in_window(first, jnp.broadcast_to(held[:, None], (batch, heads)), rows.window)
     own = pool_attention(
         token.q.astype(tail.k.dtype),
         keys.reshape(batch, heads * size, dim),
         tail.v.reshape(batch, heads * size, dim),
-        first,
-        jnp.broadcast_to(held[:, None], (batch, heads)),
-        dataclasses.replace(spec, layout=Layout.EQUAL),
+        *lies,
+        dataclasses.replace(spec, layout=Layout.EQUAL if rows.window is None else Layout.RAGGED),
     )
-    older = _over_older(spec, token, rows, rest=True)
+    if rows.window is None:
+        older = _over_older(spec, token, rows, rest=True)
+    else:
+        left = jnp.maximum(rows.window - held[:, None], 0)
+        older = over_window(token.q, rows.pool, *in_window(rows.segments.start, rows.segments.length, left), spec)
     return attention.merge(*older, *own), dataclasses.replace(rows, tail=tail)
 
 

@@ -94,11 +94,16 @@ class ByLength:
     reads: Numbers | None = None
 
 
-def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, strict: bool = True) -> ByLength:
+def by_length(
+    parts: Parts, lengths: Int[np.ndarray, " B"], windows: tuple[int | None, ...], *, strict: bool = True
+) -> ByLength:
     """Computes a policy's `ByLength` numbers (budgets, rows of each layer) for prompts of given lengths; host int64.
 
-    With `strict`, a budget below the number of forced rows raises ValueError, unless the policy clamps budgets.
+    `windows` are `ModelConfig.windows`: a window layer keeps its window's rows and takes no part in budgets, which are
+    spread over the other layers. With `strict`, a budget below the number of forced rows raises ValueError, unless the
+    policy clamps budgets.
     """
+    layers = windows.count(None)
     length = np.asarray(lengths, np.int64)
     forced = parts.keep.counts(length)
     budget = parts.budgets(length, forced, strict=strict)
@@ -106,6 +111,9 @@ def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, stri
     if not parts.claims:
         rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
         recent = parts.recents(rows, length, forced)
+        if layers < len(windows):
+            whole = [each is None for each in windows]
+            rows, recent = (_beside_windows(table, length, windows, whole) for table in (rows, recent))
     return ByLength(
         budget=budget,
         most=parts.may_hold(budget),
@@ -114,6 +122,15 @@ def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, stri
         recent=recent,
         reads=None if parts.read is None else np.asarray(parts.read.tokens(length, layers), np.int64),
     )
+
+
+def _beside_windows(
+    table: Int[np.ndarray, "n B"], length: Int[np.ndarray, " B"], windows: tuple[int | None, ...], whole: list[bool]
+) -> Int[np.ndarray, "L B"]:
+    """Row counts of all layers: those of layers in mask `whole` from `table`, of the others as many as their window."""
+    rows = np.stack([np.minimum(length, each or 0) for each in windows])
+    rows[whole] = table
+    return rows
 
 
 def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int) -> Table:

@@ -134,7 +134,7 @@ def plan_prefill(
     parts, length = policy_for(policy, config, dtype=dtype).parts(), np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
-    numbers = by_length(parts, length, layers)
+    numbers = by_length(parts, length, config.windows)
     # What layers compete for depends on the prompts' content.
     by_content = parts.layers.from_scores or parts.threshold is not None
     rows = None if by_content or numbers.rows is None else np.array(numbers.rows)
@@ -142,7 +142,7 @@ def plan_prefill(
     away = () if reading is None else reading.offloaded
     if rows is not None:
         rows[list(away)] = 0
-    capacity = _capacity(parts, tuple(sorted({bucket(n) for n in length.tolist()})), layers, heads)
+    capacity = _capacity(parts, tuple(sorted({bucket(n) for n in length.tolist()})), config.windows, heads)
     # Pools of offloaded layers hold what comes after the prompt; no array is ever empty.
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
@@ -188,7 +188,7 @@ def pools_for(
 
     On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
-    capacity = _capacity(parts, (slots,), config.layers, config.kv_heads)
+    capacity = _capacity(parts, (slots,), config.windows, config.kv_heads)
     return _pools(parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches)
 
 
@@ -231,20 +231,21 @@ def _pools(
 
 
 @lru_cache(maxsize=256)
-def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
+def _capacity(parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, ...], heads: int) -> tuple[int, ...]:
     """Cached tuple: most rows per kv head that prompts of buckets `sizes` keep, by layer; a shared pool's one total.
 
     A pool shared by all layers has the total over layers and heads.
     Shapes must not depend on exact lengths.
     """
+    layers = len(windows)
     if parts.scorer is None:
-        return (max(sizes),) * layers
+        return tuple(min(max(sizes), window or max(sizes)) for window in windows)
     most, shared = np.zeros(layers, np.int64), 0
     for top in sizes:
         low, _ = buckets(top)[-1]
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        numbers = by_length(parts, lengths, layers, strict=False)
+        numbers = by_length(parts, lengths, windows, strict=False)
         if parts.layers.from_scores or numbers.rows is None:
             budget = np.asarray(numbers.budget)
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.

@@ -22,7 +22,7 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import cascaded
-from jaxkv.engine.choosing import Candidates, limits_of, of_prompt
+from jaxkv.engine.choosing import Candidates, last_rows, limits_of, of_prompt
 from jaxkv.engine.compress import (
     Compressed,
     Source,
@@ -110,8 +110,9 @@ def run_layer(
 def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
     """Generator: runs right-padded prompts through the model, no compression, and yields each layer's `LayerOut`.
 
-    A layer's hidden states are donated to the next one; `needs` says what comes beside keys and values.
+    A layer's hidden states are donated to the next one; `needs` adds to keys and values; no models with windows.
     """
+    require(not any(flat.config.windows), "model", flat.config.windows, "attention within windows is not analysed")
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = _angles_by_rope(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
@@ -166,10 +167,9 @@ def signature_of(
     Of the plan only slots, pools and buffer enter it, not the number of its prompts.
     """
     parts = policy.parts()
-    scored = parts.ongoing is not None and parts.ongoing.scored
     reading = parts.reading(flat.config.layers, needed.slots)
     page = None if reading is None else reading.page
-    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, scored, page))
+    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, parts.scored, page))
     sizes = sizes_of(flat, parts, needed)
     return flat.graphs, flat.ends[0].dtype, batch, needed.slots, sizes, key, implementation
 
@@ -186,16 +186,15 @@ def prefill(
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
     """Generator: prefills right-padded prompts, yields layers run since the last yield; returns cache, last logits.
 
-    Yields 1 after each layer, 0 after each packing, parts of one for
-    policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
-    `needed` is the plan for these lengths; `strict` refuses lengths that the policy's budget cannot honour.
+    Yields 1 after each layer, 0 after each packing, parts of one for policies that read prompts in chunks; the device
+    may not be done yet. `needed` is the plan for these lengths; `strict` refuses lengths that the budget cannot honour.
     """
     tokens, lengths, _ = padded
     read_parts = policy.parts().read
     if read_parts is not None and read_parts.by_chunks:
         # Each chunk goes through the whole model.
         return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, implementation=implementation))
-    numbers = by_length(policy.parts(), lengths, flat.config.layers, strict=strict)
+    numbers = by_length(policy.parts(), lengths, flat.config.windows, strict=strict)
     lengths = np.asarray(lengths, np.int64)
     prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
     if prompts.parts.needs.replay is None:
@@ -276,7 +275,7 @@ class Prompts(Source):
         layers, parts = flat.config.layers, policy.parts()
         self.flat, self.needed, self.lengths, self.numbers = flat, needed, lengths, numbers
         self.policy, self.parts, self.merge_key = policy, parts, key
-        self.implementation = implementation
+        self.implementation, self.windows = implementation, flat.config.windows
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes = range(layers), flat.axes
         self.length = place(lengths, "B", flat.axes, jnp.int32)
@@ -310,7 +309,8 @@ class Prompts(Source):
 
     def _run(self, index: int) -> LayerOut:
         """Runs a layer on the hidden states of the one below; returns its `LayerOut`, whose hidden states it stores."""
-        out = run_layer(self.flat, index, self.x, self.length, self.angles, self.parts.needs, self.implementation)
+        needs = self.parts.needs if self.windows[index] is None else Needs()
+        out = run_layer(self.flat, index, self.x, self.length, self.angles, needs, self.implementation)
         self.x = out.x
         return out
 
@@ -329,14 +329,13 @@ class Prompts(Source):
             self.banked.append(put_away(k, out.v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
-        if scorer is None:
+        if scorer is None or self.windows[index] is not None:
             self.held[index] = rows
-            return self.all_kept
+            return last_rows(self.all_kept, self.windows[index])
         seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
         scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
         self.nans.append(unordered(scores, length, axes=self.axes))
-        scored = parts.ongoing is not None and parts.ongoing.scored
-        self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
+        self.held[index] = rows._replace(mass=mass, score=mass if parts.scored else None)
         norms = out.norms if parts.heads.needs_norms else None
         first = ranked_first(seen, scorer=scorer, axes=self.axes)
         return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)

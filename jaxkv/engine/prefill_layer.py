@@ -8,9 +8,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention import Backend, Implementation, backend_of
-from jaxkv.attention.xla import Walk, as_bits, from_bits
+from jaxkv.attention.xla import Walk, as_bits, causal, from_bits
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
+from jaxkv.engine.segments import in_window
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.layers import float_weight
 from jaxkv.models.rope import Angles, rotate
@@ -80,8 +81,9 @@ def layer(
     moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
     blocks = tuple(prompt_block_sums(block, x, length, table, asked) for asked in needs.blocks)
     hidden = block.normed(x) if needs.hidden else None
-    backend = backend_of(implementation)
-    run = _at_once if backend.at_once else _by_sequence
+    backend, reach = backend_of(implementation), block.spec.window
+    # Only XLA's attention knows windows.
+    run = _at_once if backend.at_once and reach is None else _by_sequence
     x, k, v, unrotated, sums = run(block, x, length, table, needs, last, backend)
     if last:
         config = block.config
@@ -91,9 +93,12 @@ def layer(
             block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
             k.reshape(batch, -1, config.head_dim),
             v.reshape(batch, -1, config.head_dim),
-            jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
-            jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
-            walk=Walk.STRIDES,
+            *in_window(
+                jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
+                jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
+                reach,
+            ),
+            walk=Walk.STRIDES if reach is None else Walk.WINDOWS,
         )
         x = block.finish(final, out[..., None, :])[:, 0]
     return LayerOut(
@@ -162,7 +167,10 @@ def _by_sequence(
             first = index * size
             mine = take_slice(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
             alone = (length[row][None], first[None])
-            out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone)
+            if block.spec.window is None:
+                out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone)
+            else:
+                out, lse = (a[None] for a in causal(mine, k_row, v_row, first, window=block.spec.window))
             if sums is not None:
                 sums = sums.at[row].add(backend.column_sums(mine[None], k_row[None], lse, *alone)[0])
             if not last:

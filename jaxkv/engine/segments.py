@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,19 @@ class Segments:
     seen: Int[Array, " B"]
     likely: Int[Array, "B K"] | None = None
     choosable: Int[Array, "B K"] | None = None
+
+
+def in_window(
+    start: Int[Array, "*n K"], length: Int[Array, "*n K"], window: Any
+) -> tuple[Int[Array, "*n K"], Int[Array, "*n K"]]:
+    """First row and length of what a window leaves of segments: the last `window` rows; all of them for None.
+
+    The rows of a window layer lie in the order of their positions, without gaps. `window` may be an array.
+    """
+    if window is None:
+        return start, length
+    beyond = jnp.maximum(length - window, 0)
+    return start + beyond, length - beyond
 
 
 def fold(

@@ -39,13 +39,13 @@ class Table(NamedTuple):
     allowed: Int[np.ndarray, " n"]
 
 
-def table(parts: Parts, layers: int, slots: int) -> Table:
+def table(parts: Parts, windows: tuple[int | None, ...], slots: int) -> Table:
     """`Table` of a policy's budgets for prompts of 1 to `slots` tokens; ValueError if all lengths are refused."""
     lengths = np.arange(1, slots + 1)
-    allowed = lengths[_allowed(lambda some: _numbers(parts, some, layers), lengths)]
+    allowed = lengths[_allowed(lambda some: _numbers(parts, some, windows), lengths)]
     if not allowed.size:
-        _numbers(parts, lengths[-1:], layers)
-    known = _numbers(parts, allowed, layers)
+        _numbers(parts, lengths[-1:], windows)
+    known = _numbers(parts, allowed, windows)
 
     def by_index(numbers: np.ndarray | None) -> np.ndarray | None:
         """Spreads numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere; None stays None."""
@@ -59,11 +59,11 @@ def table(parts: Parts, layers: int, slots: int) -> Table:
     return Table(ByLength(**fields), allowed)  # type: ignore[arg-type]
 
 
-def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], layers: int) -> ByLength:
+def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: tuple[int | None, ...]) -> ByLength:
     """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is refused."""
-    known = by_length(parts, lengths, layers)
+    known = by_length(parts, lengths, windows)
     if parts.claims:
-        rows_by_claims(parts, known.budget, lengths, known.forced, np.ones((layers, len(lengths))))
+        rows_by_claims(parts, known.budget, lengths, known.forced, np.ones((len(windows), len(lengths))))
     return known
 
 

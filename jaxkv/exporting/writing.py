@@ -206,7 +206,7 @@ def _programs(part: Path, job: _Job) -> _Programs:
     parts, config = job.policy.parts(), job.params.config
     (part / "programs").mkdir()
     for slots in job.slots:
-        known = made.tables[slots] = table(parts, config.layers, slots)
+        known = made.tables[slots] = table(parts, config.windows, slots)
         require_positions(parts, known, job.limits, config.max_positions)
         for platform in job.platforms:
             for batch in job.batches:

@@ -12,7 +12,7 @@ from jaxkv.models.hub_keys import read
 from jaxkv.models.values import Experts, LayerSpec, Rope, channel_order, check_numbers, rotated_channels
 
 # Where a block's norms may stand.
-_NORMS = ("before", "after", "both")
+_PLACES = ("before", "after", "both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class ModelConfig:
         layer_norm: norms subtract the mean (Falcon, Cohere); otherwise they are RMS norms.
         norm_bias: layer norms add a bias (Falcon).
         norm_offset: RMS norms multiply by 1 plus their weights (Gemma).
-        parallel: the MLP reads the input of the block, without the attention output (Falcon).
+        parallel: the MLP reads the input of the block, without the attention output (Falcon, Cohere).
         shared_norm: attention and a parallel MLP share one norm instead of one each.
-        gated: the MLP is down(silu(gate) * up); otherwise down(gelu(up)) (Falcon).
+        gated: the MLP is down(silu(gate) * up), or with `tanh_gelu`; otherwise down(gelu(up)) (Falcon).
         tanh_gelu: a gated MLP has the GELU by a hyperbolic tangent in place of silu (Gemma).
         embedding_scale: factor on embeddings.
         residual_scale: factor on what attention and MLP add to the residual stream (Granite).
@@ -103,18 +103,36 @@ class ModelConfig:
         require(alone, "rope", self.rope, "each of kinds says its own: leave rope out")
         require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
-        ropes = [self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))]
-        even = all(rotated_channels(rope, self.head_dim) % 2 == 0 for rope in ropes)
-        require(even, "share", ropes[0].share, f"an even number of head_dim={self.head_dim} channels is rotated")
-        require(self.norms in _NORMS, "norms", self.norms, f"give one of {', '.join(map(repr, _NORMS))}")
-        alone = self.norms == "before" or not self.parallel
-        require(alone, "norms", self.norms, "parallel blocks have them before attention and MLP")
+        shares = {self.spec_of(layer).rope.share for layer in range(max(1, len(self.kinds)))}
+        remedy = "layers share one order of channels: give all the same"
+        require(len(shares) == 1, "share", sorted(shares), remedy)
+        count = rotated_channels(self.spec_of(0).rope, self.head_dim)
+        remedy = f"{count} of head_dim={self.head_dim} channels are rotated: an even number of 2 or more is needed"
+        require(count >= 2 and count % 2 == 0, "share", *shares, remedy)
+        self._check_norms()
         given = self.experts is None or isinstance(self.experts, Experts)
         require(given, "experts", self.experts, "give Experts(count=8, chosen=2), say, or None")
         remedy = "only a parallel MLP can read attention's norm: give parallel=True"
         require(self.parallel or not self.shared_norm, "shared_norm", self.shared_norm, remedy)
         plain = self.gated and not self.mlp_bias
         require(plain or self.experts is None, "experts", self.experts, "experts are gated MLPs without biases")
+
+    def _check_norms(self) -> None:
+        """Raises ValueError for switches of norms and of MLPs that others leave without effect."""
+        require(self.norms in _PLACES, "norms", self.norms, f"give one of {', '.join(map(repr, _PLACES))}")
+        remedy = "parallel blocks have them before attention and MLP"
+        require(self.norms == "before" or not self.parallel, "norms", self.norms, remedy)
+        rms = "it is one of RMS norms: give layer_norm=False"
+        require(not (self.norm_offset and self.layer_norm), "norm_offset", self.norm_offset, rms)
+        remedy = "RMS norms have none: give layer_norm=True, or leave it out"
+        require(self.norm_bias or self.layer_norm, "norm_bias", self.norm_bias, remedy)
+        remedy = "queries and keys have one norm: give qk_norm, or qk_norm_wide"
+        require(not (self.qk_norm and self.qk_norm_wide), "qk_norm_wide", self.qk_norm_wide, remedy)
+        remedy = "norms of queries and keys are read in the checkpoint's order: not built"
+        normed = self.qk_norm or self.qk_norm_wide
+        require(not normed or self.channels is None, "interleaved", self.interleaved, remedy)
+        remedy = "it is one of gated MLPs without experts"
+        require(not self.tanh_gelu or (self.gated and self.experts is None), "tanh_gelu", self.tanh_gelu, remedy)
 
     @property
     def alternates(self) -> bool:
@@ -133,6 +151,11 @@ class ModelConfig:
             The spec; layers with equal specs share compiled programs.
         """
         return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Width of each layer's window in tokens, None for layers that attend to the whole prompt."""
+        return tuple(self.spec_of(layer).window for layer in range(self.layers))
 
     @property
     def group(self) -> int:

@@ -37,8 +37,9 @@ class Attention(nnx.Module):
         self.q_bias = empty(heads, group, dim, dtype=dtype) if config.qkv_bias else None
         self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
         self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
-        self.q_norm = RMSNorm(dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "offset": float(config.norm_offset)}
+        self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.q_gain = empty(heads, group, dim, dtype=dtype) if config.qk_norm_wide else None
         self.k_gain = empty(heads, dim, dtype=dtype) if config.qk_norm_wide else None
 
@@ -198,6 +199,7 @@ class Ends(nnx.Module):
         # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
         found = self._rows_of(table, tokens)
+        # Rounded to the model's dtype first, as Gemma's is.
         return found if self.embedding_scale == 1 else found * jnp.asarray(self.embedding_scale, found.dtype)
 
     def _rows_of(self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:

@@ -20,22 +20,31 @@ _QWEN = _COMMON | {
     "use_sliding_window": False,
 }
 
+_COHERE: dict[str, Any] = {
+    "attention_bias": False,
+    "bos_token_id": 5,
+    "eos_token_id": 255_001,
+    "hidden_act": "silu",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": None,
+    "tie_word_embeddings": True,
+}
+_OLMO = _COMMON | {
+    "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": 50_279,
+    "max_position_embeddings": 2048,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-5,
+}
+
 # By the family's own names of keys. None: no value, or a value computed from other keys. Sizes that are missing here
 # (vocabulary, widths, layers, query heads) must be given in `config.json`.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cohere": {
-        "attention_bias": False,
-        "bos_token_id": 5,
-        "eos_token_id": 255_001,
-        "hidden_act": "silu",
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": None,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": True,
-        "use_qk_norm": False,
-    },
+    "cohere": _COHERE | {"rope_theta": 500_000.0, "use_qk_norm": False},
+    "cohere2": _COHERE | {"head_dim": None, "layer_types": None, "rope_theta": 10_000.0, "sliding_window": 4096},
     "falcon": {
         "activation": "gelu",
         "alibi": False,
@@ -64,6 +73,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16,
         "tie_word_embeddings": True,
         "use_bidirectional_attention": None,
+    },
+    "gemma3_text": {
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": None,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": False,
     },
     "glm4": _COMMON
     | {
@@ -100,15 +128,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "sliding_window": None,
     },
-    "olmo2": _COMMON
-    | {
-        "attention_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": 50_279,
-        "max_position_embeddings": 2048,
-        "num_key_value_heads": None,
-        "rms_norm_eps": 1e-5,
-    },
+    "olmo2": _OLMO,
+    "olmo3": _OLMO | {"layer_types": None, "rope_theta": 500_000.0, "sliding_window": 4096},
     "phi3": _COMMON
     | {
         "bos_token_id": 1,

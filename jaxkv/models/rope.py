@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope, rotated_channels
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """RoPE frequencies in radians per position `[D/2]`, float64, and the factor on cosine and sine (1 except YaRN).
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """RoPE frequencies in radians per position `[D/2]`, float64, and factors on cosine and sine (1 except YaRN).
 
     References:
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3.
@@ -30,8 +30,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
             plain = _llama3(plain, rope)
         case YarnRope():
             plain, factor = _yarn(plain, rope, dim)
-    # Pairs of channels that are not rotated come last: their angles are 0.
-    return np.pad(plain, (0, (head_dim - dim) // 2)), factor
+    # Pairs of channels that are not rotated come last: their angles are 0, and nothing is multiplied.
+    beyond = (0, (head_dim - dim) // 2)
+    return np.pad(plain, beyond), np.pad(np.full(dim // 2, factor), beyond, constant_values=1.0)
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
@@ -88,9 +89,9 @@ class Angles:
 
 def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
     """Float32 `Angles` (RoPE cosines and sines) of absolute positions; `[1, N]` if all sequences share them."""
-    frequencies, factor = inverse_frequencies(rope, head_dim)
-    turned = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    made = Angles(cos=jnp.cos(turned) * jnp.float32(factor), sin=jnp.sin(turned) * jnp.float32(factor))
+    frequencies, factors = (jnp.asarray(each, jnp.float32) for each in inverse_frequencies(rope, head_dim))
+    turned = positions[..., None].astype(jnp.float32) * frequencies
+    made = Angles(cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors)
     # Without the barrier XLA fuses them into every rotation, and computes them anew for every head.
     return lax.optimization_barrier(made)
 

@@ -28,12 +28,21 @@ _LLAMA = {
     "mlp.down": ("mlp.down_proj",),
 }
 # What families beside Llama's call their norms, and norms behind attention and MLP.
-_NORMS = {
+_OTHER_NORMS = {
+    "gemma3_text": {
+        "attention_out_norm.scale": ("post_attention_layernorm",),
+        "mlp_norm.scale": ("pre_feedforward_layernorm",),
+        "mlp_out_norm.scale": ("post_feedforward_layernorm",),
+    },
     "glm4": {
         "attention_out_norm.scale": ("post_self_attn_layernorm",),
         "mlp_out_norm.scale": ("post_mlp_layernorm",),
     },
     "olmo2": {
+        "attention_out_norm.scale": ("post_attention_layernorm",),
+        "mlp_out_norm.scale": ("post_feedforward_layernorm",),
+    },
+    "olmo3": {
         "attention_out_norm.scale": ("post_attention_layernorm",),
         "mlp_out_norm.scale": ("post_feedforward_layernorm",),
     },
@@ -141,7 +150,7 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
         elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
             found[path] = tuple(_mixture(inner, f"model.layers.{index}.", shape, family, names))
         else:
-            of = tuple(_stacked(_LLAMA | _NORMS.get(family, {}), inner, f"model.layers.{index}.", shape))
+            of = tuple(_stacked(_LLAMA | _OTHER_NORMS.get(family, {}), inner, f"model.layers.{index}.", shape))
             found[path] = _ordered(of, inner, decoder.config)
     return found
 

@@ -132,20 +132,24 @@ def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Static config of one layer besides its weights: rotary embedding `rope` and attention scale `scale`.
+    """Static config of one layer besides its weights: rotary embedding, attention scale, width of its window.
 
     Layers with equal specs share compiled programs.
 
     Attributes:
         rope: the rotary embedding of its queries and keys.
         scale: factor on products of queries and keys; None for 1 / sqrt(D).
+        window: number of last tokens, its own included, that a token attends to; None for all.
     """
 
     rope: Rope = Rope()
     scale: float | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        if self.window is not None:
+            object.__setattr__(self, "window", whole("window", self.window, "give 1 or more tokens, or None"))
         require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
 
 

@@ -105,7 +105,7 @@ class Work:
     def prefill(self) -> Prefilled:
         """Traces the engine's prefill on abstract arrays; returns `Prefilled` (program calls, cache); computed once."""
         flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
-        numbers = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.layers)
+        numbers = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.windows)
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
             """Recorded function: runs prefill; returns cache, logits and prompt arrays, alive to the end of prefill."""

@@ -198,6 +198,26 @@ class Parts(Value):
         """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
         for part in (self.scorer, self.layers, self.heads):
             getattr(part, "require_fits", lambda config: None)(config)
+        if any(config.windows):
+            self._require_fits_windows(config.windows)
+
+    def _require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
+        """Raises ValueError if the policy does more than choose rows of each layer's prompt, which windows need."""
+        whole = [layer for layer, width in enumerate(windows) if width is None]
+        remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
+        require(bool(whole) or self.scorer is None, "policy", self.scorer, remedy)
+        remedy = "some layers of this model have windows, and this is not built for them: leave it out"
+        for name, value, fits in (
+            ("budget", self.budget, not isinstance(self.budget, str)),
+            ("layers", self.layers, not self.layers.from_scores and own_limits(self.heads) is None),
+            ("merge", self.merge, self.merge is None),
+            ("after", self.after, isinstance(self.after, Append)),
+            ("read", self.read, self.read is None),
+            ("rolling", self.rolling, not self.rolling),
+            ("nested", self.nested, not self.nested),
+            ("scorer", self.scorer, self.needs.replay is None and not sets_rows(self.layers)),
+        ):
+            require(fits, name, value, remedy)
 
     @property
     def layout(self) -> Layout:
@@ -252,8 +272,7 @@ class Parts(Value):
         Returns:
             Bytes.
         """
-        scores = self.ongoing is not None and self.ongoing.scored
-        return self.store.row_bytes(dim, itemsize) + 4 + (4 if scores else 0)
+        return self.store.row_bytes(dim, itemsize) + 4 + (4 if self.scored else 0)
 
     @property
     def read_as_stored(self) -> bool:
@@ -299,6 +318,11 @@ class Parts(Value):
     def reading(self, layers: int, slots: int) -> Reading | None:
         """Static config `Reading` of which rows each layer reads while decoding; None if all read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
+
+    @property
+    def scored(self) -> bool:
+        """True if rows of the cache have scores, which decoding compares or adds to."""
+        return self.ongoing is not None and self.ongoing.scored
 
     @property
     def reach(self) -> int | None:

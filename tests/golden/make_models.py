@@ -26,10 +26,14 @@ import torch
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -44,6 +48,8 @@ from transformers import (
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -104,7 +110,8 @@ FALCON, MIXTRAL = (FalconConfig, FalconForCausalLM), (MixtralConfig, MixtralForC
 QWEN3_MOE = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
 GEMMA, GLM4 = (GemmaConfig, GemmaForCausalLM), (Glm4Config, Glm4ForCausalLM)
 GRANITE, OLMO2 = (GraniteConfig, GraniteForCausalLM), (Olmo2Config, Olmo2ForCausalLM)
-COHERE = (CohereConfig, CohereForCausalLM)
+COHERE, COHERE2 = (CohereConfig, CohereForCausalLM), (Cohere2Config, Cohere2ForCausalLM)
+GEMMA3, OLMO3 = (Gemma3TextConfig, Gemma3ForCausalLM), (Olmo3Config, Olmo3ForCausalLM)
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
@@ -178,6 +185,52 @@ SPECS = {
     "glm4": (GLM4, heads(4, 2, head_dim=16, rope_parameters=rope(10000.0, partial_rotary_factor=0.5))),
     "cohere": (COHERE, heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True)),
     "gemma": (GEMMA, heads(4, 1, head_dim=16, rope_parameters=rope(10000.0), tie_word_embeddings=True)),
+    # Windows that 80 tokens fill several times over, in some layers or in all.
+    "gemma3": (
+        GEMMA3,
+        heads(
+            4,
+            2,
+            head_dim=16,
+            num_hidden_layers=4,
+            sliding_window=12,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=24,
+            rope_parameters={
+                "sliding_attention": rope(10000.0),
+                "full_attention": rope(1000000.0, rope_type="linear", factor=8.0),
+            },
+            tie_word_embeddings=True,
+        ),
+    ),
+    "cohere2": (
+        COHERE2,
+        heads(
+            6,
+            2,
+            num_hidden_layers=4,
+            sliding_window=12,
+            rope_parameters=rope(50000.0),
+            logit_scale=0.3,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "olmo3": (OLMO3, heads(6, 2, num_hidden_layers=4, sliding_window=12, rope_parameters=rope(500000.0))),
+    "mistral_window": (MISTRAL, heads(4, 2, sliding_window=20, rope_parameters=rope(10000.0))),
+    "qwen2_window": (
+        QWEN2,
+        heads(
+            6,
+            2,
+            num_hidden_layers=3,
+            rope_parameters=rope(1000000.0),
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=1,
+        ),
+    ),
+    # YaRN's factor is that of rotated channels alone.
+    "glm4_yarn": (GLM4, heads(4, 2, head_dim=16, rope_parameters=YARN | {"partial_rotary_factor": 0.75})),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
@@ -189,7 +242,7 @@ SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
     # Gemma's norms multiply by 1 plus their weights.
-    middle = 0.0 if isinstance(model, GemmaForCausalLM) else 1.0
+    middle = 0.0 if isinstance(model, (GemmaForCausalLM, Gemma3ForCausalLM)) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("norm" in name or ".ln_" in name) and name.endswith("weight"):

@@ -1,0 +1,181 @@
+"""Models with window layers: what their caches hold, against prefill of the longer text; policies, kernels, meshes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+import tiny
+from meshes import mesh_of
+
+import jaxkv
+from jaxkv.attention.xla import causal
+from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.models.values import LayerSpec, Rope
+
+WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 20
+# Two layers of a window for one that attends to everything, as in Gemma 3.
+KINDS = (LayerSpec(window=WINDOW), LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)))
+SHAPE = dataclasses.replace(tiny.shape(layers=5, kv_heads=2, group=2, dim=16), kinds=KINDS)
+ALL = dataclasses.replace(SHAPE, layers=2, kinds=KINDS[:1])
+POLICIES = {
+    "full": lambda budget: jaxkv.FullKV(),
+    "snapkv": lambda budget: jaxkv.SnapKV(budget=budget, window=6),
+    "adakv": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=6)),
+    "pyramidkv": lambda budget: jaxkv.PyramidKV(budget=budget, window=6),
+    "streaming": lambda budget: jaxkv.StreamingLLM(budget=budget),
+    "compactor": lambda budget: jaxkv.Compactor(budget=budget),
+    "expected": lambda budget: jaxkv.ExpectedAttention(budget=budget),
+    "criticalkv": lambda budget: jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=budget, window=6)),
+}
+
+
+def prompts(seed=0, lengths=LENGTHS):
+    return [list(each) for each in tiny.prompts(seed, lengths)]
+
+
+def attention_oracle(q, k, v, window):
+    """Attention of each token to its last `window` tokens, one by one, in float64."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    out = np.zeros(q.shape)
+    for head, group, token in np.ndindex(q.shape[:3]):
+        first = max(0, token - window + 1)
+        logits = k[head, first : token + 1] @ q[head, group, token] / np.sqrt(q.shape[-1])
+        weights = np.exp(logits - logits.max())
+        out[head, group, token] = weights @ v[head, first : token + 1] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("window", [1, 7, 512, 700, 2000])
+def test_attention_within_a_window(window):
+    """Blocks that lie before all of a block's windows are not read: NaN in them does not show."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, *mid, 1024, 16)) for key, mid in zip(keys, [(2,), (), ()], strict=True))
+    want = attention_oracle(q, k, v, window)
+    for first in (0, 512):
+        unread = max(0, first - window + 1) // 512 * 512
+        hidden = tuple(a.at[:, :unread].set(jnp.nan) for a in (k, v))
+        out, _ = causal(q[:, :, first : first + 512], *hidden, jnp.int32(first), window=window)
+        np.testing.assert_allclose(out, want[:, :, first : first + 512], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_that_are_held(name):
+    """Window layers hold their last rows and take part in no budget; bytes are as planned."""
+    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(prompts(), new=NEW)
+    length, seen = np.asarray(cache.length), np.asarray(LENGTHS)
+    for layer, width in enumerate(SHAPE.windows):
+        held = length[layer]
+        if width is not None:
+            assert (held == np.minimum(seen, width)[:, None]).all()
+    whole = length[[layer for layer, width in enumerate(SHAPE.windows) if width is None]]
+    kept = seen if name == "full" else np.minimum(seen, 16)
+    assert (whole.sum(axis=(0, 2)) == whole.shape[0] * whole.shape[2] * kept).all()
+    for layer, row, _, _, _, positions in tiny.segments(cache):
+        if SHAPE.windows[layer] is not None:
+            assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
+    room = first_room(policy.parts(), SHAPE.layers, np.asarray(LENGTHS), NEW)
+    assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, room=room).cache_bytes
+
+
+@pytest.mark.parametrize("config", [SHAPE, ALL], ids=["some layers", "all layers"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drawn_tokens_are_those_of_the_longer_prompt(config, dtype):
+    """Past several windows, unequal lengths; in 16 bits rows wait beside the pools of a CPU."""
+    session = jaxkv.Session(tiny.tiny(config, dtype=dtype), jaxkv.FullKV())
+    _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
+    texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
+    for count in (1, WINDOW, NEW - 1):
+        again = session.prefill([text[: size + count] for text, size in zip(texts, LENGTHS, strict=True)])
+        following = [text[size + count] for text, size in zip(texts, LENGTHS, strict=True)]
+        assert np.asarray(again.logits).argmax(axis=-1).tolist() == following
+
+
+def test_turns_and_questions():
+    """Fewer and more tokens at once than a window holds, drawn tokens between them."""
+    session, rng = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV()), np.random.default_rng(1)
+    texts = prompts()
+    cache = session.prefill(texts)
+    for lengths in ((3, 11, 1), (1, 1, 1), (19, 2, 8)):
+        asked = [rng.integers(3, SHAPE.vocab, n).tolist() for n in lengths]
+        cache = session.extend(cache, asked)
+        texts = [text + more for text, more in zip(texts, asked, strict=True)]
+        np.testing.assert_allclose(cache.logits, session.prefill(texts).logits, rtol=1e-4, atol=2e-5)
+        cache, drawn = session.draw(cache, 3)
+        texts = [text + more for text, more in zip(texts, drawn.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
+    options = {"max_new_tokens": NEW, "stop_at_eos": False}
+    model = tiny.tiny(SHAPE)
+    full = jaxkv.generate(model, prompts(), policy=jaxkv.FullKV(), **options)
+    ours = jaxkv.generate(model, prompts(), policy=POLICIES[name](64), **options)
+    alone = jaxkv.generate(model, prompts()[1:2], policy=POLICIES[name](64), **options)
+    assert [each.tolist() for each in ours.tokens] == [each.tolist() for each in full.tokens]
+    assert alone.tokens[0].tolist() == full.tokens[1].tolist()
+
+
+@pytest.mark.parametrize("name", ["full", "adakv"])
+def test_kernels_and_meshes(name):
+    """A segment of the kernels' table is what the window leaves; on a mesh each device has its heads' windows."""
+    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
+    options = {"max_new_tokens": 12, "stop_at_eos": False, "policy": policy}
+    plain = jaxkv.generate(model, prompts(), **options)
+    for given in ({"implementation": "pallas"}, {"mesh": mesh_of(2, 2)}):
+        found = jaxkv.generate(model, prompts(), **options, **given)
+        assert [each.tolist() for each in found.tokens] == [each.tolist() for each in plain.tokens], given
+    meshes.forget()
+
+
+@pytest.mark.parametrize("store", ["int8", "mixed"])
+def test_stores(store):
+    """Rows of windows are held as the policy's store holds rows."""
+    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV(store=store))
+    dense = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV())
+    cache, full = session.prefill(prompts(), new=4), dense.prefill(prompts(), new=4)
+    assert cache.nbytes < 0.6 * full.nbytes
+    asked = [[5, 6, 7]] * 3
+    found, want = session.extend(cache, asked).logits, dense.extend(full, asked).logits
+    assert np.abs(np.asarray(found) - np.asarray(want)).max() < 0.1 * np.abs(np.asarray(want)).max()
+
+
+def test_slots_and_saved_caches(tmp_path):
+    model, policy = tiny.tiny(SHAPE), POLICIES["snapkv"](24)
+    options = {"max_new_tokens": 12, "stop_at_eos": False}
+    want = [each.tolist() for each in jaxkv.generate(model, prompts(), policy=policy, **options).tokens]
+    with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
+        asked = [engine.submit(each, **options) for each in prompts()]
+        assert [each.result().tokens.tolist() for each in asked] == want
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(prompts())
+    cache.save(tmp_path / "cache")
+    (_, drawn), (_, again) = session.draw(cache, 5), session.draw(jaxkv.load_cache(tmp_path / "cache"), 5)
+    assert drawn.tolist() == again.tolist() == [each[:5] for each in want]
+
+
+REFUSED = {
+    "after=Evict": lambda: jaxkv.H2O(budget=32),
+    "after=Again": lambda: jaxkv.SnapKV(budget=32, window=6, every=8),
+    "layers=": lambda: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=32, window=6)),
+    "read=": lambda: jaxkv.Quest(),
+    "rolling=True": lambda: jaxkv.StreamingLLM(budget=32, rolling_positions=True),
+    "budget='64KB'": lambda: jaxkv.SnapKV(budget="64KB", window=6),
+    "scorer=": lambda: jaxkv.KVzip(budget=32, over="head"),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_is_not_built(told):
+    with pytest.raises(ValueError, match=f"{told}.*some layers of this model have windows"):
+        jaxkv.Session(tiny.tiny(SHAPE), REFUSED[told]())
+
+
+def test_a_policy_needs_a_layer_that_attends_to_the_whole_prompt():
+    with pytest.raises(ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"):
+        jaxkv.Session(tiny.tiny(ALL), jaxkv.SnapKV(budget=32, window=6))
