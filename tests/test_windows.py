@@ -179,3 +179,18 @@ def test_what_is_not_built(told):
 def test_a_policy_needs_a_layer_that_attends_to_the_whole_prompt():
     with pytest.raises(ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"):
         jaxkv.Session(tiny.tiny(ALL), jaxkv.SnapKV(budget=32, window=6))
+
+
+def test_a_plan_counts_windows_and_gives_no_speed():
+    """Of 131,072 tokens window layers hold 1,024 rows, whatever the policy."""
+    config = jaxkv.ModelConfig(
+        vocab=1000, layers=6, embed=512, hidden=1024, heads=8, kv_heads=4, head_dim=64, max_positions=131072,
+        kinds=(LayerSpec(window=1024),) * 5 + (LayerSpec(),),
+    )  # fmt: skip
+    given = {"context": 131072 - 256, "new": 256, "batch": 2, "gpus": "h100x1"}
+    row = 2 * 2 * 64 + 4
+    for policy, rows in ((jaxkv.FullKV(), 131072 - 256), (jaxkv.SnapKV(budget=4096), 4096)):
+        made = jaxkv.plan(config, policy=policy, **given)
+        held = 2 * 4 * row * (5 * 1024 + rows)
+        assert held < made.cache < 1.05 * held + 2 * 4 * row * 6 * 512
+        assert "windows has not been measured" in str(made)

@@ -252,7 +252,7 @@ def outlook_of(
     )
     silent = ""
     if speeds[0] is None:
-        silent = (_converted(setting) or _FROM_HOST) if fitting else "it does not fit"
+        silent = (_unmeasured(setting) or _FROM_HOST) if fitting else "it does not fit"
     payback = None
     if speeds[0] is not None and setting.policy.parts() != FullKV().parts():
         whole = dataclasses.replace(setting, policy=FullKV())
@@ -290,11 +290,11 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
 
 def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None if steps convert data or read host rows.
+    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None where no rate was measured.
 
-    That is so if rows come from host memory, or each step converts rows or weights first.
+    That is so if rows come from host memory, each step converts rows or weights first, or layers have windows.
     """
-    if _converted(setting):
+    if _unmeasured(setting):
         return None
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
@@ -302,8 +302,10 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
     return estimate(setting, wide, held)
 
 
-def _converted(setting: Setting | HostSetting) -> str:
-    """Text that says why a step converts rows or weights before it computes; empty if it reads all as it is stored."""
+def _unmeasured(setting: Setting | HostSetting) -> str:
+    """Text on why there is no speed: steps convert rows or weights first, or layers have windows; else empty."""
+    if any(setting.config.windows):
+        return "prefill's attention within windows has not been measured"
     parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
     several = setting.sequences > 1 or setting.config.experts is not None
     if (here and setting.weights is not None) or (setting.weights == "int4" and several):
