@@ -169,9 +169,9 @@ def test_numbers_of_samplers_are_arguments(tmp_path):
 
 def test_tables_are_what_prompts_of_each_length_get():
     parts = BY_NAME["pyramidkv-linear"].policy(0.5).parts()
-    known = buckets.table(parts, 2, 64)
+    known = buckets.table(parts, (None, None), 64)
     for length in (known.allowed[0], 33, 64):
-        one = by_length(parts, np.asarray([length]), 2)
+        one = by_length(parts, np.asarray([length]), (None, None))
         np.testing.assert_array_equal(known.numbers.rows[:, length], one.rows[:, 0])
         assert known.numbers.budget[length] == one.budget[0]
 
@@ -179,7 +179,7 @@ def test_tables_are_what_prompts_of_each_length_get():
 @pytest.mark.parametrize("question", (0, 40))
 def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(question):
     policy = jaxkv.GlobalBudget(base=jaxkv.H2O(budget=20))
-    flat, known = tiny.tiny(MODEL).flat, buckets.table(policy.parts(), MODEL.layers, 16)
+    flat, known = tiny.tiny(MODEL).flat, buckets.table(policy.parts(), MODEL.windows, 16)
     limits, xla = buckets.Limits(question=question, new=2), jaxkv.Implementation.XLA
     bucket = buckets.spec_of_bucket(flat, policy, known, limits, platform="cpu", implementation=xla)
     assert (bucket.decoding.widest is None) == bool(question)

@@ -22,9 +22,9 @@ LENGTHS, NEW = (37, 20), 6
 
 def _turned(rows, rope):
     """Rotates rows `[..., N, D]` at positions 0 .. N."""
-    frequencies, factor = inverse_frequencies(rope, rows.shape[-1])
+    frequencies, factors = inverse_frequencies(rope, rows.shape[-1])
     angle = np.arange(rows.shape[-2])[:, None] * frequencies
-    cos, sin = np.cos(angle) * factor, np.sin(angle) * factor
+    cos, sin = np.cos(angle) * factors, np.sin(angle) * factors
     one, other = np.split(rows, 2, axis=-1)
     return np.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
 

@@ -35,8 +35,8 @@ ROPES = {
 
 
 def _rotation(config, n, positions):
-    frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
-    return o.mean_rotation(frequencies, n, positions, factor)
+    frequencies, factors = inverse_frequencies(config.rope, config.head_dim)
+    return o.mean_rotation(frequencies, n, positions, factors[0])
 
 
 def _expected(q, config, n, asked):

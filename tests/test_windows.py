@@ -166,6 +166,7 @@ REFUSED = {
     "read=": lambda: jaxkv.Quest(),
     "rolling=True": lambda: jaxkv.StreamingLLM(budget=32, rolling_positions=True),
     "budget='64KB'": lambda: jaxkv.SnapKV(budget="64KB", window=6),
+    "heads=": lambda: jaxkv.HeadKV(scores=((1.0, 2.0),) * SHAPE.layers, budget=32, window=6),
     "scorer=": lambda: jaxkv.KVzip(budget=32, over="head"),
 }
 

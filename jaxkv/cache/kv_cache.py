@@ -208,9 +208,10 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes, summed over sequences, that all tokens seen would take in an uncompressed cache without padding."""
-        each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
-        return int(host(self.seen)[: self.batch].sum()) * each
+        """Bytes, summed over sequences, that an uncompressed cache without padding takes; of windows, their rows."""
+        each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
+        seen = host(self.seen)[: self.batch]
+        return each * sum(int(np.minimum(seen, width or seen).sum()) for width in self.config.windows)
 
     @property
     def slack_nbytes(self) -> int:

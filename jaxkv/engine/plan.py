@@ -162,7 +162,8 @@ def plan_prefill(
     filled = layers * numbers.budget if rows is None else rows.sum(axis=0)
     promised = -(-int(heads * filled.sum()) * times // (groups * stretches))
     spare = work.batch * work.config.kv_heads * sum(rooms)
-    full_bytes = times * int(length.sum()) * layers * heads * 2 * config.head_dim * item
+    uncompressed = sum(int(np.minimum(length, window or length).sum()) for window in config.windows)
+    full_bytes = times * uncompressed * heads * 2 * config.head_dim * item
     return PrefillPlan(
         slots=slots,
         capacity=capacity,

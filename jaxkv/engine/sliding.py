@@ -18,8 +18,8 @@ def over_window(
     q: Float[Array, "B K G N D"], pool: Pool, start: Int[Array, "B K"], length: Int[Array, "B K"], spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention to the rows of a pool's segments from any first row on: output and log-sum-exp."""
-    # Segments begin where their window does, and no longer at strides.
-    return pool_attention(q, pool.k, pool.v, start, length, dataclasses.replace(spec, layout=Layout.RAGGED))
+    # Segments begin where their window does, no longer at strides; a walk in windows reads these rows alone.
+    return pool_attention(q, pool.k, pool.v, start, length, dataclasses.replace(spec, layout=Layout.SHARED))
 
 
 def several_in_window(

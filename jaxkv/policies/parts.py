@@ -13,7 +13,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, as_policy_budget
-from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
+from jaxkv.policies.heads import HeadBudgets, UniformHeads, needs_layer, own_budgets, own_limits, shares_positions
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
 from jaxkv.policies.merger import Merger, check_merger
@@ -210,6 +210,7 @@ class Parts(Value):
         for name, value, fits in (
             ("budget", self.budget, not isinstance(self.budget, str)),
             ("layers", self.layers, not self.layers.from_scores and own_limits(self.heads) is None),
+            ("heads", self.heads, not needs_layer(self.heads)),
             ("merge", self.merge, self.merge is None),
             ("after", self.after, isinstance(self.after, Append)),
             ("read", self.read, self.read is None),
