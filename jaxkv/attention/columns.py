@@ -56,7 +56,7 @@ def column_sums(
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
-        """Mapped over kv heads: attention `f32[G, S]` that one head's keys receive, summed over its queries."""
+        """For `lax.map` over kv heads: attention `f32[G, S]` that a head's keys receive, summed over its queries."""
         q_head, k_head, total = inputs
 
         def step(index, sums, *, masked):

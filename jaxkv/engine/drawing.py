@@ -21,7 +21,7 @@ from jaxkv.sharding.mesh import host, place
 
 
 class Drawing:
-    """Draws blocks of tokens on top of a cache that it owns and overwrites; makes room in the pools when they are full.
+    """Draws blocks of tokens on a cache that it owns; full pools are compressed again, or made larger.
 
     Attributes:
         left: tokens still to be drawn of those it was made for.

@@ -61,7 +61,7 @@ class Evicted(NamedTuple):
 def weakest(
     pool: Pool, segments: Segments, how: Eviction
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: index of the lowest-ranked evictable row (-1 for none), mask of rows found, row likely evicted next.
+    """Per segment: index of the lowest-ranked evictable row (-1: none), mask of segments with one, index of the next.
 
     Ties go to the latest position. The row likely evicted next is the lowest-ranked of the others, -1 for none; where
     segments are reduced in windows, of those in the same window. Scores of the pool must be up to date.

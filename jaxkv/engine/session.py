@@ -183,7 +183,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields how many layers ran since the last yield; returns the `KVCache`.
+        """Generator form of `prefill`: yields layers run since the last yield (a float); returns the `KVCache`.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.

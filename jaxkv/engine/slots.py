@@ -206,7 +206,7 @@ class Slots:
 
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
-        """Copies a sequence from `begin` or `take` into a slot; the other slots are unchanged."""
+        """Copies a sequence from `begin` or `take` into a slot, in place; the other slots are unchanged."""
         self._put(sequence.arrays, slot)
         self.done[slot], self._waiting[slot] = sequence.done, 0
         self._beyond[slot] = sequence.beyond[self._group_of(slot)]

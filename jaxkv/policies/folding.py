@@ -166,7 +166,7 @@ class Merge(Merger, Value):
     def _decided(
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
-        """Tuple of merge thresholds, the `index`-th updated by rows dropped now, and a mask of rows to merge."""
+        """Two arrays: merge thresholds, that of the `index`-th compared tensor updated; mask of rows to merge."""
         if tau is None:
             raise TypeError("Merge needs its thresholds")
         over = axes if self.across_heads else None

@@ -45,5 +45,5 @@ class CaM(WindowMethod):
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
     def parts(self) -> Parts:
-        """Returns `Parts`: scores by the window's attention; `ValueMerge` adds shares of values to later tokens'."""
+        """Returns `Parts`: window attention scores; `ValueMerge` adds shares of values, kept or not, to later ones."""
         return self.observed(merge=self._merge)
