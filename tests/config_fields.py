@@ -214,29 +214,24 @@ ROUTED: dict[str, Verdict] = {
     "router_aux_loss_coef": NoEffect(TRAINING, 0.5),
 }
 
+COHERE: dict[str, Verdict] = (
+    BASE
+    | ALL
+    | {key: GATED[key] for key in ("hidden_act", "intermediate_size", "num_key_value_heads")}
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "layer_norm_eps": Read(lambda c: c.norm_eps, 1e-3),
+        "logit_scale": Read(lambda c: c.logit_scale, 0.5),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+    }
+)
 FIELDS: dict[str, dict[str, Verdict]] = {
-    "cohere": BASE
-    | ALL
-    | {key: GATED[key] for key in ("hidden_act", "intermediate_size", "num_key_value_heads")}
+    "cohere": COHERE | {"use_qk_norm": Refused(True)},
+    "cohere2": COHERE
     | {
-        "attention_bias": BIAS,
-        "head_dim": HEAD_DIM,
-        "layer_norm_eps": Read(lambda c: c.norm_eps, 1e-3),
-        "logit_scale": Read(lambda c: c.logit_scale, 0.5),
-        "tie_word_embeddings": Read(lambda c: c.tied, False),
-        "use_qk_norm": Refused(True),
-    },
-    "cohere2": BASE
-    | ALL
-    | {key: GATED[key] for key in ("hidden_act", "intermediate_size", "num_key_value_heads")}
-    | {
-        "attention_bias": BIAS,
-        "head_dim": HEAD_DIM,
-        "layer_norm_eps": Read(lambda c: c.norm_eps, 1e-3),
         "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
-        "logit_scale": Read(lambda c: c.logit_scale, 0.5),
         "sliding_window": Read(widths, 64),
-        "tie_word_embeddings": Read(lambda c: c.tied, False),
     },
     "falcon": BASE
     | ALL

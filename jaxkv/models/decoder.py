@@ -121,7 +121,7 @@ class Block(nnx.Module):
         return (wide + self._joining(self.mlp(read, self.axes), self.mlp_out_norm)).astype(x.dtype)
 
     def _joining(self, added: Float[Array, "B N E"], norm: Any) -> Float[Array, "B N E"]:
-        """What attention or MLP adds to the residual stream: normed, if a norm follows, and scaled; float32."""
+        """Attention's or the MLP's output as it joins the residual stream: normed if a norm follows, scaled."""
         added = added if norm is None else norm(added).astype(jnp.float32)
         return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 

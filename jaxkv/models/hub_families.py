@@ -1,4 +1,4 @@
-"""What single families' Hugging Face configs say beside Llama's keys."""
+"""Families: switches of each, and readers of the keys that its Hugging Face config has beside Llama's."""
 
 from __future__ import annotations
 
