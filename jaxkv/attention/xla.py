@@ -129,6 +129,17 @@ def causal(
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:-1])
 
 
+def masked(
+    q: Float[Array, "G N D"], k: Float[Array, "m D"], v: Float[Array, "m D"], seen: Bool[Array, "N m"]
+) -> Float[Array, "G N D"]:
+    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none."""
+    logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
+    logits = jnp.where(seen, logits, MASKED)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    out = exact_einsum("gnm,md->gnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (out / weights.sum(axis=-1, keepdims=True)).astype(q.dtype)
+
+
 def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """16-bit floats bitcast to uint16, which a CPU slices without float32; other arrays unchanged."""
     return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows

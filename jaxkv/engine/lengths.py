@@ -112,8 +112,7 @@ def by_length(
         rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
         recent = parts.recents(rows, length, forced)
         if layers < len(windows):
-            whole = [each is None for each in windows]
-            rows, recent = (_beside_windows(table, length, windows, whole) for table in (rows, recent))
+            rows, recent = (_beside_windows(table, length, windows) for table in (rows, recent))
     return ByLength(
         budget=budget,
         most=parts.may_hold(budget),
@@ -125,11 +124,11 @@ def by_length(
 
 
 def _beside_windows(
-    table: Int[np.ndarray, "n B"], length: Int[np.ndarray, " B"], windows: tuple[int | None, ...], whole: list[bool]
+    table: Int[np.ndarray, "n B"], length: Int[np.ndarray, " B"], windows: tuple[int | None, ...]
 ) -> Int[np.ndarray, "L B"]:
-    """Row counts of all layers: those of layers in mask `whole` from `table`, of the others as many as their window."""
+    """Row counts `[L, B]` of all layers: of window layers their window's, of the others those in `table`."""
     rows = np.stack([np.minimum(length, each or 0) for each in windows])
-    rows[whole] = table
+    rows[[each is None for each in windows]] = table
     return rows
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.xla import MASKED, scale_queries
+from jaxkv.attention.xla import masked
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.segments import Segments, in_window
@@ -40,11 +40,7 @@ def several_in_window(
         q, k_new, v_new, at, held, real, k, v = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        logits = jnp.einsum("gnd,md->gnm", scale_queries(q), keys, preferred_element_type=jnp.float32)
-        logits = jnp.where(near & there, logits, MASKED)
-        weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        out = jnp.einsum("gnm,md->gnd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return (out / weights.sum(axis=-1, keepdims=True)).astype(q.dtype)
+        return masked(q, keys, values, near & there)
 
     def of_sequence(given: tuple[Array, ...]) -> Float[Array, "K G N D"]:
         """Output of one sequence, kv head by kv head."""
