@@ -19,14 +19,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from aot_cases import arguments
+from aot_cases import STORES, arguments
 
 DEVICES = ("h100", "h200", "a100")
 KERNELS = (
     "decode_token",
     "decode_token_scored",
     "decode_token_picked",
-    "decode_token_codes",
+    "decode_token_int8",
+    "decode_token_int4",
+    "decode_token_mixed",
     "attend",
     "attend_question",
     "compact",
@@ -238,8 +240,13 @@ def cases(quick, dtypes):
 
     if quick:
         return [Case(kernel, "Llama-3-8B", "bfloat16", "h100") for kernel in KERNELS]
-    models = [heads.name for heads in shapes.MODELS]
-    return [Case(*each) for each in ((k, m, t, d) for d in DEVICES for m in models for k in KERNELS for t in dtypes)]
+    found = ((k, m, t, d) for d in DEVICES for m in shapes.MODELS for k in KERNELS for t in dtypes if takes(k, m.dim))
+    return [Case(kernel, heads.name, dtype, device) for kernel, heads, dtype, device in found]
+
+
+def takes(kernel, dim):
+    """True if a kernel reads rows of a head dim; rows in codes come in words."""
+    return dim % STORES.get(kernel.removeprefix("decode_token_"), (1, 1))[0] == 0
 
 
 def mosaic_cases(quick, dtypes):

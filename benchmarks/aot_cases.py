@@ -1,5 +1,9 @@
 """The kernels that `aot.py` compiles, as functions of abstract arrays, and the shapes they are compiled for."""
 
+# Stores whose codes kernels read as they lie: what has to divide the head dim, and bytes of a code, mean of keys and
+# values.
+STORES = {"int8": (4, 1), "int4": (64, 0.5), "mixed": (64, 0.75)}
+
 
 def arguments(case):
     """The kernel as a function, and the shapes it is compiled for."""
@@ -17,8 +21,8 @@ def arguments(case):
     whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
-        case "decode_token" | "decode_token_scored" | "decode_token_picked" | "decode_token_codes":
-            return token_arguments(heads, dtype, batch=batch, pool=pool, kind=case.kernel.removeprefix("decode_token"))
+        case name if name.startswith("decode_token"):
+            return token_arguments(heads, dtype, batch=batch, pool=pool, kind=name.removeprefix("decode_token"))
         case "attend":
             attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
             score = of((batch, pool), jnp.float32)
@@ -61,6 +65,18 @@ def linear_arguments(heads, dtype, *, bits):
     return lambda x, codes, *of_groups: pallas_kernels.multiply_codes(x, codes, None, *of_groups), given
 
 
+def stored(kernels, store, batch, pool, dim):
+    """Abstract keys and values of a pool as a store holds them."""
+    import jax
+    import jax.numpy as jnp
+
+    of, group = jax.ShapeDtypeStruct, (batch, pool, dim // 32)
+    eight = kernels.Coded(of((batch, pool, dim), jnp.int8), of((batch, pool), jnp.float16))
+    codes = of((batch, pool, dim // 2), jnp.uint8) if dim % 128 else of((batch, pool, dim // 4), jnp.uint16)
+    four = kernels.Nibbles(codes, of(group, jnp.float16), of(group, jnp.float16))
+    return {"int8": (eight, eight), "int4": (four, four), "mixed": (eight, four)}[store]
+
+
 def step_arguments(kernel, heads, dtype, *, batch, pool):
     """What a decode step launches beside attention."""
     import jax
@@ -89,13 +105,15 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     from jaxkv import pallas_kernels
 
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-    programs = pallas_kernels.programs(dim=heads.dim, itemsize=dtype.itemsize)
+    store = kind[1:] if kind[1:] in STORES else None
+    itemsize = STORES[store][1] if store else dtype.itemsize
+    programs = pallas_kernels.programs(dim=heads.dim, itemsize=itemsize)
 
     def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
         chunks = pallas_kernels.deal(start, length, programs=programs)
         if kind == "_picked":
             options = {"picks": pallas_kernels.Picks(*more, start)}
-        elif kind == "_codes":
+        elif store:
             options = {"dtype": dtype}
         else:
             options = dict(zip(("score", "begin"), more, strict=False))
@@ -105,13 +123,13 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     # Queries, keys and values come in two parts that are to be added up.
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
     angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
-    rows = of((batch, pool, heads.dim), dtype)
-    if kind == "_codes":
-        rows = pallas_kernels.Coded(of(rows.shape, jnp.int8), of(rows.shape[:2], jnp.float16))
+    rows = (of((batch, pool, heads.dim), dtype),) * 2
+    if store:
+        rows = stored(pallas_kernels, store, batch, pool, heads.dim)
     # Products come in parts, of eight sequences at least.
     new = (4, 8)
     shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))
-    shapes += (angle, angle, one, one, rows, rows, of((batch, pool), i32), tables, tables)
+    shapes += (angle, angle, one, one, *rows, of((batch, pool), i32), tables, tables)
     more = {"_scored": (of((batch, pool), f32), of(per_head, f32))}
     more |= {"_picked": (of((batch, 1, 1024), i32), one, of((batch, 1), i32), tables)}
     return token, (*shapes, *more.get(kind, ()))

@@ -10,6 +10,7 @@ from jaxkv import pallas_kernels
 from jaxkv.attention import Implementation, backend_of, capability_of
 from jaxkv.attention.backend import Setting
 from jaxkv.cache.layout import Layout
+from jaxkv.cache.quantised import Nibbles
 from jaxkv.pallas_kernels import mosaic
 
 # Largest difference as a share of the largest value.
@@ -20,6 +21,8 @@ def wide(array):
     """An array, or the rows that codes stand for, as float64 on the host."""
     if isinstance(array, pallas_kernels.Coded):
         return wide(array.code) * wide(array.scale)[..., None]
+    if isinstance(array, pallas_kernels.Nibbles):
+        return np.asarray(Nibbles(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64)
     return np.asarray(array.astype(jnp.float32), np.float64)
 
 
@@ -74,11 +77,12 @@ def _turned(x, cos, sin):
 
 
 def codes(case, dtype, tiles=None):
-    """What `token` checks, over rows in 8 bits; the new key and value may be a code off."""
-    return token(case, dtype, tiles, narrow=True)
+    """What `token` checks, over rows in 8 and, where they can be, in 4 bits; new keys and values may be a code off."""
+    stores = ("int8", "int4", "mixed")[: 1 if case["dim"] % 64 else 3]
+    return {name: each for store in stores for name, each in token(case, dtype, tiles, store=store).items()}
 
 
-def token(case, dtype, tiles=None, *, narrow=False):
+def token(case, dtype, tiles=None, *, store=None):
     """A new token's rotation, append and attention, with scores; the last of three sequences has ended."""
     heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"] // 2
     share = np.ones((3, heads))
@@ -88,7 +92,7 @@ def token(case, dtype, tiles=None, *, narrow=False):
     start = (np.cumsum(length + 1, axis=1) - length - 1).astype(np.int32)
     pool = heads * (rows + 1)
     k, v = (random(10 + i, (3, pool, dim), dtype) for i in (0, 1))
-    name, k, v = ("codes", coded(k), coded(v)) if narrow else ("token", k, v)
+    name, (k, v) = store or "token", coded(k, v, store) if store else (k, v)
     q, kv = random(12, (2, 3, heads, group, dim), jnp.float32), random(13, (2, 3, 2, heads, dim), jnp.float32)
     angle, counts = np.linspace(0, 3, 3 * dim // 2).reshape(3, -1), np.asarray([1, 1, 0], np.int32)
     positions, score = np.asarray([rows, rows, rows], np.int32), random(14, (3, pool), jnp.float32)
@@ -97,7 +101,7 @@ def token(case, dtype, tiles=None, *, narrow=False):
     chunks = pallas_kernels.deal(jnp.asarray(start)[None], jnp.asarray(length)[None], **dealt)
     new = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32), positions, counts)
     options = {"layer": 0, "score": score, "begin": begin, "tiles": tiles, "interpret": INTERPRET}
-    options |= {"dtype": dtype} if narrow else {}
+    options |= {"dtype": dtype} if store else {}
     out, *ours = pallas_kernels.decode_token(
         q, kv, *map(jnp.asarray, new), k, v, pos, jnp.asarray(start)[None], chunks, **options
     )
@@ -105,8 +109,8 @@ def token(case, dtype, tiles=None, *, narrow=False):
     cos, sin, both = np.cos(angle)[:, None], np.sin(angle)[:, None], wide(kv).sum(axis=0)
     queries = rounded(_turned(wide(q).sum(axis=0), cos[:, None], sin[:, None]))
     row, value = rounded(_turned(both[:, 0], cos, sin)), rounded(both[:, 1])
-    if narrow:
-        row, value = (wide(coded(jnp.asarray(each, jnp.float32))) for each in (row, value))
+    if store:
+        row, value = map(wide, coded(*(jnp.asarray(each, jnp.float32) for each in (row, value)), store))
     want = [wide(k), wide(v), np.asarray(pos, np.float64), wide(score)]
     for b, h in np.ndindex(*length.shape):
         if counts[b]:

@@ -14,7 +14,7 @@ from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
 from jaxkv import pallas_kernels
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.quantised import Bytes
+from jaxkv.cache.quantised import STORES
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
 _BYTES, _FLOPS = 3e12, 3e14
@@ -115,11 +115,11 @@ def lengths_of(case):
     return length
 
 
-@jax.jit
-def coded(rows):
-    """Rows as 8-bit codes with a scale each."""
-    found = Bytes.of(rows)
-    return pallas_kernels.Coded(found.code, found.scale)
+@partial(jax.jit, static_argnums=2)
+def coded(k, v, store):
+    """Keys and values as a store holds them, as kernels take them."""
+    kinds = {2: pallas_kernels.Coded, 3: pallas_kernels.Nibbles}
+    return tuple(kinds[len(each)](*each) for each in STORES[store].of(k, v).held)
 
 
 def pools_of(case, dtype):
@@ -128,12 +128,12 @@ def pools_of(case, dtype):
     batch, heads = length.shape
     # Room for 256 new rows a head, as a cache has it.
     rows = int(length.sum(axis=1).max()) + heads * min(256, case["rows"])
-    narrow = case.get("store") == "int8"
-    nbytes = 2 * int(length.sum()) * (dim + 2 if narrow else dim * dtype.itemsize)
+    store = case.get("store", "dense")
+    nbytes = int(length.sum()) * STORES[store].row_bytes(dim, dtype.itemsize)
     count = min(rotation(nbytes), 48)
     pools = [tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)]
-    if narrow:
-        pools = [tuple(coded(each) for each in pool) for pool in pools]
+    if store != "dense":
+        pools = [coded(*pool, store) for pool in pools]
     length = jnp.asarray(length)
     start = Layout.RAGGED.place(length[None], rows)[0]
     q = random(10_000, (batch, heads, case["group"], dim), dtype)
@@ -142,7 +142,7 @@ def pools_of(case, dtype):
 
 def _dealt(start, length, case, dtype):
     """Who reads what, as a step finds it out once for all its layers."""
-    size = 1 if "store" in case else dtype.itemsize
+    size = {"int8": 1, "int4": 0.5, "mixed": 0.75}.get(case.get("store"), dtype.itemsize)
     programs = pallas_kernels.programs(dim=case["dim"], itemsize=size, interpret=INTERPRET)
     return pallas_kernels.deal(start[None], length[None], programs=programs)
 

@@ -71,11 +71,12 @@ DECODE = (
     segments("8B", 64, 1024, "unequal"),
     segments("8B", 1, 32768, "one head 10x"),
 )
+STORES = ("int8", "int4", "mixed")
 TINY = segments("tiny", 2, 48, "unequal")
 
 
-def _in_8_bits(case):
-    return case | {"store": "int8", "name": f"{case['name']}, 8 bits"}
+def _stored(case, store):
+    return case | {"store": store, "name": f"{case['name']}, {store}"}
 
 
 def _prompt(model, tokens, **more):
@@ -192,10 +193,12 @@ PARTS = (
     ),
     Part(
         name="codes",
-        what="the same over rows in 8 bits",
+        what="the same over rows in 8 and 4 bits",
         function="gpu_kernels:token",
-        cases=tuple(_in_8_bits(case) for case in DECODE if case["rows"] * case["batch"] >= 8192),
-        quick=(_in_8_bits(TINY),),
+        cases=tuple(
+            _stored(case, store) for store in STORES for case in DECODE if case["rows"] * case["batch"] >= 8192
+        ),
+        quick=tuple(_stored(TINY, store) for store in STORES),
         limit=60,
         sources=_KERNELS,
     ),

@@ -137,7 +137,7 @@ PLAIN = (
 DECODE = (
     ("Decode attention", "decode"),
     ("Decode attention, with the new token's rotation and append", "token"),
-    ("The same over rows in 8 bits", "codes"),
+    ("The same over rows in 8 and 4 bits", "codes"),
     ("Decode attention that adds to scores", "mass"),
 )
 

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import aot
+import aot_cases
 import perf_gpu
 import perf_sass
 
@@ -33,7 +34,7 @@ MERGE_LEAST = 2e-6
 class Case:
     """Lengths of a pool's segments, `[B][K]`, and the shape of the heads that read them.
 
-    `like` names the case of as many rows in equal segments, if there is one; `codes` has rows in 8 bits.
+    `like` names the case of as many rows in equal segments, if there is one; `store` is what holds rows in fewer bits.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Case:
     group: int = 4
     dim: int = 128
     like: str | None = None
-    codes: bool = False
+    store: str | None = None
 
     @property
     def rows(self):
@@ -84,8 +85,11 @@ CASES = (
     Case("1 x 131072, one head 10x", skewed(1, 8, 131072), like="1 x 131072"),
     Case("4 x 8192 of 70B on 8", even(4, 1, 8192), group=8),
     Case("8 x 8192, unequal", unequal(8, 8, 8192), like="8 x 8192"),
-    Case("8 x 8192, 8 bits", even(8, 8, 8192), codes=True),
-    Case("64 x 1024, 8 bits", even(64, 8, 1024), codes=True),
+    Case("8 x 8192, 8 bits", even(8, 8, 8192), store="int8"),
+    Case("64 x 1024, 8 bits", even(64, 8, 1024), store="int8"),
+    Case("8 x 8192, 4 bits", even(8, 8, 8192), store="int4"),
+    Case("64 x 1024, 4 bits", even(64, 8, 1024), store="int4"),
+    Case("8 x 8192, keys in 8 bits, values in 4", even(8, 8, 8192), store="mixed"),
 )
 
 
@@ -236,7 +240,7 @@ class Estimate:
     flight: float
     resident: int
     found: Found
-    codes: bool = False
+    store: str | None = None
 
     def share(self, device):
         """Of the copy bandwidth, launches counted."""
@@ -249,14 +253,14 @@ class Estimate:
 
 
 def estimate(
-    device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0, picked=False, codes=False
+    device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0, picked=False, store=None
 ):
     """What the model makes of the two kernels and the rows of each program; `written` bytes go out with each row.
 
     Of picked rows numbers come in besides. The rows are taken to come as fast as neighbours do: each is some sectors.
     """
     stream = stream_of(rows, device, picked)
-    each = (2 * (dim + 2) if codes else dim * 2 * 2) + written + 4 * picked
+    each = (sum(row_bytes(dim)[store]) if store else dim * 2 * 2) + written + 4 * picked
     total = sum(work)
     merging = merge_of(merge, device, segments=segments, group=group, dim=dim)
     slots = device.sms * stream.resident
@@ -271,8 +275,14 @@ def estimate(
         flight=stream.flight * stream.resident,
         resident=stream.resident,
         found=rows,
-        codes=codes,
+        store=store,
     )
+
+
+def row_bytes(dim):
+    """Bytes of a key and of a value, scales included, by store."""
+    eight, four = dim + 2, dim // 2 + dim // 32 * 4
+    return {"int8": (eight, eight), "int4": (four, four), "mixed": (eight, four)}
 
 
 def pair(found):
@@ -289,31 +299,31 @@ def run(kernels, case, device):
     batch, heads = len(case.lengths), len(case.lengths[0])
     of = jax.ShapeDtypeStruct
     table, shape = of((batch, heads), jnp.int32), (batch, case.pool_rows, case.dim)
-    pool = kernels.Coded(of(shape, jnp.int8), of(shape[:2], jnp.float16)) if case.codes else of(shape, jnp.bfloat16)
+    pools = aot_cases.stored(kernels, case.store, *shape) if case.store else (of(shape, jnp.bfloat16),) * 2
     dump = emptied()
     query = of((batch, heads, case.group, case.dim), jnp.bfloat16)
-    aot.compile_for(device.name, kernels.attend, query, pool, pool, table, table)
+    aot.compile_for(device.name, kernels.attend, query, *pools, table, table)
     rows, merge = pair(found_in(dump, ("ragged_decode",)))
     shape = {"group": case.group, "dim": case.dim}
-    item = 1 if case.codes else 2
+    item = aot_cases.STORES[case.store][1] if case.store else 2
     work, counts = chunks_of(kernels, case.lengths, **shape, pool_rows=case.pool_rows, itemsize=item)
-    shape |= {"segments": batch * heads, "codes": case.codes}
+    shape |= {"segments": batch * heads, "store": case.store}
     return estimate(device, rows, merge, work, counts, **shape)
 
 
-def kernel_faults(found, device, numbers=0, *, codes=False):
+def kernel_faults(found, device, numbers=0, *, store=None):
     """What is wrong with the pass over rows whatever the lengths are.
 
     Args:
         found: the kernel.
         device: it runs on.
         numbers: loads of 4 bytes that its loop may have, see `row_numbers`; none where rows are not picked.
-        codes: True for rows in 8 bits, whose scales are 2 bytes each: their loads may be narrow.
+        store: of rows in fewer bits, whose scales are few bytes each: their loads may be narrow.
     """
     stream, body = stream_of(found, device), found.code.body(found.code.hot)
     wrong = [f"spills {found.spills} bytes"] if found.spills else []
     # Picked rows lie where a list says, so that a pass over them loads one number for each row; nothing else is narrow.
-    if not codes and (thin := perf_sass.narrow(body, numbers)):
+    if store is None and (thin := perf_sass.narrow(body, numbers)):
         wrong.append(f"{thin} loads in the hot loop are narrower than 16 bytes")
     flight, wanted = stream.flight * stream.resident, IN_FLIGHT * device.little
     if flight < wanted:
@@ -323,7 +333,7 @@ def kernel_faults(found, device, numbers=0, *, codes=False):
 
 def faults(found, device, like=None):
     """Which rules an estimate breaks, held against that of equal segments if there is one."""
-    wrong = kernel_faults(found.found, device, codes=found.codes)
+    wrong = kernel_faults(found.found, device, store=found.store)
     if found.ctas < found.needed:
         wrong.append(f"{found.ctas} programs work where rows are enough for {found.needed} SMs")
     if found.merge > max(MERGE_SHARE * found.rows, MERGE_LEAST):

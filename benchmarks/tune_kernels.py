@@ -45,7 +45,7 @@ def _segments(kernel, dim, dtype):
         shape = (batch, heads.kv_heads * (rows + 1), dim)
         pools = [tuple(random(2 * i + j, shape, dtype) for j in (0, 1)) for i in range(count)]
         if kernel == "codes":
-            pools = [tuple(coded(each) for each in pool) for pool in pools]
+            pools = [coded(*pool, "int8") for pool in pools]
         q = random(9, (batch, heads.kv_heads, heads.group, dim), dtype)
         start = Layout.RAGGED.place(jnp.asarray(length)[None], shape[1])[0]
         loads.append((q, pools, start, jnp.asarray(length), size))

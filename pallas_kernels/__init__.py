@@ -4,7 +4,7 @@ They take and return arrays and know no caches, policies or models; `jaxkv.atten
 """
 
 from .chunks import Chunks, deal
-from .codes import Coded
+from .codes import Coded, Nibbles
 from .decode import attend, decode_token
 from .gather import compact
 from .linear import multiply_codes
@@ -18,6 +18,7 @@ from .window import window_sums
 __all__ = [
     "Chunks",
     "Coded",
+    "Nibbles",
     "Picks",
     "add_norm",
     "attend",

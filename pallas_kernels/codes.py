@@ -1,5 +1,6 @@
-"""Rows in 8-bit codes within the decode kernels: their operands, and how a new row is encoded."""
+"""Rows in 8-bit and 4-bit codes within the decode kernels: their operands, and how a new row is encoded."""
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -8,8 +9,10 @@ from jax import lax
 
 from ._compat import store
 
-# As jaxkv's store of 8-bit rows has them: float16 scales, rounded up, so that no code lies beyond the largest one.
+# As jaxkv's stores have them: float16 scales, rounded up, so that no code lies beyond the largest one.
 _LARGEST, SMALLEST_SCALE, _UP = 127, 2.0**-24, 1 + 2.0**-11
+# Columns that share a scale and a least value in 4 bits, and the largest such code.
+GROUP, _LARGEST_4 = 32, 15
 
 
 class Coded(NamedTuple):
@@ -24,21 +27,49 @@ class Coded(NamedTuple):
     scale: jax.Array
 
 
-def shape_of(rows: jax.Array | Coded) -> tuple[int, ...]:
+class Nibbles(NamedTuple):
+    """Keys or values of a pool as 4-bit codes, with a scale and a least value for each group of 32 columns.
+
+    A word has codes from 0 to 15, the first in its lowest bits: of 16 bits column e of four neighbouring groups, of 8
+    bits that of a group in the first half of D and of the group as far into the second half.
+
+    Attributes:
+        code: `u16[B, P, D / 4]` or `u8[B, P, D / 2]` words.
+        scale: `f16[B, P, D / 32]` by which a group's codes are multiplied.
+        least: `f16[B, P, D / 32]` added to them then.
+    """
+
+    code: jax.Array
+    scale: jax.Array
+    least: jax.Array
+
+
+Rows = jax.Array | Coded | Nibbles
+
+
+def shape_of(rows: Rows) -> tuple[int, ...]:
     """Shape `(B, P, D)` of a pool's keys or values, encoded or not."""
+    if isinstance(rows, Nibbles):
+        return (*rows.code.shape[:2], 2 * rows.code.dtype.itemsize * rows.code.shape[2])
     return (rows.code if isinstance(rows, Coded) else rows).shape
 
 
-def itemsize_of(rows: jax.Array | Coded, dtype: Any) -> int:
-    """Bytes of a stored element, by which tiles are chosen: 1 of codes, else those of the model's dtype."""
-    return 1 if isinstance(rows, Coded) else jnp.dtype(dtype).itemsize
+def itemsize_of(k: Rows, v: Rows, dtype: Any) -> int | float:
+    """Bytes of a stored element, by which tiles are chosen: mean of keys' and values', scales left out."""
+    sizes = {Coded: 1.0, Nibbles: 0.5}
+    return sum(sizes.get(type(rows), jnp.dtype(dtype).itemsize) for rows in (k, v)) / 2
 
 
-def operands(name: str, rows: jax.Array | Coded) -> dict[str, jax.Array]:
-    """Arrays of keys or values by the names that kernels know them by: `name`, and of codes `name_scale`.
+def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
+    """Arrays of keys or values by the names that kernels know them by: `name`, of codes also `name_scale`, `_least`.
 
-    Codes of values are seen as words of four, which moves nothing.
+    8-bit codes of values are seen as words of four, and 4-bit codes' scales as words of two, which moves nothing.
     """
+    if isinstance(rows, Nibbles):
+        groups, dim = rows.scale.shape[2], shape_of(rows)[2]
+        if groups % 2 or dim != groups * GROUP:
+            raise ValueError(f"{name}: 4-bit codes of {dim} columns in {groups} groups: kernels read pairs of {GROUP}")
+        return {name: rows.code, f"{name}_scale": _words(rows.scale), f"{name}_least": _words(rows.least)}
     if not isinstance(rows, Coded):
         return {name: rows}
     code = rows.code
@@ -49,8 +80,23 @@ def operands(name: str, rows: jax.Array | Coded) -> dict[str, jax.Array]:
     return {name: code, f"{name}_scale": rows.scale}
 
 
-def rebuilt(name: str, found: dict[str, jax.Array], like: jax.Array | Coded) -> jax.Array | Coded:
+def _words(halves: jax.Array) -> jax.Array:
+    """Float16 pairs `[B, P, n]` seen as words `i32[B, P, n / 2]`."""
+    return lax.bitcast_convert_type(halves.reshape(*halves.shape[:2], -1, 2), jnp.int32)
+
+
+def half_of_word(words: jax.Array, half: int) -> jax.Array:
+    """Float16 in the low (`half` 0) or high (1) 16 bits of int32 words, inside a kernel."""
+    return lax.bitcast_convert_type((words >> 16 * half).astype(jnp.int16), jnp.float16)
+
+
+def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
     """Keys or values, encoded if `like` is, from a kernel's outputs of the names that `operands` gives them."""
+    if isinstance(like, Nibbles):
+        words = (found[f"{name}_{each}"] for each in ("scale", "least"))
+        return Nibbles(
+            found[name], *(lax.bitcast_convert_type(w, jnp.float16).reshape(like.scale.shape) for w in words)
+        )
     if not isinstance(like, Coded):
         return found[name]
     code = found[name]
@@ -59,24 +105,24 @@ def rebuilt(name: str, found: dict[str, jax.Array], like: jax.Array | Coded) -> 
     return Coded(code, found[f"{name}_scale"])
 
 
-def scale_of(largest: jax.Array) -> jax.Array:
-    """Float16 scale of a row whose largest magnitude is `largest`; 0 for a row of zeros."""
-    scale = largest / _LARGEST
+def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
+    """Float16 scale by which code `most` stands for the number `largest`; 0 for 0."""
+    scale = largest / most
     return jnp.where(scale > 0, jnp.maximum(scale * _UP, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
-def codes_of(row: jax.Array, scale: jax.Array) -> jax.Array:
-    """Codes of a float32 row, or of a part of it, by the row's scale; still float32."""
+def codes_of(row: jax.Array, scale: jax.Array, least: int = -_LARGEST, most: int = _LARGEST) -> jax.Array:
+    """Codes from `least` to `most` of a float32 row, or of a part of it, by the row's scale; still float32."""
     wide = scale.astype(jnp.float32)
     code = jnp.where(wide == 0, 0.0, row / jnp.where(wide == 0, 1.0, wide))
     # Rounds halves to even: Triton has no instruction of JAX's for that.
     below = jnp.floor(code)
     up = (code - below > 0.5) | ((code - below == 0.5) & (below * 0.5 != jnp.floor(below * 0.5)))
-    return jnp.clip(below + up.astype(jnp.float32), -_LARGEST, _LARGEST)
+    return jnp.clip(below + up.astype(jnp.float32), least, most)
 
 
 def put_row(refs: Any, at: tuple[Any, Any], key: jax.Array, dim: int, writes: jax.Array) -> jax.Array:
-    """Encodes a float32 key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
+    """Encodes a float32 key in 8 bits, writes it to row `at` of the pool if `writes`; returns it as stored, float32."""
     column = jnp.arange(key.shape[0], dtype=jnp.int32)
     real = column < dim
     scale = scale_of(jnp.where(real, jnp.abs(key), 0.0).max())
@@ -84,3 +130,46 @@ def put_row(refs: Any, at: tuple[Any, Any], key: jax.Array, dim: int, writes: ja
     store(refs.pool_k.at[*at, column], code.astype(jnp.int8), mask=real & writes)
     store(refs.pool_k_scale.at[at], scale, mask=writes)
     return code * scale.astype(jnp.float32)
+
+
+def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
+    """Groups whose codes the words of a block of `GROUP` words have, the lowest bits' first."""
+    return (block, block + blocks) if groups == 2 * blocks else tuple(range(4 * block, 4 * block + 4))
+
+
+def put_nibbles(
+    refs: Any, name: str, at: tuple[Any, Any], parts: tuple[jax.Array, ...], writes: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Encodes a key or value in 4 bits, writes it to row `at` of the pool if `writes`; returns it as stored, float32.
+
+    Parts are groups of columns, in the order in which blocks of words have them.
+    """
+    ref, word = getattr(refs, f"pool_{name}"), jnp.arange(GROUP, dtype=jnp.int32)
+    blocks = ref.shape[-1] // GROUP
+    order = [groups_of_block(block, blocks, len(parts)) for block in range(blocks)]
+    codes, scales, leasts, stored = {}, {}, {}, []
+    for group, part in zip((group for each in order for group in each), parts, strict=True):
+        wide = part.astype(jnp.float32)
+        leasts[group] = wide.min().astype(jnp.float16)
+        off = wide - leasts[group].astype(jnp.float32)
+        # Rounding may have moved the least value up: what lies below it becomes code 0.
+        scales[group] = scale_of(jnp.maximum(off.max(), 0.0), _LARGEST_4)
+        codes[group] = codes_of(off, scales[group], 0, _LARGEST_4)
+        stored.append(codes[group] * scales[group].astype(jnp.float32) + leasts[group].astype(jnp.float32))
+    for block, groups in enumerate(order):
+        bits = (codes[group].astype(jnp.int32) << 4 * index for index, group in enumerate(groups))
+        store(
+            ref.at[*at, block * GROUP + word],
+            reduce(jnp.bitwise_or, bits).astype(ref.dtype),
+            mask=(word < GROUP) & writes,
+        )
+    for each, halves in (("scale", scales), ("least", leasts)):
+        for pair in range(len(parts) // 2):
+            first, second = (_bits(halves[2 * pair + index]) for index in (0, 1))
+            store(getattr(refs, f"pool_{name}_{each}").at[*at, jnp.int32(pair)], first | (second << 16), mask=writes)
+    return tuple(stored)
+
+
+def _bits(half: jax.Array) -> jax.Array:
+    """Bits of a float16, as the low half of an int32."""
+    return lax.bitcast_convert_type(half, jnp.int16).astype(jnp.int32) & 0xFFFF

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from . import tuning
 from .chunks import Chunks, deal
-from .codes import Coded, itemsize_of, shape_of
+from .codes import Coded, Nibbles, Rows, itemsize_of, shape_of
 from .merging import add_mass, merge
 from .rows import How, Logits, Picks, Token, pass_rows
 from .tuning import DecodeTiles
@@ -31,8 +31,8 @@ from .tuning import DecodeTiles
 @partial(jax.jit, static_argnames=("layer", "widest", "tiles", "interpret"))
 def attend(
     q: jax.Array,
-    k: jax.Array | Coded,
-    v: jax.Array | Coded,
+    k: Rows,
+    v: Rows,
     start: jax.Array,
     length: jax.Array,
     *,
@@ -65,9 +65,9 @@ def attend(
         `f32[B, P]`: the score plus the softmax weight of each row, mean over the R queries of its head. The output is
         then available only with the score, so that the logits of few layers are alive at once.
     """
-    tiles, tile = _tiles(q, k, q.dtype, tiles)
+    tiles, tile = _tiles(q, itemsize_of(k, v, q.dtype), q.dtype, tiles)
     if chunks is None:
-        programs = tuning.programs(dim=q.shape[3], itemsize=itemsize_of(k, q.dtype), interpret=interpret)
+        programs = tuning.programs(dim=q.shape[3], itemsize=itemsize_of(k, v, q.dtype), interpret=interpret)
         # Each tile of many queries has programs of its own.
         programs = max(1, programs // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
@@ -90,8 +90,8 @@ def decode_token(
     sin: jax.Array,
     positions: jax.Array,
     counts: jax.Array,
-    k: jax.Array | Coded,
-    v: jax.Array | Coded,
+    k: Rows,
+    v: Rows,
     pos: jax.Array,
     start: jax.Array,
     chunks: Chunks,
@@ -139,11 +139,11 @@ def decode_token(
         ValueError: if there is a score without `begin` or the other way, or with picks; for codes without `dtype`.
     """
     if dtype is None:
-        if isinstance(k, Coded):
+        if isinstance(k, (Coded, Nibbles)):
             raise ValueError("dtype=None: codes do not tell the model's: give it")
         dtype = k.dtype
     dtype = jnp.dtype(dtype)
-    tiles, tile = _tiles(q, k, dtype, tiles)
+    tiles, tile = _tiles(q, itemsize_of(k, v, dtype), dtype, tiles)
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")
     if score is not None and picks is not None:
@@ -159,9 +159,9 @@ def decode_token(
     return out, *passed.pool, score
 
 
-def _tiles(q, k, dtype, tiles):
+def _tiles(q, itemsize, dtype, tiles):
     """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
-    tiles = tiles or tuning.decode_tiles(dim=q.shape[-1], itemsize=itemsize_of(k, dtype))
+    tiles = tiles or tuning.decode_tiles(dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32)
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 

@@ -6,6 +6,7 @@ it from registers. No other program reads that row, so nothing has to wait.
 
 import dataclasses
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +17,17 @@ from ._compat import (
     MASKED,
     BlockSpec,
     call_named,
+    exp2_of,
     load,
-    pad_dim,
     program_id,
     store,
-    take_rows,
     when,
 )
 from .chunks import Chunks
-from .codes import Coded, operands, rebuilt, shape_of
-from .reading import Codes, Plain
+from .codes import Rows, operands, rebuilt, shape_of
+from .keys import KEYS, PlainKeys
 from .tuning import DecodeTiles
+from .values import VALUES, PlainValues
 
 
 class Token(NamedTuple):
@@ -117,8 +118,8 @@ class Passed(NamedTuple):
 
 def pass_rows(
     q: jax.Array,
-    k: jax.Array | Coded,
-    v: jax.Array | Coded,
+    k: Rows,
+    v: Rows,
     chunks: Chunks,
     layer: int,
     *,
@@ -182,41 +183,43 @@ def pass_rows(
                 if logits is not None:
                     store(refs.logits.at[sequence, query[:, None], cells[None, :]], s, mask=mask & real[:, None])
 
-            read = (Codes if isinstance(k, Coded) else Plain)(refs, sequence, dim, how.dtype, how.interpret)
+            of = (refs, sequence, dim, how.dtype, how.interpret)
+            keys, values = KEYS.get(type(k), PlainKeys)(*of), VALUES.get(type(v), PlainValues)(*of)
             if token is None:
-                queries = read.queries(take_rows(refs.q, segment * rows + query, real, dim))
+                queries = keys.queries(keys.take_queries(refs.q, segment * rows + query, real))
                 none = jnp.full((tile,), MASKED, jnp.float32), jnp.zeros((tile,), jnp.float32)
-                carry = (*none, read.begin((), tile, None))
+                carry = (*none, values.begin((), tile, None))
             else:
-                row_new = _NewRow(refs, segment, heads, last, dim, of_parts, read.value_columns)
-                rotated = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(how.dtype)
-                key, values, of_values = row_new.put(refs, lies(row + here), tile_index == 0, read)
-                own = (rotated.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
+                row_new = _NewRow(refs, segment, heads, last, dim, of_parts, keys.columns, values.columns)
+                turned = row_new.turned(refs.q, segment * rows + query, real, heads * rows)
+                rotated = tuple(each.astype(how.dtype) for each in turned)
+                new_key, new_value, of_value = row_new.put(refs, lies(row + here), tile_index == 0, keys, values)
+                own = row_new.product(rotated, new_key) * scale
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
-                own, weight = read.lifted_new(own, of_values)
-                queries = read.queries(rotated)
+                own, weight = values.lifted_new(own, of_value)
+                queries = keys.queries(rotated)
                 own = jnp.where(row_new.joins, own, MASKED), jnp.where(row_new.joins, weight, jnp.zeros_like(weight))
-                carry = (*own, read.begin(values, tile, row_new.joins))
+                carry = (*own, values.begin(new_value, tile, row_new.joins))
 
             def step(index, carry):
                 top, total, sums = carry
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = (offset < here) & holds(row + offset)
                 at = lies(row + offset, inside)
-                s = read.logits(queries, at, inside, scale)
+                s = keys.logits(queries, at, inside, scale)
                 keep(cell + offset, s, inside[None, :])
-                s, factor = read.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
+                s, factor = values.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
                 new_top = jnp.maximum(top, s.max(axis=1))
-                weights = jnp.exp2(s - new_top[:, None])
-                shrink = jnp.exp2(top - new_top)
-                sums = read.add(sums, shrink, weights, at, inside)
+                weights = exp2_of(s, 1.0, -new_top[:, None], interpret=how.interpret)
+                shrink = exp2_of(top, 1.0, -new_top, interpret=how.interpret)
+                sums = values.add(sums, shrink, weights, at, inside)
                 true = weights if factor is None else weights * factor[None, :]
                 return new_top, total * shrink + true.sum(axis=1), sums
 
             top, total, sums = lax.fori_loop(0, (here + block - 1) // block, step, carry)
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
-            read.put_sums(refs.part, query, real, sums, total)
+            values.put_sums(refs.part, query, real, sums, total)
             store(refs.lse.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
     def per_chunk(*shape):
@@ -309,20 +312,15 @@ def _places(refs, picks, segment, sequence, heads):
 class _NewRow:
     """A new token's rotated key and its value inside a kernel, and the rotation of its queries.
 
-    Loads that the queries do not need come first, and arrive while the queries are loaded. Each channel meets the angle
-    of its pair and, by a second gather, its partner's value.
+    Keys and values are in the parts that their readers take. Loads that the queries do not need come first, and arrive
+    while the queries are loaded. Each channel meets the angle of its pair and, by a second gather, its partner's value.
     """
 
-    def __init__(self, refs, segment, heads, last, dim, of_parts, value_columns):
+    def __init__(self, refs, segment, heads, last, dim, of_parts, key_columns, value_columns):
         self.parts, self.sequences = of_parts
         half, sequence = dim // 2, segment // heads
-        self.column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
-        self.real = self.column < dim
-        first = self.column < half
-        self.partner = jnp.where(first, self.column + half, self.column - half)
-        pair = jnp.where(first, self.column, self.column - half)
 
-        def take(which, column, real=self.real):
+        def take(which, column, real):
             def loaded(part):
                 at = refs.kv.at[part, sequence, which, segment - sequence * heads, column]
                 return load(at, mask=real & last, other=0.0)
@@ -333,32 +331,50 @@ class _NewRow:
         self.joins = last & (load(refs.counts.at[sequence]) > 0)
         self.position = load(refs.position.at[sequence])
         self.values = tuple(take(1, *columns) for columns in value_columns)
-        own, other = take(0, self.column), take(0, self.partner)
-        self.cos = load(refs.cos.at[sequence, pair], mask=self.real, other=0.0)
-        sin = load(refs.sin.at[sequence, pair], mask=self.real, other=0.0)
-        self.sin = jnp.where(first, -sin, sin)
-        self.key = own * self.cos + other * self.sin
+        self.turns, keys = [], []
+        for column, real in key_columns:
+            first = column < half
+            partner = jnp.where(first, column + half, column - half)
+            pair = jnp.where(first, column, column - half)
+            own, other = take(0, column, real), take(0, partner, real)
+            cos = load(refs.cos.at[sequence, pair], mask=real, other=0.0)
+            sin = load(refs.sin.at[sequence, pair], mask=real, other=0.0)
+            sin = jnp.where(first, -sin, sin)
+            keys.append(own * cos + other * sin)
+            self.turns.append((column, partner, real, cos, sin))
+        self.key = tuple(keys)
 
     def _sum(self, of):
         """Sum of a value's split-K parts, in float32; `of` loads one part."""
         return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
 
     def turned(self, ref, rows, inside, of_sequence):
-        """Loads rows of queries from a ref, sums their parts and rotates them; returns `f32[n, pad_dim(dim)]`."""
-        shape = (rows.shape[0], self.column.shape[0])
-        mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
+        """Loads rows of queries from a ref, sums their parts and rotates them; returns a tuple of `f32[n, columns]`."""
         of_part = self.sequences * of_sequence
 
-        def take(column):
-            return self._sum(
-                lambda part: load(ref.at[(part * of_part + rows)[:, None], column[None, :]], mask=mask, other=0.0)
-            )
+        def rotated(column, partner, real, cos, sin):
+            shape = (rows.shape[0], column.shape[0])
+            mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(real[None, :], shape)
 
-        return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
+            def take(column):
+                return self._sum(
+                    lambda part: load(ref.at[(part * of_part + rows)[:, None], column[None, :]], mask=mask, other=0.0)
+                )
 
-    def put(self, refs, row, writes, read):
-        """Writes the new token's row to the pool if `writes`; returns its key, its value's parts, and their scale."""
-        writes = self.joins & writes
-        stored = read.put_new((self.sequence, row), self.key, self.values, writes)
-        store(refs.pool_pos.at[self.sequence, row], self.position, mask=writes)
-        return stored
+            return take(column) * cos[None, :] + take(partner) * sin[None, :]
+
+        return tuple(rotated(*each) for each in self.turns)
+
+    def product(self, queries, key):
+        """Products `f32[n]` of queries and the new key, both in parts."""
+        each = (
+            (query.astype(jnp.float32) * part[None, :]).sum(axis=1) for query, part in zip(queries, key, strict=True)
+        )
+        return reduce(jnp.add, each)
+
+    def put(self, refs, row, writes, keys, values):
+        """Writes the new token's row to the pool if `writes`; returns its key's and value's parts, and their scale."""
+        at, writes = (self.sequence, row), self.joins & writes
+        key, (value, of_value) = keys.put_new(at, self.key, writes), values.put_new(at, self.values, writes)
+        store(refs.pool_pos.at[at], self.position, mask=writes)
+        return key, value, of_value

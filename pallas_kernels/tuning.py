@@ -109,9 +109,14 @@ class LinearTiles:
     launch: Launch = Launch(warps=4, stages=1)
 
 
-def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
-    """Block sizes and launches of decode attention for a head dim and element size, by rule or tuning table."""
-    width = pad_dim(dim) * itemsize
+def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> DecodeTiles:
+    """Block sizes and launches of decode attention for a head dim and element size, by rule or tuning table.
+
+    `exact` is of a float32 model whose rows are codes.
+    """
+    if itemsize < 1:
+        return _tuned("decode", _narrow_tiles(itemsize, exact), dim, itemsize)
+    width = round(pad_dim(dim) * itemsize)
     wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
     tiles = DecodeTiles(
@@ -123,17 +128,33 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
     return _tuned("decode", tiles, dim, itemsize)
 
 
-def _resident(width: int, itemsize: int) -> int:
+def _narrow_tiles(itemsize: int | float, exact: bool) -> DecodeTiles:
+    """Tiles of decode attention over rows with values in 4 bits: small ones of two warps.
+
+    The scales that a thread decodes a value's column by serve as many columns as it has: with four warps half of them.
+    """
+    if exact:
+        # Decoded to float32 they meet no tensor core: their products live in registers.
+        return DecodeTiles(block=16, queries=16, resident=3, launch=Launch(warps=4, stages=3))
+    resident = (6 if _before_hopper() else 8) if itemsize == 0.5 else 6
+    return DecodeTiles(block=32, queries=16, resident=resident, launch=Launch(warps=2, stages=4))
+
+
+def _before_hopper() -> bool:
+    """True if the local device is an NVIDIA GPU with less shared memory than Hopper's."""
+    return str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
+
+
+def _resident(width: int, itemsize: int | float) -> int:
     """Number of programs that one multiprocessor holds at once, for rows of `width` bytes in elements of a size."""
     # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes take more
     # registers than what they stand for: 120 a thread.
-    before_hopper = str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
     if width <= 128:
-        return 4 if before_hopper or itemsize == 1 else 5
-    return 2 if before_hopper else 3
+        return 4 if _before_hopper() or itemsize == 1 else 5
+    return 2 if _before_hopper() else 3
 
 
-def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
+def programs(*, dim: int, itemsize: int | float, interpret: bool = False) -> int:
     """Number of programs of decode attention that the local device runs at once."""
     if interpret:
         return _INTERPRETED
@@ -226,7 +247,7 @@ def _table(path: str | None, kind: str) -> Mapping[str, Any]:
     return read_table(shipped) if shipped.exists() else {}
 
 
-def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
+def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int | float) -> Any:
     """Tiles with fields replaced by the tuning table's entry, if any, for a kernel, head dim and element size."""
     table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
     for entry in table.get(kernel, ()):

@@ -86,6 +86,10 @@ POLICIES = {
     "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
     "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
     "h2o, int8": jaxkv.H2O(budget=16, store="int8"),
+    "adakv, int4": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8, store="int4")),
+    "snapkv, mixed": jaxkv.SnapKV(budget=24, window=8, store="mixed"),
+    "quest, int4": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int4"),
+    "again, int4": jaxkv.SnapKV(budget=16, window=8, every=3, store="int4"),
     "quest, int8": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int8"),
     "omnikv, compressed": jaxkv.OmniKV(
         budget=12, filter_layers=(0,), adjacent=0, base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8))
@@ -96,7 +100,9 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
-    model = tiny.tiny(tiny.TWO_LAYERS)
+    # Rows in 4 bits have a kernel for heads of whole pairs of groups, and another form of words from 128 elements on.
+    wide = {"int4": 128, "mixed": 64}.get(POLICIES[name].store)
+    model = tiny.tiny(tiny.shape(layers=2, kv_heads=2, group=3, dim=wide) if wide else tiny.TWO_LAYERS)
     ids = tiny.prompts(0, [37, 21])
     kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)

@@ -229,14 +229,14 @@ class Backend(abc.ABC):
         )
         return keys, values, jnp.where(real, source % slots, -1)
 
-    def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
+    def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int | float) -> Any:
         """Table of the pool rows that each decode kernel program reads; NotImplementedError in this base class.
 
         Args:
             start: first row of each segment.
             length: rows of each segment, before the step.
             dim: D.
-            itemsize: bytes of an element.
+            itemsize: bytes of a stored element, mean of keys and values.
 
         Returns:
             The table, as `decode_token` takes it.

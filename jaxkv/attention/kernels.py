@@ -23,6 +23,12 @@ class Kernels(Backend):
     custom_calls = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
     interpret: ClassVar[bool] = False
 
+    def _rows(self, held: Any) -> Any:
+        """Keys or values of `Store.held` as kernels take them: the array, `Coded` in 8 bits or `Nibbles` in 4."""
+        if not isinstance(held, tuple):
+            return held
+        return (self._kernels.Coded if len(held) == 2 else self._kernels.Nibbles)(*held)
+
     @property
     def _kernels(self) -> ModuleType:
         """Module `pallas_kernels`, imported on first use: Pallas takes half a second and tens of megabytes."""
@@ -80,7 +86,7 @@ class Kernels(Backend):
         """Gathers a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
-    def deal(self, start: Array, length: Array, *, dim: int, itemsize: int) -> Any:
+    def deal(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
         """Table of the pool rows that each program of a decode kernel reads, from segments' starts and lengths."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
         return self._kernels.deal(start, length, programs=programs)
@@ -105,7 +111,7 @@ class Kernels(Backend):
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
         k, v, pos = pool
-        k, v = (self._kernels.Coded(*each) if isinstance(each, tuple) else each for each in (k, v))
+        k, v = map(self._rows, (k, v))
         return self._kernels.decode_token(
             q,
             kv,

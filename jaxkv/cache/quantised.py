@@ -6,12 +6,12 @@ move its codes. Attention reads rows that were decoded where they are used.
 
 import dataclasses
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv._errors import require
 from jaxkv.cache.stores import Dense, Store, put_cells
@@ -41,8 +41,10 @@ class Bytes:
     Attributes:
         code: `i8[B, P, D]` numbers from -127 to 127.
         scale: `f16[B, P]` by which they are multiplied.
+        bits: of a code.
     """
 
+    bits: ClassVar[int] = 8
     code: Int[Array, "B P D"]
     scale: Float[Array, "B P"]
 
@@ -67,24 +69,28 @@ class Bytes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nibbles:
-    """Vectors quantised to 4 bits an element, two a byte, with a float16 scale and least value per group of elements.
+    """Vectors quantised to 4 bits an element, with a float16 scale and least value per group of elements.
 
-    The n groups have 32 elements each, or fewer where 32 does not divide D.
+    The n groups have 32 elements each, or fewer where 32 does not divide D. Words hold numbers from 0 to 15, the first
+    in the lowest bits: element e of four neighbouring groups in word e of 16 bits, as kernels read them; where 128 does
+    not divide D, an element of the first half of D and one of the second in each byte.
 
     Attributes:
-        code: `u8[B, P, D / 2]` bytes of two numbers from 0 to 15: elements of the first half of D in the low bits.
+        code: `u16[B, P, D / 4]` or `u8[B, P, D / 2]` words.
         scale: `f16[B, P, n]` distance of neighbouring numbers.
         least: `f16[B, P, n]` value of number 0.
+        bits: of a code.
     """
 
-    code: UInt8[Array, "B P d"]
+    bits: ClassVar[int] = 4
+    code: UInt[Array, "B P w"]
     scale: Float[Array, "B P n"]
     least: Float[Array, "B P n"]
 
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
         """Quantises vectors to `Nibbles`: maps each group's range to 0 to 15; ValueError unless 8 divides D."""
-        dim = rows.shape[-1]
+        dim, shape = rows.shape[-1], rows.shape
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
         least = low.astype(_SCALE)
@@ -92,15 +98,24 @@ class Nibbles:
         reach = jnp.maximum(wide.max(axis=-1) - least.astype(jnp.float32), 0)
         scale = _scale(reach / 15)
         off = wide - least.astype(jnp.float32)[..., None]
-        code = jnp.clip(_codes(off, scale), 0, 15).astype(jnp.uint8).reshape(rows.shape)
-        return cls(code=code[..., : dim // 2] | (code[..., dim // 2 :] << 4), scale=scale, least=least)
+        code = jnp.clip(_codes(off, scale), 0, 15)
+        if scale.shape[-1] % 4 or dim % 128:
+            low, high = jnp.split(code.reshape(shape).astype(jnp.uint8), 2, axis=-1)
+            return cls(code=low | (high << 4), scale=scale, least=least)
+        parts = jnp.moveaxis(code.reshape(*shape[:-1], -1, 4, dim // scale.shape[-1]).astype(jnp.uint16), -2, 0)
+        word = reduce(jnp.bitwise_or, (part << 4 * index for index, part in enumerate(parts)))
+        return cls(code=word.reshape(*shape[:-1], dim // 4), scale=scale, least=least)
 
     def decoded(self) -> Float[Array, "B P D"]:
         """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its least value."""
-        code = jnp.concatenate([self.code & 15, self.code >> 4], axis=-1).astype(jnp.float32)
+        words, quads = self.code, self.code.dtype == jnp.uint16
+        if quads:
+            words = words.reshape(*words.shape[:-1], -1, 1, _MOST_SHARED)
+        parts = [(words >> 4 * index) & 15 for index in range(4 if quads else 2)]
+        code = jnp.concatenate(parts, axis=-2 if quads else -1).astype(jnp.float32)
         groups = code.reshape(*self.scale.shape, -1)
         scale, least = (each.astype(jnp.float32)[..., None] for each in (self.scale, self.least))
-        return (groups * scale + least).reshape(code.shape)
+        return (groups * scale + least).reshape(*self.scale.shape[:-1], -1)
 
     @classmethod
     def size(cls, dim: int) -> int:
@@ -130,6 +145,9 @@ class Quantised(Store):
         wide: name of the model's dtype, in which `view` returns rows.
     """
 
+    fused_step: ClassVar[bool] = True
+    # Kernels read 4-bit codes of two groups at a time.
+    fused_columns: ClassVar[int] = 2 * _MOST_SHARED
     keys: ClassVar[type[Bytes] | type[Nibbles]]
     values: ClassVar[type[Bytes] | type[Nibbles]]
 
@@ -152,6 +170,21 @@ class Quantised(Store):
         """Dtype of the keys and values that `view` returns: the model's."""
         return jnp.dtype(self.wide)
 
+    @property
+    def element_bytes(self) -> int | float:
+        """Bytes of a code, mean of keys and values, scales left out."""
+        return (self.keys.bits + self.values.bits) / 16
+
+    @property
+    def held(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Pair of keys and values as kernels take them: tuples of codes, scales and, in 4 bits, least values."""
+        return tuple(jax.tree.leaves(self.k)), tuple(jax.tree.leaves(self.v))
+
+    def holding(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> "Store":
+        """Store with the codes, scales and least values of keys and values that a kernel returned."""
+        keys, values = (jax.tree.unflatten(jax.tree.structure(of), each) for of, each in ((self.k, k), (self.v, v)))
+        return dataclasses.replace(self, k=keys, v=values)
+
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Pair of decoded keys and values `[B, P, D]` in the model's dtype."""
         return self.k.decoded().astype(self.dtype), self.v.decoded().astype(self.dtype)
@@ -171,25 +204,12 @@ class Quantised(Store):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
-    """Store that holds keys and values as 8-bit integers with one scale per vector; GPU kernels read the codes."""
+    """Store that holds keys and values as 8-bit integers with one scale per vector."""
 
-    fused_step: ClassVar[bool] = True
     # Kernels read four codes at a time.
     fused_columns: ClassVar[int] = 4
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
     values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
-
-    @property
-    def held(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Pair of keys and values as kernels take them: tuples of codes `[B, P, D]` and scales `[B, P]`."""
-        (k, v) = (self.k, self.v)
-        assert isinstance(k, Bytes) and isinstance(v, Bytes)
-        return (k.code, k.scale), (v.code, v.scale)
-
-    def holding(self, k: tuple[Array, Array], v: tuple[Array, Array]) -> "Store":
-        """Store with the codes and scales of keys and values that a kernel returned."""
-        keys, values = (Bytes(code=code, scale=scale) for code, scale in (k, v))
-        return dataclasses.replace(self, k=keys, v=values)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])

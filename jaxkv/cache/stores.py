@@ -29,6 +29,11 @@ class Store(abc.ABC):
     fused_eviction: ClassVar[bool] = False
 
     @classmethod
+    def fused_at(cls, dim: int) -> bool:
+        """True if a backend's `decode_token` reads and writes rows of `dim` elements as the store holds them."""
+        return cls.fused_step and dim % cls.fused_columns == 0
+
+    @classmethod
     @abc.abstractmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
         """Encodes keys and values `[B, P, D]` as a store of P rows.
@@ -59,13 +64,18 @@ class Store(abc.ABC):
     def dtype(self) -> jnp.dtype:
         """Dtype of the keys and values that `view` returns: the model's."""
 
+    @property
+    def element_bytes(self) -> int | float:
+        """Bytes of a stored element, mean of keys and values, scales left out; by default those of `dtype`."""
+        return self.dtype.itemsize
+
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Pair of decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
 
     @property
     def held(self) -> tuple[Any, Any]:
-        """Pair of keys and values as kernels take them: arrays, or tuples of codes `[B, P, D]` and scales `[B, P]`."""
+        """Pair of keys and values as kernels take them: arrays, or tuples of codes, scales, maybe least values."""
         return self.view()
 
     def holding(self, k: Any, v: Any) -> "Store":

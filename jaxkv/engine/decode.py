@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -144,8 +143,8 @@ def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
         endless = np.iinfo(np.int32).max
         widths = [endless if each is None else each - 1 for each in spec.config.windows]
         start, length = in_window(start, length, jnp.asarray(widths, jnp.int32)[:, None, None])
-    rows = jax.tree.leaves(cache.pools[0].store.held)[0]
-    chunks = spec.backend.deal(start, length, dim=rows.shape[2], itemsize=rows.dtype.itemsize)
+    itemsize = cache.pools[0].store.element_bytes
+    chunks = spec.backend.deal(start, length, dim=spec.config.head_dim, itemsize=itemsize)
     return Dealt(chunks=chunks, start=tables.start, picked=picked, rest=rest)
 
 

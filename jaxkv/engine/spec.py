@@ -242,7 +242,7 @@ def specialise(
         reading=reading,
         widest=most,
         implementation=implementation,
-        fused=parts.store.fused_step and flat.config.head_dim % parts.store.fused_columns == 0,
+        fused=parts.store.fused_at(flat.config.head_dim),
     )
 
 

@@ -222,7 +222,7 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     logits = 4 * batch * (setting.config.vocab + 2 * local.vocab)
     rows = sum(planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])) * batch
     received = widened = 0
-    if not parts.read_as_stored:
+    if not parts.read_as_stored(setting.config.head_dim):
         # A layer's keys and values are decoded where attention reads them.
         widest = max(planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"]))
         widened = 2 * widest * batch * setting.config.head_dim * jnp.dtype(setting.dtype).itemsize

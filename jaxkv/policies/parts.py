@@ -275,11 +275,10 @@ class Parts(Value):
         """
         return self.store.row_bytes(dim, itemsize) + 4 + (4 if self.scored else 0)
 
-    @property
-    def read_as_stored(self) -> bool:
-        """True if a GPU's kernels read rows as the store holds them in every step; False if steps decode rows first."""
+    def read_as_stored(self, dim: int) -> bool:
+        """True if a GPU's kernels read rows of `dim` elements as stored in every step; False if steps decode them."""
         appends = self.ongoing is None and self.read is None and not self.rolling
-        return self.store.fused_eviction or (self.store.fused_step and appends)
+        return self.store.fused_eviction or (self.store.fused_at(dim) and appends)
 
     @property
     def draws(self) -> bool:

@@ -1,0 +1,127 @@
+"""How a program of the decode kernel multiplies queries by a pool's keys: as they are, or from 8-bit or 4-bit codes.
+
+A reader knows the keys of one sequence. The loop over blocks of rows, and the softmax, are the kernel's (`rows`).
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._compat import HALF_OFFSET, dot, halves_of, load, pad_dim, store, take_rows
+from .codes import Coded, Nibbles, put_nibbles, put_row
+from .nibbles import NibbleBlocks
+
+
+class PlainKeys:
+    """Keys in the model's dtype.
+
+    Attributes:
+        columns: for each part of a key its columns, and the mask of those that exist; here one part.
+    """
+
+    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
+        column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
+        self.refs, self.sequence, self.dim, self.dtype, self.interpret = refs, sequence, dim, dtype, interpret
+        self.columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
+
+    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
+        """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
+        return (take_rows(ref, rows, real, self.dim),)
+
+    def queries(self, parts: tuple[jax.Array, ...]) -> Any:
+        """Queries `[n, columns]`, a part each, as `logits` takes them."""
+        return parts[0].astype(self.dtype)
+
+    def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
+        """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
+        keys = take_rows(self.refs.k, at, inside, self.dim, self.sequence).astype(self.dtype)
+        return dot(queries, keys, transpose_b=True) * scale
+
+    def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
+        """Writes a new key to row `at` of the pool if `writes`; returns its parts as stored, in float32."""
+        (column, real), key = self.columns[0], parts[0].astype(self.dtype)
+        store(self.refs.pool_k.at[*at, column], key, mask=real & writes)
+        return (key.astype(jnp.float32),)
+
+
+class CodedKeys(PlainKeys):
+    """Keys in 8-bit codes with a scale each, read as they lie.
+
+    Products are of float16, whose mantissa holds a code exactly on top of an offset (`HALF_OFFSET`); what that adds, a
+    query's sum, is taken off again. Queries of a float32 model are two halves each, the second what the first one
+    lacks.
+    """
+
+    def queries(self, parts: tuple[jax.Array, ...]) -> Any:
+        """Queries as `logits` takes them: as float16 below 2, their unit, and what codes' offset adds to products."""
+        scaled, unit = of_units(parts)
+        both = halves(scaled[0], self.dtype)
+        return both, unit, sum(each.astype(jnp.float32).sum(axis=1) for each in both) * HALF_OFFSET
+
+    def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
+        """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
+        both, unit, added = queries
+        codes = take_rows(self.refs.k, at, inside, self.dim, self.sequence)
+        factor = load(self.refs.k_scale.at[self.sequence, at], mask=inside, other=0.0).astype(jnp.float32)
+        keys = halves_of(codes, interpret=self.interpret)
+        products = sum(dot(each, keys, transpose_b=True) for each in both)
+        return (products - added[:, None]) * (unit * scale)[:, None] * factor[None, :]
+
+    def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
+        """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
+        return (put_row(self.refs, at, parts[0].astype(self.dtype).astype(jnp.float32), self.dim, writes),)
+
+
+class NibbleKeys(PlainKeys):
+    """Keys in 4-bit codes, with a scale and a least value for each group of columns, which is a part of a key."""
+
+    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
+        super().__init__(refs, sequence, dim, dtype, interpret)
+        self.blocks = NibbleBlocks(refs, "k", sequence, dim, dtype, interpret)
+        self.columns = self.blocks.columns
+
+    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
+        """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
+        masks = (real[:, None] & exists[None, :] for _, exists in self.columns)
+        places = (ref.at[rows[:, None], column[None, :]] for column, _ in self.columns)
+        return tuple(load(at, mask=mask, other=0.0) for at, mask in zip(places, masks, strict=True))
+
+    def queries(self, parts: tuple[jax.Array, ...]) -> Any:
+        """Queries as `logits` takes them: in the dtype of decoded keys, below 2, and their unit."""
+        scaled, unit = of_units(parts)
+        return tuple(each.astype(self.blocks.dtype) for each in scaled), unit
+
+    def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
+        """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
+        parts, unit = queries
+        keys = self.blocks.decoded(at, inside)
+        products = (dot(query, key, transpose_b=True) for query, key in zip(parts, keys, strict=True))
+        return reduce(jnp.add, products) * (unit * scale)[:, None]
+
+    def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
+        """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
+        return put_nibbles(self.refs, "k", at, tuple(each.astype(self.dtype) for each in parts), writes)
+
+
+def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Queries divided by their unit, float32 of at most 2, and the unit `f32[n]` of each: a power of two.
+
+    It is that in a query's largest number, by whose inverse nothing is rounded.
+    """
+    wide = tuple(each.astype(jnp.float32) for each in parts)
+    largest = reduce(jnp.maximum, (jnp.abs(each).max(axis=1) for each in wide))
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    bits = jnp.where(bits == 0, jnp.int32(0x3F800000), jnp.minimum(bits, 0x7F000000))
+    unit, inverse = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in (bits, 0x7F000000 - bits))
+    return tuple(each * inverse[:, None] for each in wide), unit
+
+
+def halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """Float16 of numbers of at most 2; for a float32 model's `dtype` also what that lacks, as float16."""
+    first = x.astype(jnp.float16)
+    return (first, (x - first.astype(jnp.float32)).astype(jnp.float16)) if dtype == jnp.float32 else (first,)
+
+
+KEYS: dict[type, type[PlainKeys]] = {Coded: CodedKeys, Nibbles: NibbleKeys}

@@ -1,0 +1,55 @@
+"""Blocks of rows in 4-bit codes inside a decode kernel: they are decoded in registers, group by group."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._compat import halves_of_nibbles, load
+from .codes import GROUP, groups_of_block, half_of_word
+
+
+class NibbleBlocks:
+    """Keys or values of one sequence in 4-bit codes.
+
+    A word has a code of each of two or four groups. So a block of `GROUP` words gives as many groups, each a matrix of
+    its own for tensor cores, as float16; for a float32 model they are float32.
+
+    Attributes:
+        columns: for each group, in the order of `decoded`, its columns, and the mask of those that exist: all.
+        dtype: of decoded groups.
+    """
+
+    def __init__(self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
+        self.refs, self.name, self.sequence, self.interpret = refs, name, sequence, interpret
+        self.words, self.word = getattr(refs, name), jnp.arange(GROUP, dtype=jnp.int32)
+        self.blocks, self.groups = self.words.shape[-1] // GROUP, dim // GROUP
+        self.dtype = jnp.float32 if dtype == jnp.float32 else jnp.float16
+        groups = (group for block in range(self.blocks) for group in groups_of_block(block, self.blocks, self.groups))
+        self.columns = tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
+
+    def decoded(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
+        """Decoded groups `[rows, GROUP]` of pool rows `at`; 0 outside of mask `inside`."""
+        scales, leasts = (self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least"))
+        mask = jnp.broadcast_to(inside[:, None], (at.shape[0], GROUP))
+        found = []
+        for block in range(self.blocks):
+            place = self.words.at[self.sequence, at[:, None], (block * GROUP + self.word)[None, :]]
+            words = load(place, mask=mask, other=0)
+            for index, group in enumerate(groups_of_block(block, self.blocks, self.groups)):
+                scale, least = (jnp.broadcast_to(each[group][:, None], mask.shape) for each in (scales, leasts))
+                found.append(self._decoded(words, scale, least, index))
+        return tuple(found)
+
+    def _decoded(self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int) -> jax.Array:
+        """Code `index` of each word, times its scale, plus its least value."""
+        if self.dtype == jnp.float16:
+            return halves_of_nibbles(words, scale, least, index=index, interpret=self.interpret)
+        code = ((words.astype(jnp.int32) >> 4 * index) & 15).astype(jnp.float32)
+        return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
+
+    def _of_groups(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
+        """Scales or least values `f16[rows]` of each group, which lie in words of two."""
+        ref = getattr(self.refs, name)
+        pairs = [load(ref.at[self.sequence, at, pair], mask=inside, other=0) for pair in range(self.groups // 2)]
+        return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]
