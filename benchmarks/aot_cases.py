@@ -2,7 +2,7 @@
 
 # Stores whose codes kernels read as they lie: what has to divide the head dim, and bytes of a code, mean of keys and
 # values.
-STORES = {"int8": (4, 1), "int4": (64, 0.5), "mixed": (64, 0.75)}
+STORES = {"int8": (2, 1), "int4": (64, 0.5), "mixed": (64, 0.75)}
 
 
 def arguments(case):

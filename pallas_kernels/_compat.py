@@ -172,25 +172,20 @@ def _asm(text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array) -
 HALF_OFFSET = 1024 + 128
 
 
-def halves_of(codes: jax.Array, *, interpret: bool) -> jax.Array:
-    """Float16 `codes + HALF_OFFSET`, exact, of int8 codes inside a kernel: three instructions for four of them."""
-    if interpret:
-        return codes.astype(jnp.float16) + HALF_OFFSET
-    text = "{ .reg .b32 u, a, b; xor.b32 u, $2, 0x80808080; prmt.b32 a, u, 0x64646464, 0x4140;"
-    text += "prmt.b32 b, u, 0x64646464, 0x4342; mov.b32 $0, a; mov.b32 $1, b; }"
-    return _asm(text, "=r,=r,r", 4, jnp.float16, codes)
-
-
 def halves_of_byte(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array:
-    """Float16 `code + HALF_OFFSET`, exact, of the int8 code in byte 0 to 3 of each int32 word inside a kernel.
+    """Float16 `code + HALF_OFFSET`, exact, of the int8 code in byte 0 or 1 of each word inside a kernel.
 
-    Two instructions for two codes: words that are neighbours along the axis that a product sums over share a register,
-    which is how tensor cores want them. `words` have the top bit of each byte flipped.
+    One or two instructions for two codes.
+
+    Args:
+        words: uint16.
+        byte: 0 or 1, the lower first.
+        interpret: True computes it by JAX operations.
     """
     if interpret:
-        return ((words >> 8 * byte) & 255).astype(jnp.float16) + 1024
-    text = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, 0x{4 + byte}{byte}; prmt.b32 $0, t, 0x64646464, 0x4140; }}"
-    return _asm(text, "=r,r,r", 2, jnp.float16, words)
+        return (((words >> 8 * byte) & 255) ^ 128).astype(jnp.float16) + 1024
+    text = f"{{ .reg .b32 u; shr.u32 u, $1, {8 * byte}; lop3.b32 $0, u, 0x00FF00FF, 0x64806480, 0x6A; }}"
+    return _asm(text, "=r,r", 2, jnp.float16, words)
 
 
 def halves_of_nibbles(

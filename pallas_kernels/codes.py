@@ -63,26 +63,27 @@ def itemsize_of(k: Rows, v: Rows, dtype: Any) -> int | float:
 def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
     """Arrays of keys or values by the names that kernels know them by: `name`, of codes also `name_scale`, `_least`.
 
-    8-bit codes of values are seen as words of four, and 4-bit codes' scales as words of two, which moves nothing.
+    8-bit codes and the scales of 4-bit codes are seen as words of two, which moves nothing.
     """
     if isinstance(rows, Nibbles):
         groups, dim = rows.scale.shape[2], shape_of(rows)[2]
         if groups % 2 or dim != groups * GROUP:
             raise ValueError(f"{name}: 4-bit codes of {dim} columns in {groups} groups: kernels read pairs of {GROUP}")
-        return {name: rows.code, f"{name}_scale": _words(rows.scale), f"{name}_least": _words(rows.least)}
+        return {
+            name: rows.code,
+            f"{name}_scale": _words(rows.scale, jnp.int32),
+            f"{name}_least": _words(rows.least, jnp.int32),
+        }
     if not isinstance(rows, Coded):
         return {name: rows}
-    code = rows.code
-    if code.shape[2] % 4:
-        raise ValueError(f"{name}: codes of {code.shape[2]} columns: kernels read four at a time, pad them")
-    if name == "v":
-        code = lax.bitcast_convert_type(code.reshape(*code.shape[:2], -1, 4), jnp.int32)
-    return {name: code, f"{name}_scale": rows.scale}
+    if rows.code.shape[2] % 2:
+        raise ValueError(f"{name}: codes of {rows.code.shape[2]} columns: kernels read two at a time, pad them")
+    return {name: _words(rows.code, jnp.uint16), f"{name}_scale": rows.scale}
 
 
-def _words(halves: jax.Array) -> jax.Array:
-    """Float16 pairs `[B, P, n]` seen as words `i32[B, P, n / 2]`."""
-    return lax.bitcast_convert_type(halves.reshape(*halves.shape[:2], -1, 2), jnp.int32)
+def _words(numbers: jax.Array, dtype: Any) -> jax.Array:
+    """Pairs of numbers `[B, P, n]` seen as words `[B, P, n / 2]` of a dtype of twice their bits."""
+    return lax.bitcast_convert_type(numbers.reshape(*numbers.shape[:2], -1, 2), dtype)
 
 
 def half_of_word(words: jax.Array, half: int) -> jax.Array:
@@ -99,9 +100,7 @@ def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
         )
     if not isinstance(like, Coded):
         return found[name]
-    code = found[name]
-    if code.dtype == jnp.int32:
-        code = lax.bitcast_convert_type(code, jnp.int8).reshape(like.code.shape)
+    code = lax.bitcast_convert_type(found[name], jnp.int8).reshape(like.code.shape)
     return Coded(code, found[f"{name}_scale"])
 
 
@@ -121,15 +120,20 @@ def codes_of(row: jax.Array, scale: jax.Array, least: int = -_LARGEST, most: int
     return jnp.clip(below + up.astype(jnp.float32), least, most)
 
 
-def put_row(refs: Any, at: tuple[Any, Any], key: jax.Array, dim: int, writes: jax.Array) -> jax.Array:
-    """Encodes a float32 key in 8 bits, writes it to row `at` of the pool if `writes`; returns it as stored, float32."""
-    column = jnp.arange(key.shape[0], dtype=jnp.int32)
-    real = column < dim
-    scale = scale_of(jnp.where(real, jnp.abs(key), 0.0).max())
-    code = codes_of(key, scale)
-    store(refs.pool_k.at[*at, column], code.astype(jnp.int8), mask=real & writes)
-    store(refs.pool_k_scale.at[at], scale, mask=writes)
-    return code * scale.astype(jnp.float32)
+def put_bytes(
+    refs: Any, name: str, at: tuple[Any, Any], parts: tuple[jax.Array, ...], exists: jax.Array, writes: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Encodes a key or value in 8 bits, writes it to row `at` of the pool if `writes`; returns its codes and its scale.
+
+    Parts are the columns of even and of odd numbers, float32; `exists` masks those that exist. Codes are float32, too.
+    """
+    scale = scale_of(reduce(jnp.maximum, (jnp.where(exists, jnp.abs(each), 0.0).max() for each in parts)))
+    codes = tuple(codes_of(each, scale) for each in parts)
+    low, high = (each.astype(jnp.int32) & 255 for each in codes)
+    word = jnp.arange(exists.shape[0], dtype=jnp.int32)
+    store(getattr(refs, f"pool_{name}").at[*at, word], (low | (high << 8)).astype(jnp.uint16), mask=exists & writes)
+    store(getattr(refs, f"pool_{name}_scale").at[at], scale, mask=writes)
+    return codes, scale.astype(jnp.float32)
 
 
 def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._compat import HALF_OFFSET, dot, halves_of, load, pad_dim, store, take_rows
-from .codes import Coded, Nibbles, put_nibbles, put_row
-from .nibbles import NibbleBlocks
+from ._compat import HALF_OFFSET, dot, load, pad_dim, store, take_rows
+from .blocks import ByteBlocks, NibbleBlocks
+from .codes import Coded, Nibbles, put_bytes, put_nibbles
 
 
 class PlainKeys:
@@ -47,31 +47,42 @@ class PlainKeys:
 
 
 class CodedKeys(PlainKeys):
-    """Keys in 8-bit codes with a scale each, read as they lie.
+    """Keys in 8-bit codes with a scale each, read as they lie, two of a row in a word of 16 bits.
 
     Products are of float16, whose mantissa holds a code exactly on top of an offset (`HALF_OFFSET`); what that adds, a
     query's sum, is taken off again. Queries of a float32 model are two halves each, the second what the first one
     lacks.
     """
 
+    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
+        super().__init__(refs, sequence, dim, dtype, interpret)
+        self.blocks = ByteBlocks(refs, "k", sequence, dim, interpret)
+        self.columns = self.blocks.columns
+
+    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
+        """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
+        return take_parts(ref, rows, real, self.columns)
+
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries as `logits` takes them: as float16 below 2, their unit, and what codes' offset adds to products."""
         scaled, unit = of_units(parts)
-        both = halves(scaled[0], self.dtype)
-        return both, unit, sum(each.astype(jnp.float32).sum(axis=1) for each in both) * HALF_OFFSET
+        both = tuple(halves(each, self.dtype) for each in scaled)
+        sums = (half.astype(jnp.float32).sum(axis=1) for each in both for half in each)
+        return both, unit, reduce(jnp.add, sums) * HALF_OFFSET
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
         """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
         both, unit, added = queries
-        codes = take_rows(self.refs.k, at, inside, self.dim, self.sequence)
-        factor = load(self.refs.k_scale.at[self.sequence, at], mask=inside, other=0.0).astype(jnp.float32)
-        keys = halves_of(codes, interpret=self.interpret)
-        products = sum(dot(each, keys, transpose_b=True) for each in both)
-        return (products - added[:, None]) * (unit * scale)[:, None] * factor[None, :]
+        factor = self.blocks.scales(at, inside)
+        keys = self.blocks.halves(at, inside)
+        products = (dot(half, key, transpose_b=True) for each, key in zip(both, keys, strict=True) for half in each)
+        return (reduce(jnp.add, products) - added[:, None]) * (unit * scale)[:, None] * factor[None, :]
 
     def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
         """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
-        return (put_row(self.refs, at, parts[0].astype(self.dtype).astype(jnp.float32), self.dim, writes),)
+        rounded = tuple(each.astype(self.dtype).astype(jnp.float32) for each in parts)
+        codes, scale = put_bytes(self.refs, "k", at, rounded, self.blocks.exists, writes)
+        return tuple(each * scale for each in codes)
 
 
 class NibbleKeys(PlainKeys):
@@ -84,9 +95,7 @@ class NibbleKeys(PlainKeys):
 
     def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
         """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
-        masks = (real[:, None] & exists[None, :] for _, exists in self.columns)
-        places = (ref.at[rows[:, None], column[None, :]] for column, _ in self.columns)
-        return tuple(load(at, mask=mask, other=0.0) for at, mask in zip(places, masks, strict=True))
+        return take_parts(ref, rows, real, self.columns)
 
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries as `logits` takes them: in the dtype of decoded keys, below 2, and their unit."""
@@ -103,6 +112,14 @@ class NibbleKeys(PlainKeys):
     def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
         """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
         return put_nibbles(self.refs, "k", at, tuple(each.astype(self.dtype) for each in parts), writes)
+
+
+def take_parts(ref: Any, rows: jax.Array, real: jax.Array, columns: Any) -> tuple[jax.Array, ...]:
+    """Loads rows of a ref in parts of some columns each; rows where mask `real` is False, and other columns, are 0."""
+    return tuple(
+        load(ref.at[rows[:, None], column[None, :]], mask=real[:, None] & exists[None, :], other=0.0)
+        for column, exists in columns
+    )
 
 
 def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:

@@ -13,18 +13,16 @@ import jax.numpy as jnp
 from ._compat import (
     HALF_OFFSET,
     dot,
-    halves_of_byte,
     inverse_of,
-    load,
     log2_of,
     pad_dim,
     put_rows,
     store,
     take_rows,
 )
-from .codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, codes_of, put_nibbles, scale_of
+from .blocks import ByteBlocks, NibbleBlocks
+from .codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, put_bytes, put_nibbles
 from .keys import halves
-from .nibbles import NibbleBlocks
 
 
 class PlainValues:
@@ -74,26 +72,23 @@ class PlainValues:
 
 
 class CodedValues(PlainValues):
-    """Values in 8-bit codes with a scale each, read as they lie: four of a row are one 32-bit word.
+    """Values in 8-bit codes with a scale each, read as they lie, two of a row in a word of 16 bits.
 
     Products are of float16, whose mantissa holds a code exactly on top of an offset (`HALF_OFFSET`). What that adds,
     the sum of a block's weights, is taken off again. Weights of a float32 model are two halves each, the second what
-    the first one lacks. Byte j of all words is a matrix of its own, with every fourth column of the values: so a value
-    has four parts, and there are four sums. The scale of a value is added to its row's logit as a logarithm: weights
-    are then those of codes, the largest 1 whatever the scales are.
+    the first one lacks. The lower bytes of all words are a matrix of their own, with every second column of the values,
+    the others another: so a value has two parts, and there are two sums. The scale of a value is added to its row's
+    logit as a logarithm: weights are then those of codes, the largest 1 whatever the scales are.
     """
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         super().__init__(refs, sequence, dim, dtype, interpret)
-        # At least 32 columns: with as many columns as a tile's 16 queries Triton has every warp compute all of them.
-        self.words = max(32, pad_dim(dim // 4))
-        self.word = jnp.arange(self.words, dtype=jnp.int32)
-        self.exists = self.word < dim // 4
-        self.columns = tuple((4 * self.word + byte, self.exists) for byte in range(4))
+        self.blocks = ByteBlocks(refs, "v", sequence, dim, interpret)
+        self.columns = self.blocks.columns
 
     def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Logits plus the base-2 logarithm of the values' scales, and one over these scales."""
-        logs, factors = self._of_scales(self._scales(at, inside))
+        logs, factors = self._of_scales(self.blocks.scales(at, inside))
         return s + logs[None, :], factors
 
     def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
@@ -102,22 +97,23 @@ class CodedValues(PlainValues):
         return s + logs, factors
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
-        """Sums of the four parts of values before any row was read."""
-        zeros = jnp.zeros((rows, self.words), jnp.float32)
-        return (zeros,) * 4 if joins is None else tuple(_where(joins, each, zeros.shape) for each in values)
+        """Sums of the two parts of values before any row was read."""
+        zeros = (jnp.zeros((rows, self.blocks.words), jnp.float32),) * 2
+        return zeros if joins is None else tuple(_where(joins, each, zeros[0].shape) for each in values)
 
     def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
         """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
-        mask = inside[:, None] & self.exists[None, :]
-        words = load(self.refs.v.at[self.sequence, at[:, None], self.word[None, :]], mask=mask, other=0)
-        words = words ^ jnp.int32(-0x7F7F7F80)
-        factors = [halves_of_byte(words, byte, interpret=self.interpret) for byte in range(4)]
+        factors = self.blocks.halves(at, inside)
         parts = halves(weights, self.dtype)
         # Rounded weights are added up by the tensor cores, as their products with codes are.
-        ones = jnp.ones(words.shape, jnp.float16)
+        ones = jnp.ones(factors[0].shape, jnp.float16)
         added = reduce(jnp.add, (dot(half, ones) for half in parts)) * HALF_OFFSET
-        products = (reduce(jnp.add, (dot(half, factor) for half in parts)) for factor in factors)
-        return tuple(each * shrink[:, None] + (new - added) for each, new in zip(sums, products, strict=True))
+        # Begun without what is added then: tensor cores add up in place.
+        begun = (each * shrink[:, None] - added for each in sums)
+        return tuple(
+            reduce(jnp.add, (dot(half, factor) for half in parts), each)
+            for each, factor in zip(begun, factors, strict=True)
+        )
 
     def put_sums(self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array) -> None:
         """Writes sums over the total weight to the queries' rows of a ref."""
@@ -128,26 +124,17 @@ class CodedValues(PlainValues):
     def put_new(
         self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Encodes a new value and writes it to row `at` of the pool if `writes`; returns its four parts and its scale.
+        """Encodes a new value and writes it to row `at` of the pool if `writes`; returns its two parts and its scale.
 
         The parts are codes, float32.
         """
-        values = tuple(each.astype(self.dtype).astype(jnp.float32) for each in values)
-        scale = scale_of(reduce(jnp.maximum, (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in values)))
-        codes = tuple(codes_of(each, scale) for each in values)
-        word = reduce(jnp.bitwise_or, ((each.astype(jnp.int32) & 255) << 8 * byte for byte, each in enumerate(codes)))
-        store(self.refs.pool_v.at[*at, self.word], word, mask=self.exists & writes)
-        store(self.refs.pool_v_scale.at[at], scale, mask=writes)
-        return codes, scale.astype(jnp.float32)
+        rounded = tuple(each.astype(self.dtype).astype(jnp.float32) for each in values)
+        return put_bytes(self.refs, "v", at, rounded, self.blocks.exists, writes)
 
     def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logarithms to base 2 of scales of values, and one over these; a scale of 0 counts as the smallest one."""
         scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
         return log2_of(scales, interpret=self.interpret), inverse_of(scales, interpret=self.interpret)
-
-    def _scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
-        """Scales `f32[rows]` of the values of pool rows `at`; 0 where `inside` is False."""
-        return load(self.refs.v_scale.at[self.sequence, at], mask=inside, other=0.0).astype(jnp.float32)
 
 
 class NibbleValues(PlainValues):

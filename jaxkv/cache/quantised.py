@@ -206,8 +206,8 @@ class Quantised(Store):
 class Int8(Quantised):
     """Store that holds keys and values as 8-bit integers with one scale per vector."""
 
-    # Kernels read four codes at a time.
-    fused_columns: ClassVar[int] = 4
+    # Kernels read 8-bit codes of two columns at a time.
+    fused_columns: ClassVar[int] = 2
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
     values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
 

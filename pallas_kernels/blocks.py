@@ -1,12 +1,42 @@
-"""Blocks of rows in 4-bit codes inside a decode kernel: they are decoded in registers, group by group."""
+"""Rows in codes inside a decode kernel, as words: 8-bit codes of two columns, 4-bit codes of two or four groups."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._compat import halves_of_nibbles, load
+from ._compat import halves_of_byte, halves_of_nibbles, load, pad_dim
 from .codes import GROUP, groups_of_block, half_of_word
+
+
+class ByteBlocks:
+    """Keys or values of one sequence in 8-bit codes, two of a row in a word.
+
+    Attributes:
+        words: number of words that are loaded of a row, those that do not exist as 0.
+        exists: mask of those that exist.
+        columns: for the lower and the higher bytes of words their columns, and `exists`.
+    """
+
+    def __init__(self, refs: Any, name: str, sequence: Any, dim: int, interpret: bool) -> None:
+        self.refs, self.name, self.sequence, self.interpret = refs, name, sequence, interpret
+        # At least 32 columns: with as many columns as a tile's 16 queries Triton has every warp compute all of them.
+        self.words = max(32, pad_dim(dim // 2))
+        self.word = jnp.arange(self.words, dtype=jnp.int32)
+        self.exists = self.word < dim // 2
+        self.columns = tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
+
+    def halves(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
+        """Codes `[rows, words]` of pool rows `at` plus `HALF_OFFSET`, float16: those of lower, then of higher bytes."""
+        mask = inside[:, None] & self.exists[None, :]
+        place = getattr(self.refs, self.name).at[self.sequence, at[:, None], self.word[None, :]]
+        words = load(place, mask=mask, other=0)
+        return tuple(halves_of_byte(words, byte, interpret=self.interpret) for byte in (0, 1))
+
+    def scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
+        """Scales `f32[rows]` of pool rows `at`; 0 where `inside` is False."""
+        place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
+        return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
 
 class NibbleBlocks:
