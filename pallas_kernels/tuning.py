@@ -148,7 +148,7 @@ def _before_hopper() -> bool:
 def _resident(width: int, itemsize: int | float) -> int:
     """Number of programs that one multiprocessor holds at once, for rows of `width` bytes in elements of a size."""
     # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes take more
-    # registers than what they stand for: 120 a thread.
+    # registers than what they stand for: 106 a thread.
     if width <= 128:
         return 4 if _before_hopper() or itemsize == 1 else 5
     return 2 if _before_hopper() else 3
