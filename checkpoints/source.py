@@ -13,6 +13,7 @@ from ._errors import refusal, require
 from .gguf_tokenizer import GgufTokenizer
 from .json_files import read_json
 from .tensor import StoredTensor
+from .text_part import text_config, text_tensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -23,7 +24,8 @@ class Checkpoint:
 
     Attributes:
         path: the folder or file.
-        config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them.
+        config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them. Of a model that
+            also takes images they are its text model's, and so are the tensors.
         stored: the tensors by their Hugging Face names, in the order they lie in; each is read when asked for: float32
             from a GGUF, in the stored dtype from elsewhere.
         tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
@@ -83,8 +85,9 @@ def _open_folder(folder: Path) -> Checkpoint:
             config["eos_token_id"] = eos
     tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
-        stored = safetensors_files.tensors(folder)
-        return Checkpoint(path=folder, config=config, stored=stored, tokenizer_spec=tokenizer)
+        stored, text = safetensors_files.tensors(folder), text_config(config)
+        stored = stored if text is config else text_tensors(stored)
+        return Checkpoint(path=folder, config=text, stored=stored, tokenizer_spec=tokenizer)
     return Checkpoint(
         path=folder,
         config=config,

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxkv._checks import whole
 from jaxkv._errors import require
+from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.hub_keys import read
 from jaxkv.models.values import Experts, LayerSpec, Rope, channel_order, check_numbers, rotated_channels
 
@@ -185,7 +186,7 @@ class ModelConfig:
         A key that is left out means the default of transformers' config class of the family; sizes have to be given.
 
         Args:
-            config: the parsed JSON.
+            config: the parsed JSON; of a model that also takes images, its text model is built.
 
         Returns:
             The configuration.
@@ -193,4 +194,4 @@ class ModelConfig:
         Raises:
             ValueError: for a model type, activation, RoPE type or key that jaxkv does not build, by name.
         """
-        return cls(**read(config))
+        return cls(**read(text_config(config)))

@@ -32,7 +32,9 @@ from transformers import (
     CohereForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
@@ -67,6 +69,16 @@ HERE = Path(__file__).resolve().parent
 MODELS = HERE / "models"
 LENGTHS = (80, 53)
 VOCAB = 96  # Small, because logits at every position are most of the archive's size.
+
+
+def with_images(**text):
+    """The config of a Gemma 3 with images: of a text model, and of a vision tower as small as can be."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    return Gemma3Config(
+        text_config=Gemma3TextConfig(**text), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
+    )
+
 
 # pad_token_id stays None: a padding index would make torch keep that embedding row apart.
 BASE = dict(
@@ -112,6 +124,7 @@ GEMMA, GLM4 = (GemmaConfig, GemmaForCausalLM), (Glm4Config, Glm4ForCausalLM)
 GRANITE, OLMO2 = (GraniteConfig, GraniteForCausalLM), (Olmo2Config, Olmo2ForCausalLM)
 COHERE, COHERE2 = (CohereConfig, CohereForCausalLM), (Cohere2Config, Cohere2ForCausalLM)
 GEMMA3, OLMO3 = (Gemma3TextConfig, Gemma3ForCausalLM), (Olmo3Config, Olmo3ForCausalLM)
+GEMMA3_IMAGES = (with_images, Gemma3ForConditionalGeneration)
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
@@ -231,6 +244,20 @@ SPECS = {
     ),
     # YaRN's factor is that of rotated channels alone.
     "glm4_yarn": (GLM4, heads(4, 2, head_dim=16, rope_parameters=YARN | {"partial_rotary_factor": 0.75})),
+    # Read without images: its text model's logits.
+    "gemma3_images": (
+        GEMMA3_IMAGES,
+        heads(
+            4,
+            2,
+            head_dim=16,
+            num_hidden_layers=3,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=24,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
@@ -242,7 +269,8 @@ SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
     # Gemma's norms multiply by 1 plus their weights.
-    middle = 0.0 if isinstance(model, (GemmaForCausalLM, Gemma3ForCausalLM)) else 1.0
+    gemmas = (GemmaForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration)
+    middle = 0.0 if isinstance(model, gemmas) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("norm" in name or ".ln_" in name) and name.endswith("weight"):

@@ -1,0 +1,92 @@
+"""The text model of a checkpoint that also takes images: its config, and its tensors by a text model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._errors import require
+from .tensor import StoredTensor
+
+# Model type with images -> model type and class of the text model in it.
+_TEXT_MODELS = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
+# Keys beside the text model's: of images, of training, of the file itself. None changes what texts give.
+_HARMLESS = {
+    "architectures",
+    "boi_token_index",
+    "bos_token_id",
+    "dtype",
+    "eoi_token_index",
+    "image_token_id",
+    "image_token_index",
+    "initializer_range",
+    "mm_tokens_per_image",
+    "model_type",
+    "pad_token_id",
+    "text_config",
+    "torch_dtype",
+    "transformers_version",
+    "vision_config",
+}
+# The text model's own keys that stand beside it, and hold for it.
+_SHARED = ("eos_token_id", "tie_word_embeddings")
+# Sizes that transformers' config class gives a text model which leaves them out, as Gemma 3 4B does.
+_SIZES = {
+    "gemma3_text": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "vocab_size": 262_208,
+    }
+}
+# How names of the text model's tensors begin, by transformers' version, and how they do in a text model.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Config (a mapping of keys) of the text model within a model that also takes images; any other is returned as is.
+
+    Args:
+        config: the keys of a Hugging Face `config.json`.
+
+    Returns:
+        The keys of the text model's.
+
+    Raises:
+        ValueError: for a `text_config` that is missing or of another model type, and for keys that are not known.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _TEXT_MODELS:
+        return config
+    text, found = _TEXT_MODELS[kind], config.get("text_config")
+    require(isinstance(found, Mapping), "text_config", found, f"a {kind} has the keys of its text model here")
+    given = found if isinstance(found, Mapping) else {}
+    own = given.get("model_type", text[0])
+    require(own == text[0], "text_config.model_type", own, f"the text model of a {kind} is a {text[0]}")
+    unknown = sorted(map(str, set(config) - _HARMLESS - set(_SHARED)))
+    require(not unknown, "config", unknown, "these keys are not supported; remove them only if they change nothing")
+    shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    return {**_SIZES[text[0]], **given, **shared, "model_type": text[0], "architectures": [text[1]]}
+
+
+def text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors of the text model within a model that also takes images, by a text model's names; others left out.
+
+    Args:
+        stored: all tensors by their names in the file.
+
+    Returns:
+        Those of the text model; what belongs to images is left out, any other name is kept.
+    """
+    found = {}
+    for name, tensor in stored.items():
+        if not name.startswith(_IMAGES):
+            begins = next((each for each in _PREFIXES if name.startswith(each)), "")
+            found[_PREFIXES.get(begins, "") + name.removeprefix(begins)] = tensor
+    return found
