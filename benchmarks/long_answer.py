@@ -53,7 +53,7 @@ def run(model, policy, received, prompt, new):
         tokens += 8
         at_256 = received.programs if tokens == 256 else at_256
     stats = stream.result.stats
-    room = first_room(policy.parts(), model.config.layers, np.asarray([len(prompt)]), new)
+    room = first_room(policy.parts(), model.config.windows, np.asarray([len(prompt)]), new)
     return {
         "programs": received.programs - before,
         "programs_booked": stats.compiled_programs,

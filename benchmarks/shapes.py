@@ -109,12 +109,17 @@ def random_llama(name, *, weights=None):
         small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
         small |= {"max_position_embeddings": 4096, "eos_token_id": 0, "tie_word_embeddings": False}
         config = ModelConfig.from_hf(small | {"hidden_act": "silu"})
-    graph, state = nnx.split(Decoder(config, dtype=jnp.bfloat16, weights=weights))
+    return random_model(config, f"random-{name}", weights=weights)
+
+
+def random_model(config, name, *, dtype=jnp.bfloat16, weights=None):
+    """A model of a config with random weights."""
+    graph, state = nnx.split(Decoder(config, dtype=dtype, weights=weights))
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     filled = [_parameter(key, path, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
     decoder = nnx.merge(graph, jax.tree.unflatten(structure, filled))
-    return LanguageModel(decoder, text=None, name=f"random-{name}")
+    return LanguageModel(decoder, text=None, name=name)
 
 
 def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):

@@ -77,7 +77,7 @@ class Ran(NamedTuple):
 def check_planned(session, cache) -> None:
     """What the first device holds of a cache weighs what was planned for one device of such a mesh."""
     axes_of, config = session.params.axes, session.params.config
-    room = first_room(session.policy.parts(), config.layers, np.asarray(LENGTHS), NEW)
+    room = first_room(session.policy.parts(), config.windows, np.asarray(LENGTHS), NEW)
     mesh = None if axes_of is None else axes_of.mesh
     planned = plan_prefill(config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh)
     leaves = jax.tree.leaves(dataclasses.replace(cache, bank=None, logits=None, moved=None, cut=None))

@@ -64,7 +64,7 @@ def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path, sparsit
     cache = session.prefill(tiny.prompts(3, lengths), new=new)
     assert held(cache) == expected(lengths)
     check_layout(cache, lengths)
-    room = first_room(policy.parts(), config.layers, np.asarray(lengths), new)
+    room = first_room(policy.parts(), config.windows, np.asarray(lengths), new)
     planned = plan_prefill(config, policy, lengths, room=room)
     assert cache.nbytes == planned.cache_bytes
     of_layers, heads = cache.kept.sum(axis=2), config.kv_heads

@@ -65,7 +65,7 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     assert (events.programs - late) / (2000 - 256) <= 1 / 1000
     # What it holds is what was planned before the first token.
     lengths = [len(prompt)]
-    room = rooms.first_room(POLICIES[name].parts(), model.config.layers, np.asarray(lengths), 2000)
+    room = rooms.first_room(POLICIES[name].parts(), model.config.windows, np.asarray(lengths), 2000)
     planned = plan_prefill(model.config, POLICIES[name], lengths, room=room)
     assert stats.allocated_bytes <= planned.cache_bytes
 

@@ -29,6 +29,8 @@ POLICIES = {
     "streaming": lambda budget: jaxkv.StreamingLLM(budget=budget),
     "compactor": lambda budget: jaxkv.Compactor(budget=budget),
     "expected": lambda budget: jaxkv.ExpectedAttention(budget=budget),
+    "h2o": lambda budget: jaxkv.H2O(budget=budget),
+    "roco": lambda budget: jaxkv.RoCo(budget=budget),
     "criticalkv": lambda budget: jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=budget, window=6)),
 }
 
@@ -79,7 +81,7 @@ def test_rows_that_are_held(name):
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.windows[layer] is not None:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
-    room = first_room(policy.parts(), SHAPE.layers, np.asarray(LENGTHS), NEW)
+    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), NEW)
     assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, room=room).cache_bytes
 
 
@@ -121,7 +123,7 @@ def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     assert alone.tokens[0].tolist() == full.tokens[1].tolist()
 
 
-@pytest.mark.parametrize("name", ["full", "adakv"])
+@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "roco"])
 def test_kernels_and_meshes(name):
     """A segment of the kernels' table is what the window leaves; on a mesh each device has its heads' windows."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
@@ -145,8 +147,9 @@ def test_stores(store):
     assert np.abs(np.asarray(found) - np.asarray(want)).max() < 0.1 * np.abs(np.asarray(want)).max()
 
 
-def test_slots_and_saved_caches(tmp_path):
-    model, policy = tiny.tiny(SHAPE), POLICIES["snapkv"](24)
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+def test_slots_and_saved_caches(name, tmp_path):
+    model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
     options = {"max_new_tokens": 12, "stop_at_eos": False}
     want = [each.tolist() for each in jaxkv.generate(model, prompts(), policy=policy, **options).tokens]
     with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
@@ -160,7 +163,7 @@ def test_slots_and_saved_caches(tmp_path):
 
 
 REFUSED = {
-    "after=Evict": lambda: jaxkv.H2O(budget=32),
+    "merge=": lambda: jaxkv.CaM(budget=32),
     "after=Again": lambda: jaxkv.SnapKV(budget=32, window=6, every=8),
     "layers=": lambda: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=32, window=6)),
     "read=": lambda: jaxkv.Quest(),
@@ -195,3 +198,19 @@ def test_a_plan_counts_windows_and_gives_no_speed():
         held = 2 * 4 * row * (5 * 1024 + rows)
         assert held < made.cache < 1.05 * held + 2 * 4 * row * 6 * 512
         assert "windows has not been measured" in str(made)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_eviction_spares_windows(implementation):
+    """Layers that attend to everything stay at their budget, whichever rows they lose; windows' keep all new rows."""
+    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.H2O(budget=16), implementation=implementation)
+    cache, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
+    seen = np.asarray(cache.seen)
+    for layer, row, _, _, _, positions in tiny.segments(cache):
+        if SHAPE.windows[layer] is None:
+            assert len(positions) == min(16, seen[row]) and positions.max() == seen[row] - 1
+        else:
+            assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), seen[row]))
+    # One row more than the budget evicts one, and a longer answer than was planned for finds room.
+    again, more = session.draw(cache, 2 * NEW)
+    assert again.kept[2].max() == 16 and again.kept[0].min() >= 2 * NEW and (np.asarray(more) >= 0).all()

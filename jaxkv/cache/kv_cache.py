@@ -11,6 +11,7 @@ new cache, and none donates the buffers of the cache it was given.
 
 import dataclasses
 import enum
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -187,9 +188,9 @@ class KVCache:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one pool row: key, value, position and, if the pool keeps scores, score."""
-        rows = dataclasses.replace(self.pools[0], bounds=None)
-        return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(rows))
+        """Bytes of one pool row: key, value, position and, if pools keep scores, score, which window layers' lack."""
+        pools = [dataclasses.replace(pool, bounds=None) for pool in self.pools]
+        return max(sum(leaf.nbytes // math.prod(leaf.shape[:2]) for leaf in jax.tree.leaves(pool)) for pool in pools)
 
     def room_nbytes(self, room: Sequence[int]) -> int:
         """Bytes per sequence of `room[l]` more free rows behind each segment of layer l, with page bounds (Quest).

@@ -69,6 +69,11 @@ def within_limits(
     foreseen = None if scratch is None else scratch.likely
     pools, norms, lengths, taus, likely = [], [], [], [], []
     for index, (pool, part) in enumerate(zip(cache.pools, parts, strict=True)):
+        if spec.config.windows[part.start] is not None:
+            # A window layer has a pool of its own, with no limit and no scores.
+            pools.append(pool)
+            lengths.append(tables.length[part])
+            continue
         left = evict(
             pool,
             segments_of(tables, part, foreseen),
@@ -122,7 +127,8 @@ def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
         return pools
 
     def averaged(pool: Pool) -> Pool:
-        assert pool.score is not None
+        if pool.score is None:
+            return pool
         return dataclasses.replace(pool, score=mean_of_devices(pool.score, "G", spec.axes))
 
     return [averaged(pool) for pool in pools]
@@ -149,7 +155,8 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple
     some, share = (count > 0)[:, None], decay ** count[:, None].astype(jnp.float32)
 
     def less(pool: Pool) -> Pool:
-        assert pool.score is not None
+        if pool.score is None:
+            return pool
         return dataclasses.replace(pool, score=jnp.where(some, pool.score * share, pool.score))
 
     return tuple(map(less, pools))

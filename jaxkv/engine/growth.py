@@ -39,14 +39,15 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
 
 
 def first_room(
-    parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
+    parts: Parts, windows: tuple[int | None, ...], lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
     """Free rows to leave behind each segment at prefill, for up to `most` of the `new` tokens: a tuple, one per layer.
 
-    There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
+    There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all. `windows` are
+    `ModelConfig.windows`.
     """
     short = 0 if parts.reach is None else max(0, parts.reach - int(np.min(lengths)))
-    left = np.where(parts.layers.unlimited(layers) if parts.evicts else np.zeros(layers, bool), new, short)
+    left = np.where(parts.unlimited(windows) if parts.evicts else np.zeros(len(windows), bool), new, short)
     return tuple(room_for(parts, left, new, grown=most).tolist())
 
 

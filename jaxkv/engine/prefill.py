@@ -410,7 +410,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
         tau=made.tau,
         rings=tuple(prompts.rings),
     )
-    per_layer = xp.where(parts.layers.unlimited(len(targets))[:, None], endless, targets)
+    per_layer = xp.where(parts.unlimited(prompts.windows)[:, None], endless, targets)
     limit = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
         return limit, state

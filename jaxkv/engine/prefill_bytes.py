@@ -66,7 +66,10 @@ class PrefillBytes:
     @cached_property
     def pools(self) -> list[int]:
         """List of the bytes of each layer's pool, or of the one pool that all layers share."""
-        return [rows * self.batch * self.parts.row_bytes(self.config.head_dim, self.item) for rows in self.pool_rows]
+        each, windows = self.parts.row_bytes(self.config.head_dim, self.item), self.config.windows
+        # Rows of window layers, which are never chosen from, have no scores.
+        less = [4 * (self.parts.scored and width is not None) for width in windows[: len(self.pool_rows)]]
+        return [rows * self.batch * (each - off) for rows, off in zip(self.pool_rows, less, strict=True)]
 
     @property
     def cache(self) -> int:

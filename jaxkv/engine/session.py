@@ -104,7 +104,7 @@ class Session:
             MemoryError: if the plan's bytes, which it names, are not free.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        needed = self.planned(lengths, first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        needed = self.planned(lengths, first_room(policy.parts(), config.windows, lengths, new) if new else 0)
         mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
         with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)

@@ -93,7 +93,7 @@ def spec_of_bucket(
         """The engine's `PrefillPlan` of the bucket, with `room` free rows behind every segment."""
         return plan_prefill(flat.config, policy, longest, dtype=dtype, room=room, implementation=implementation)
 
-    room = _room(parts, known, planned(0), flat.config.layers, limits)
+    room = _room(parts, known, planned(0), flat.config.windows, limits)
     return BucketSpec(
         flat=flat,
         policy=policy,
@@ -113,8 +113,11 @@ def spec_of_bucket(
     )
 
 
-def _room(parts: Parts, known: Table, bare: PrefillPlan, layers: int, limits: Limits) -> Int[np.ndarray, " L"]:
+def _room(
+    parts: Parts, known: Table, bare: PrefillPlan, windows: tuple[int | None, ...], limits: Limits
+) -> Int[np.ndarray, " L"]:
     """Free rows behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
+    layers = len(windows)
     if parts.ongoing is None:
         return np.full(layers, limits.every_token)
     numbers, lengths = known.numbers, known.allowed
@@ -125,7 +128,7 @@ def _room(parts: Parts, known: Table, bare: PrefillPlan, layers: int, limits: Li
     capacity = np.asarray(bare.pool_rows(1) * (layers if bare.layout.one_pool else 1))
     capacity = capacity // layers if bare.layout.one_pool else capacity
     grows = np.maximum(np.maximum(most.max(), kept) - capacity, 0).astype(np.int64)
-    grows = grows + limits.every_token * parts.layers.unlimited(layers)
+    grows = grows + limits.every_token * parts.unlimited(windows)
     return grows + limits.question + (parts.every or 1)
 
 

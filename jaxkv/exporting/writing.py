@@ -319,7 +319,7 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
         "question": job.limits.question,
         "new": job.limits.new,
         "room": job.limits.every_token,
-        "grows": parts.ongoing is None or bool(parts.layers.unlimited(config.layers).any()),
+        "grows": parts.ongoing is None or bool(parts.unlimited(config.windows).any()),
         "samplings": {
             type(each).__name__: {} if _as_numbers(each) is not each else dataclasses.asdict(_as_numbers(each))
             for each in job.samplings

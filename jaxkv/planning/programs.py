@@ -91,7 +91,7 @@ class Work:
     def planned(self) -> PrefillPlan:
         """The engine's `PrefillPlan` (rows and bytes) for these prompts, with free rows for the new tokens."""
         lengths = np.full(self.batch, self.tokens)
-        room = first_room(self.policy.parts(), self.flat.config.layers, lengths, self.new)
+        room = first_room(self.policy.parts(), self.flat.config.windows, lengths, self.new)
         return plan_prefill(
             self.flat.config,
             self.policy,

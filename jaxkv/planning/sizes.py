@@ -94,7 +94,7 @@ class Sizes:
 def sizes_of(setting: Setting) -> Sizes:
     """Computes the `Sizes` (bytes of one GPU) of a setting by arithmetic; ValueError if the budget cannot be kept."""
     parts, config = setting.policy.parts(), setting.config
-    room = first_room(parts, config.layers, np.array([setting.context]), setting.new) if setting.new else 0
+    room = first_room(parts, config.windows, np.array([setting.context]), setting.new) if setting.new else 0
     planned = prefill_of(setting, room)
     last = planned
     if setting.new > MOST_AHEAD and parts.ongoing is None:

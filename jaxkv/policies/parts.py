@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jaxkv._checks import field, flag
 from jaxkv._errors import refusal, require
@@ -202,7 +202,7 @@ class Parts(Value):
             self._require_fits_windows(config.windows)
 
     def _require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
-        """Raises ValueError if the policy does more than choose rows of each layer's prompt, which windows need."""
+        """Raises ValueError if a policy does more than choose a layer's rows and evict: what fits beside windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
         require(bool(whole) or self.scorer is None, "policy", self.scorer, remedy)
@@ -212,13 +212,26 @@ class Parts(Value):
             ("layers", self.layers, not self.layers.from_scores and own_limits(self.heads) is None),
             ("heads", self.heads, not needs_layer(self.heads)),
             ("merge", self.merge, self.merge is None),
-            ("after", self.after, isinstance(self.after, Append)),
+            ("after", self.after, not isinstance(self.after, Again)),
             ("read", self.read, self.read is None),
             ("rolling", self.rolling, not self.rolling),
             ("nested", self.nested, not self.nested),
             ("scorer", self.scorer, self.needs.replay is None and not sets_rows(self.layers)),
         ):
             require(fits, name, value, remedy)
+
+    def unlimited(self, windows: tuple[int | None, ...]) -> Bool[np.ndarray, " L"]:
+        """Mask of layers whose segments gain a row at each token without an end: by the policy, and window layers.
+
+        Args:
+            windows: `ModelConfig.windows`.
+
+        Returns:
+            The mask over all layers.
+        """
+        mask = np.asarray([width is not None for width in windows])
+        mask[~mask] = self.layers.unlimited(windows.count(None))
+        return mask
 
     @property
     def layout(self) -> Layout:
