@@ -193,7 +193,7 @@ def halves_of_nibbles(
 ) -> jax.Array:
     """Float16 of the 4-bit code `index` of each word, times a scale, plus a least value, inside a kernel.
 
-    Rounded once; four instructions for two codes, or less than five.
+    Rounded once, on a GPU; four instructions for two codes, or less than five. Results above 65,504 are infinite.
 
     Args:
         words: uint8 or uint16, code 0 in the lowest bits.

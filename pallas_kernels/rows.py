@@ -211,7 +211,8 @@ def pass_rows(
                 s, factor = values.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = exp2_of(s, 1.0, -new_top[:, None], interpret=how.interpret)
-                shrink = exp2_of(top, 1.0, -new_top, interpret=how.interpret)
+                # Few numbers: by `exp2_of` they would cost registers that some shapes do not have.
+                shrink = jnp.exp2(top - new_top)
                 sums = values.add(sums, shrink, weights, at, inside)
                 true = weights if factor is None else weights * factor[None, :]
                 return new_top, total * shrink + true.sum(axis=1), sums

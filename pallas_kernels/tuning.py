@@ -114,8 +114,11 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
 
     `exact` is of a float32 model whose rows are codes.
     """
+    if itemsize < 1 and exact:
+        # Decoded to float32 they meet no tensor core: their products live in registers. Tables are of other models.
+        return DecodeTiles(block=16, queries=16, resident=3, launch=Launch(warps=4, stages=3))
     if itemsize < 1:
-        return _tuned("decode", _narrow_tiles(dim, itemsize, exact), dim, itemsize)
+        return _tuned("decode", _narrow_tiles(dim, itemsize), dim, itemsize)
     width = round(pad_dim(dim) * itemsize)
     wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
@@ -128,14 +131,11 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
     return _tuned("decode", tiles, dim, itemsize)
 
 
-def _narrow_tiles(dim: int, itemsize: int | float, exact: bool) -> DecodeTiles:
+def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
     """Tiles of decode attention over rows with values in 4 bits: small ones of two warps.
 
     The scales that a thread decodes a value's column by serve as many columns as it has: with four warps half of them.
     """
-    if exact:
-        # Decoded to float32 they meet no tensor core: their products live in registers.
-        return DecodeTiles(block=16, queries=16, resident=3, launch=Launch(warps=4, stages=3))
     if dim > 128:
         # With two warps, sums of that width leave no registers.
         return DecodeTiles(block=32, queries=16, resident=3, launch=Launch(warps=4, stages=3))

@@ -90,7 +90,7 @@ class Nibbles:
     @classmethod
     def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
         """Quantises vectors to `Nibbles`: maps each group's range to 0 to 15; ValueError unless 8 divides D."""
-        dim, shape = rows.shape[-1], rows.shape
+        dim = rows.shape[-1]
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
         least = low.astype(_SCALE)
@@ -98,13 +98,14 @@ class Nibbles:
         reach = jnp.maximum(wide.max(axis=-1) - least.astype(jnp.float32), 0)
         scale = _scale(reach / 15)
         off = wide - least.astype(jnp.float32)[..., None]
-        code = jnp.clip(_codes(off, scale), 0, 15)
-        if scale.shape[-1] % 4 or dim % 128:
-            low, high = jnp.split(code.reshape(shape).astype(jnp.uint8), 2, axis=-1)
-            return cls(code=low | (high << 4), scale=scale, least=least)
-        parts = jnp.moveaxis(code.reshape(*shape[:-1], -1, 4, dim // scale.shape[-1]).astype(jnp.uint16), -2, 0)
-        word = reduce(jnp.bitwise_or, (part << 4 * index for index, part in enumerate(parts)))
-        return cls(code=word.reshape(*shape[:-1], dim // 4), scale=scale, least=least)
+        code = jnp.clip(_codes(off, scale), 0, 15).reshape(rows.shape)
+        return cls(code=_words(code), scale=scale, least=least)
+
+    def in_words(self) -> "Nibbles":
+        """The same vectors in words as `of` makes them: caches that were saved by jaxkv before had bytes alone."""
+        if self.code.dtype != jnp.uint8:
+            return self
+        return dataclasses.replace(self, code=_words(jnp.concatenate([self.code & 15, self.code >> 4], axis=-1)))
 
     def decoded(self) -> Float[Array, "B P D"]:
         """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its least value."""
@@ -121,6 +122,16 @@ class Nibbles:
     def size(cls, dim: int) -> int:
         """Bytes that one encoded vector of `dim` elements takes: 4-bit codes, scales and least values of its groups."""
         return dim // 2 + 4 * (dim // _shared(dim))
+
+
+def _words(code: Array) -> UInt[Array, "B P w"]:
+    """Numbers from 0 to 15, `[B, P, D]`, as the words of `Nibbles`."""
+    *lead, dim = code.shape
+    if dim % (4 * _MOST_SHARED):
+        low, high = jnp.split(code.astype(jnp.uint8), 2, axis=-1)
+        return low | (high << 4)
+    parts = jnp.moveaxis(code.reshape(*lead, -1, 4, _MOST_SHARED).astype(jnp.uint16), -2, 0)
+    return reduce(jnp.bitwise_or, (part << 4 * index for index, part in enumerate(parts))).reshape(*lead, dim // 4)
 
 
 def _shared(dim: int) -> int:
