@@ -28,7 +28,12 @@ class PlainKeys:
 
     def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
         """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
-        return (take_rows(ref, rows, real, self.dim),)
+        if len(self.columns) == 1:
+            return (take_rows(ref, rows, real, self.dim),)
+        return tuple(
+            load(ref.at[rows[:, None], column[None, :]], mask=real[:, None] & exists[None, :], other=0.0)
+            for column, exists in self.columns
+        )
 
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries `[n, columns]`, a part each, as `logits` takes them."""
@@ -58,10 +63,6 @@ class CodedKeys(PlainKeys):
         super().__init__(refs, sequence, dim, dtype, interpret)
         self.blocks = ByteBlocks(refs, "k", sequence, dim, interpret)
         self.columns = self.blocks.columns
-
-    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
-        """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
-        return take_parts(ref, rows, real, self.columns)
 
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries as `logits` takes them: as float16 below 2, their unit, and what codes' offset adds to products."""
@@ -93,10 +94,6 @@ class NibbleKeys(PlainKeys):
         self.blocks = NibbleBlocks(refs, "k", sequence, dim, dtype, interpret)
         self.columns = self.blocks.columns
 
-    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
-        """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
-        return take_parts(ref, rows, real, self.columns)
-
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries as `logits` takes them: in the dtype of decoded keys, below 2, and their unit."""
         scaled, unit = of_units(parts)
@@ -112,14 +109,6 @@ class NibbleKeys(PlainKeys):
     def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
         """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
         return put_nibbles(self.refs, "k", at, tuple(each.astype(self.dtype) for each in parts), writes)
-
-
-def take_parts(ref: Any, rows: jax.Array, real: jax.Array, columns: Any) -> tuple[jax.Array, ...]:
-    """Loads rows of a ref in parts of some columns each; rows where mask `real` is False, and other columns, are 0."""
-    return tuple(
-        load(ref.at[rows[:, None], column[None, :]], mask=real[:, None] & exists[None, :], other=0.0)
-        for column, exists in columns
-    )
 
 
 def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:

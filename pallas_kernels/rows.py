@@ -17,7 +17,6 @@ from ._compat import (
     MASKED,
     BlockSpec,
     call_named,
-    exp2_of,
     load,
     program_id,
     store,
@@ -210,8 +209,7 @@ def pass_rows(
                 keep(cell + offset, s, inside[None, :])
                 s, factor = values.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
                 new_top = jnp.maximum(top, s.max(axis=1))
-                weights = exp2_of(s, 1.0, -new_top[:, None], interpret=how.interpret)
-                # Few numbers: by `exp2_of` they would cost registers that some shapes do not have.
+                weights = values.weights(s, new_top)
                 shrink = jnp.exp2(top - new_top)
                 sums = values.add(sums, shrink, weights, at, inside)
                 true = weights if factor is None else weights * factor[None, :]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ._compat import (
     HALF_OFFSET,
     dot,
+    exp2_of,
     inverse_of,
     log2_of,
     pad_dim,
@@ -44,6 +45,10 @@ class PlainValues:
     def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
         """Logits `[n]` of a new row for the softmax, and the weight that each then begins with."""
         return s, jnp.ones_like(s)
+
+    def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+        """Softmax weights of logits `[n, rows]` to base 2, of which `top` is the largest: 1 for that."""
+        return jnp.exp2(s - top[:, None])
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
         """Sums before any row was read: `values` in each of `rows` queries if `joins`, else 0."""
@@ -96,6 +101,10 @@ class CodedValues(PlainValues):
         logs, factors = self._of_scales(jnp.broadcast_to(scale, s.shape))
         return s + logs, factors
 
+    def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+        """Softmax weights of logits, by fewer instructions; compilers spill registers of some plain kernels by it."""
+        return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
+
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
         """Sums of the two parts of values before any row was read."""
         zeros = (jnp.zeros((rows, self.blocks.words), jnp.float32),) * 2
@@ -144,6 +153,10 @@ class NibbleValues(PlainValues):
         super().__init__(refs, sequence, dim, dtype, interpret)
         self.blocks = NibbleBlocks(refs, "v", sequence, dim, dtype, interpret)
         self.columns = self.blocks.columns
+
+    def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+        """Softmax weights of logits, by fewer instructions; compilers spill registers of some plain kernels by it."""
+        return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
         """Sums of each group before any row was read."""
