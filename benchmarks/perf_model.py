@@ -197,7 +197,7 @@ def written(device, cases, estimates, prefill, steps, quick):
         "",
         "## Decode attention",
         "",
-        "bfloat16 or 8-bit rows, Llama 3 8B's heads: 8 of keys, 4 queries each, 128 wide.",
+        "bfloat16 rows or codes, Llama 3 8B's heads: 8 of keys, 4 queries each, 128 wide.",
         "",
     ]
     tables += table
