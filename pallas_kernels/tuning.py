@@ -24,8 +24,8 @@ _CORES = 132
 # Number of programs for which chunks are dealt where kernels are interpreted, which runs them sequentially.
 _INTERPRETED = 4
 # Bytes of shared memory that one program may have, by device names; others have 99 KiB.
-_HOPPER = 232448
-_SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": 166912}
+_AMPERE, _HOPPER = 166912, 232448
+_SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": _AMPERE}
 _TUNED = Path(__file__).parent / "tuned"
 
 
@@ -139,8 +139,10 @@ def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
     if dim > 128:
         # With two warps, sums of that width leave no registers.
         return DecodeTiles(block=32, queries=16, resident=3, launch=Launch(warps=4, stages=3))
-    resident = (6 if _before_hopper() else 8) if itemsize == 0.5 else 6
-    return DecodeTiles(block=32, queries=16, resident=resident, launch=Launch(warps=2, stages=4))
+    # Keys and values of unlike codes take more registers: on an A100 a fourth stage spills some.
+    most = {_AMPERE: {0.5: (6, 4), 0.75: (5, 3)}}.get(shared_memory(), {0.5: (8, 4), 0.75: (6, 4)})
+    resident, stages = most[itemsize]
+    return DecodeTiles(block=32, queries=16, resident=resident, launch=Launch(warps=2, stages=stages))
 
 
 def _before_hopper() -> bool:
