@@ -10,7 +10,7 @@ from .tensor import StoredTensor
 
 # Model type with images -> model type and class of the text model in it.
 _TEXT_MODELS = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
-# Keys beside the text model's: of images, of training, of the file itself. None changes what texts give.
+# Top-level keys that are ignored: of vision, of training, of the file itself. None changes the output for text.
 _HARMLESS = {
     "architectures",
     "boi_token_index",
@@ -28,9 +28,9 @@ _HARMLESS = {
     "transformers_version",
     "vision_config",
 }
-# The text model's own keys that stand beside it, and hold for it.
+# Top-level keys that hold for the text model.
 _SHARED = ("eos_token_id", "tie_word_embeddings")
-# Sizes that transformers' config class gives a text model which leaves them out, as Gemma 3 4B does.
+# Sizes by default of transformers' class of the text model's config, for keys that are left out.
 _SIZES = {
     "gemma3_text": {
         "hidden_size": 2304,
@@ -40,7 +40,7 @@ _SIZES = {
         "vocab_size": 262_208,
     }
 }
-# How names of the text model's tensors begin, by transformers' version, and how they do in a text model.
+# Prefixes of tensor names in a checkpoint with images (of transformers 4, 4, 5), and in one of text alone.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -50,13 +50,13 @@ _IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mo
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Config (a mapping of keys) of the text model within a model that also takes images; any other is returned as is.
+    """Config of the text model within a model that also takes images; any other config is returned as it is.
 
     Args:
         config: the keys of a Hugging Face `config.json`.
 
     Returns:
-        The keys of the text model's.
+        The text model's config, as of a text-only checkpoint.
 
     Raises:
         ValueError: for a `text_config` that is missing or of another model type, and for keys that are not known.
@@ -76,13 +76,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors of the text model within a model that also takes images, by a text model's names; others left out.
+    """Tensors named as in a text-only checkpoint; those of vision are dropped, other names are kept.
 
     Args:
         stored: all tensors by their names in the file.
 
     Returns:
-        Those of the text model; what belongs to images is left out, any other name is kept.
+        The tensors by their new names.
     """
     found = {}
     for name, tensor in stored.items():

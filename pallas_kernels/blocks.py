@@ -13,21 +13,21 @@ class ByteBlocks:
     """Keys or values of one sequence in 8-bit codes, two of a row in a word.
 
     Attributes:
-        words: number of words that are loaded of a row, those that do not exist as 0.
+        words: number of words that are loaded of a row; those that do not exist are 0.
         exists: mask of those that exist.
         columns: for the lower and the higher bytes of words their columns, and `exists`.
     """
 
     def __init__(self, refs: Any, name: str, sequence: Any, dim: int, interpret: bool) -> None:
         self.refs, self.name, self.sequence, self.interpret = refs, name, sequence, interpret
-        # At least 32 columns: with as many columns as a tile's 16 queries Triton has every warp compute all of them.
+        # At least 32 columns: with 16, as many as a tile's queries, Triton gives every warp the same work.
         self.words = max(32, pad_dim(dim // 2))
         self.word = jnp.arange(self.words, dtype=jnp.int32)
         self.exists = self.word < dim // 2
         self.columns = tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
 
     def halves(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
-        """Codes `[rows, words]` of pool rows `at` plus `HALF_OFFSET`, float16: those of lower, then of higher bytes."""
+        """Codes `[rows, words]` of pool rows `at`, 0 where masked, plus `HALF_OFFSET`: a float16 array per byte."""
         mask = inside[:, None] & self.exists[None, :]
         place = getattr(self.refs, self.name).at[self.sequence, at[:, None], self.word[None, :]]
         words = load(place, mask=mask, other=0)
@@ -42,8 +42,8 @@ class ByteBlocks:
 class NibbleBlocks:
     """Keys or values of one sequence in 4-bit codes.
 
-    A word has a code of each of two or four groups. So a block of `GROUP` words gives as many groups, each a matrix of
-    its own for tensor cores, as float16; for a float32 model they are float32.
+    A word has a code of each of two or four groups, so that `GROUP` words unpack to two or four whole groups: matrices
+    for tensor cores, as float16, or float32 for a float32 model.
 
     Attributes:
         columns: for each group, in the order of `decoded`, its columns, and the mask of those that exist: all.
@@ -59,7 +59,7 @@ class NibbleBlocks:
         self.columns = tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
     def decoded(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
-        """Decoded groups `[rows, GROUP]` of pool rows `at`; 0 outside of mask `inside`."""
+        """Dequantised rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 where mask `inside` is False."""
         scales, leasts = (self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least"))
         mask = jnp.broadcast_to(inside[:, None], (at.shape[0], GROUP))
         found = []
@@ -79,7 +79,7 @@ class NibbleBlocks:
         return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
 
     def _of_groups(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        """Scales or least values `f16[rows]` of each group, which lie in words of two."""
+        """List of each group's scales or least values `f16[rows]`, which are packed in pairs."""
         ref = getattr(self.refs, name)
         pairs = [load(ref.at[self.sequence, at, pair], mask=inside, other=0) for pair in range(self.groups // 2)]
         return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]

@@ -30,13 +30,13 @@ class Coded(NamedTuple):
 class Nibbles(NamedTuple):
     """Keys or values of a pool as 4-bit codes, with a scale and a least value for each group of 32 columns.
 
-    A word has codes from 0 to 15, the first in its lowest bits: of 16 bits column e of four neighbouring groups, of 8
-    bits that of a group in the first half of D and of the group as far into the second half.
+    Codes are from 0 to 15, the first in a word's lowest bits. A word of 16 bits has column e of groups 4 b to 4 b + 3;
+    one of 8 bits column e of group b, and in its high bits of group b + D / 64.
 
     Attributes:
         code: `u16[B, P, D / 4]` or `u8[B, P, D / 2]` words.
         scale: `f16[B, P, D / 32]` by which a group's codes are multiplied.
-        least: `f16[B, P, D / 32]` added to them then.
+        least: `f16[B, P, D / 32]` a group's minimum: a number is about code * scale + least.
     """
 
     code: jax.Array
@@ -63,7 +63,7 @@ def itemsize_of(k: Rows, v: Rows, dtype: Any) -> int | float:
 def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
     """Arrays of keys or values by the names that kernels know them by: `name`, of codes also `name_scale`, `_least`.
 
-    8-bit codes and the scales of 4-bit codes are seen as words of two, which moves nothing.
+    8-bit codes and the scales of 4-bit codes are bitcast to a type of twice the width, without a copy.
     """
     if isinstance(rows, Nibbles):
         groups, dim = rows.scale.shape[2], shape_of(rows)[2]
@@ -105,19 +105,19 @@ def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
 
 
 def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
-    """Float16 scale by which code `most` stands for the number `largest`; 0 for 0."""
+    """Float16 scale by which code `most` stands for `largest`, rounded up to at least 2**-24; 0 for 0."""
     scale = largest / most
     return jnp.where(scale > 0, jnp.maximum(scale * _UP, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
-def codes_of(row: jax.Array, scale: jax.Array, least: int = -_LARGEST, most: int = _LARGEST) -> jax.Array:
-    """Codes from `least` to `most` of a float32 row, or of a part of it, by the row's scale; still float32."""
+def codes_of(numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST) -> jax.Array:
+    """Numbers over their scale, rounded half to even and clipped to [low, high]; still float32, 0 for a scale of 0."""
     wide = scale.astype(jnp.float32)
-    code = jnp.where(wide == 0, 0.0, row / jnp.where(wide == 0, 1.0, wide))
-    # Rounds halves to even: Triton has no instruction of JAX's for that.
+    code = jnp.where(wide == 0, 0.0, numbers / jnp.where(wide == 0, 1.0, wide))
+    # Pallas has no rounding in Triton.
     below = jnp.floor(code)
     up = (code - below > 0.5) | ((code - below == 0.5) & (below * 0.5 != jnp.floor(below * 0.5)))
-    return jnp.clip(below + up.astype(jnp.float32), least, most)
+    return jnp.clip(below + up.astype(jnp.float32), low, high)
 
 
 def put_bytes(
@@ -125,7 +125,7 @@ def put_bytes(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Encodes a key or value in 8 bits, writes it to row `at` of the pool if `writes`; returns its codes and its scale.
 
-    Parts are the columns of even and of odd numbers, float32; `exists` masks those that exist. Codes are float32, too.
+    Parts are the even- and the odd-indexed columns, float32; `exists` masks those that exist. Codes are float32, too.
     """
     scale = scale_of(reduce(jnp.maximum, (jnp.where(exists, jnp.abs(each), 0.0).max() for each in parts)))
     codes = tuple(codes_of(each, scale) for each in parts)
@@ -137,7 +137,7 @@ def put_bytes(
 
 
 def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
-    """Groups whose codes the words of a block of `GROUP` words have, the lowest bits' first."""
+    """Indices of the groups that are packed in a block of `GROUP` words, those in the lowest bits first."""
     return (block, block + blocks) if groups == 2 * blocks else tuple(range(4 * block, 4 * block + 4))
 
 
@@ -146,7 +146,7 @@ def put_nibbles(
 ) -> tuple[jax.Array, ...]:
     """Encodes a key or value in 4 bits, writes it to row `at` of the pool if `writes`; returns it as stored, float32.
 
-    Parts are groups of columns, in the order in which blocks of words have them.
+    Parts are groups of columns, in the order of `groups_of_block`.
     """
     ref, word = getattr(refs, f"pool_{name}"), jnp.arange(GROUP, dtype=jnp.int32)
     blocks = ref.shape[-1] // GROUP

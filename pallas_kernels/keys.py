@@ -52,11 +52,11 @@ class PlainKeys:
 
 
 class CodedKeys(PlainKeys):
-    """Keys in 8-bit codes with a scale each, read as they lie, two of a row in a word of 16 bits.
+    """Reads one sequence's int8 keys, a float16 scale per row, in a decode kernel: logits, and new rows.
 
-    Products are of float16, whose mantissa holds a code exactly on top of an offset (`HALF_OFFSET`); what that adds, a
-    query's sum, is taken off again. Queries of a float32 model are two halves each, the second what the first one
-    lacks.
+    Two codes of a row are loaded as a word of 16 bits. Products are of float16, whose mantissa holds a code exactly on
+    top of an offset; what that adds, `HALF_OFFSET` times the sum of the query's elements, is subtracted again. Queries
+    of a float32 model are split into a high and a low float16.
     """
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
@@ -65,9 +65,9 @@ class CodedKeys(PlainKeys):
         self.columns = self.blocks.columns
 
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
-        """Queries as `logits` takes them: as float16 below 2, their unit, and what codes' offset adds to products."""
+        """Queries as float16 scaled below 2, their unit, and what the codes' offset adds to each logit."""
         scaled, unit = of_units(parts)
-        both = tuple(halves(each, self.dtype) for each in scaled)
+        both = tuple(split_halves(each, self.dtype) for each in scaled)
         sums = (half.astype(jnp.float32).sum(axis=1) for each in both for half in each)
         return both, unit, reduce(jnp.add, sums) * HALF_OFFSET
 
@@ -87,7 +87,7 @@ class CodedKeys(PlainKeys):
 
 
 class NibbleKeys(PlainKeys):
-    """Keys in 4-bit codes, with a scale and a least value for each group of columns, which is a part of a key."""
+    """Reads one sequence's 4-bit keys (scale and least value per group of 32) in a decode kernel: logits, new rows."""
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         super().__init__(refs, sequence, dim, dtype, interpret)
@@ -112,9 +112,9 @@ class NibbleKeys(PlainKeys):
 
 
 def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Queries divided by their unit, float32 of at most 2, and the unit `f32[n]` of each: a power of two.
+    """Queries divided by their unit, float32 below 2, and the unit `f32[n]` of each: a power of two.
 
-    It is that in a query's largest number, by whose inverse nothing is rounded.
+    It is the exponent of a query's largest magnitude: dividing by it rounds nothing, but for underflow.
     """
     wide = tuple(each.astype(jnp.float32) for each in parts)
     largest = reduce(jnp.maximum, (jnp.abs(each).max(axis=1) for each in wide))
@@ -124,8 +124,8 @@ def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.A
     return tuple(each * inverse[:, None] for each in wide), unit
 
 
-def halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
-    """Float16 of numbers of at most 2; for a float32 model's `dtype` also what that lacks, as float16."""
+def split_halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """Numbers below 2 as float16; for a float32 model's `dtype` as a high and a low float16, whose sum they are."""
     first = x.astype(jnp.float16)
     return (first, (x - first.astype(jnp.float32)).astype(jnp.float16)) if dtype == jnp.float32 else (first,)
 

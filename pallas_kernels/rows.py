@@ -348,7 +348,7 @@ class _NewRow:
         return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
 
     def turned(self, ref, rows, inside, of_sequence):
-        """Loads rows of queries from a ref, sums their parts and rotates them; returns a tuple of `f32[n, columns]`."""
+        """Loads queries, sums split-K parts, applies RoPE; returns `f32[n, columns]` for each part of a key."""
         of_part = self.sequences * of_sequence
 
         def rotated(column, partner, real, cos, sin):

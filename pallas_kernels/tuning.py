@@ -132,9 +132,9 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
 
 
 def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
-    """Tiles of decode attention over rows with values in 4 bits: small ones of two warps.
+    """Tiles of decode attention over 4-bit keys or values; of two warps up to a head dim of 128, else of four.
 
-    The scales that a thread decodes a value's column by serve as many columns as it has: with four warps half of them.
+    With two warps each scale that a thread loads serves twice as many of its columns.
     """
     if dim > 128:
         # With two warps, sums of that width leave no registers.
@@ -146,7 +146,7 @@ def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
 
 
 def _before_hopper() -> bool:
-    """True if the local device is an NVIDIA GPU with less shared memory than Hopper's."""
+    """True if the local device's compute capability is 8.x (Ampere, Ada)."""
     return str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
 
 

@@ -23,7 +23,7 @@ from ._compat import (
 )
 from .blocks import ByteBlocks, NibbleBlocks
 from .codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, put_bytes, put_nibbles
-from .keys import halves
+from .keys import split_halves
 
 
 class PlainValues:
@@ -39,29 +39,30 @@ class PlainValues:
         self.columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
 
     def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Logits for the softmax, and factors `[rows]` by which its weights are then too small, or None for none."""
+        """Logits for the softmax, plus log2 of the values' scales if they have any; and 1 / scale per row, or None."""
         return s, None
 
     def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
-        """Logits `[n]` of a new row for the softmax, and the weight that each then begins with."""
+        """Logits `[n]` of a new row for the softmax, and the initial value of the softmax's denominator."""
         return s, jnp.ones_like(s)
 
     def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
-        """Softmax weights of logits `[n, rows]` to base 2, of which `top` is the largest: 1 for that."""
+        """Unnormalised softmax weights 2 ** (s - top) of logits `[n, rows]`; `top` is each query's running maximum."""
+        # Not by `exp2_of`, which has fewer instructions: compilers then spill registers for some shapes.
         return jnp.exp2(s - top[:, None])
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
-        """Sums before any row was read: `values` in each of `rows` queries if `joins`, else 0."""
+        """Initial accumulators of `rows` queries: the new row's value if `joins`, else 0."""
         wide = (rows, pad_dim(self.dim))
         return jnp.zeros(wide, jnp.float32) if joins is None else _where(joins, values[0], wide)
 
     def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
-        """Sums times `shrink`, plus softmax weights times the values of pool rows `at`."""
+        """Accumulators times `shrink` (of the online softmax), plus weights times the values of pool rows `at`."""
         values = take_rows(self.refs.v, at, inside, self.dim, self.sequence).astype(self.dtype)
         return sums * shrink[:, None] + dot(weights.astype(self.dtype), values)
 
     def put_sums(self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array) -> None:
-        """Writes sums over the total weight to the queries' rows of a ref."""
+        """Writes the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
         put_rows(ref, query, real, self.dim, sums / total[:, None])
 
     def put_new(
@@ -77,13 +78,13 @@ class PlainValues:
 
 
 class CodedValues(PlainValues):
-    """Values in 8-bit codes with a scale each, read as they lie, two of a row in a word of 16 bits.
+    """Reads one sequence's int8 values, a float16 scale per row, in a decode kernel: weighted sums, and new rows.
 
-    Products are of float16, whose mantissa holds a code exactly on top of an offset (`HALF_OFFSET`). What that adds,
-    the sum of a block's weights, is taken off again. Weights of a float32 model are two halves each, the second what
-    the first one lacks. The lower bytes of all words are a matrix of their own, with every second column of the values,
-    the others another: so a value has two parts, and there are two sums. The scale of a value is added to its row's
-    logit as a logarithm: weights are then those of codes, the largest 1 whatever the scales are.
+    Two codes of a row are loaded as a word of 16 bits: low bytes hold the even columns, high bytes the odd ones, so
+    that there are two matrices and two accumulators. Products are of float16, whose mantissa holds a code exactly on
+    top of an offset; what that adds, `HALF_OFFSET` times the sum of a block's weights, is subtracted again. Weights of
+    a float32 model are split into a high and a low float16. The scale of a value is added to its row's logit as a
+    logarithm: weights are then those of codes, the largest 1 whatever the scales are.
     """
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
@@ -102,7 +103,7 @@ class CodedValues(PlainValues):
         return s + logs, factors
 
     def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
-        """Softmax weights of logits, by fewer instructions; compilers spill registers of some plain kernels by it."""
+        """Unnormalised softmax weights 2 ** (s - top), in two instructions; `top` is each query's running maximum."""
         return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
@@ -113,11 +114,11 @@ class CodedValues(PlainValues):
     def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
         """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
         factors = self.blocks.halves(at, inside)
-        parts = halves(weights, self.dtype)
-        # Rounded weights are added up by the tensor cores, as their products with codes are.
+        parts = split_halves(weights, self.dtype)
+        # Rounded weights are summed by a product with ones, so that the offset cancels.
         ones = jnp.ones(factors[0].shape, jnp.float16)
         added = reduce(jnp.add, (dot(half, ones) for half in parts)) * HALF_OFFSET
-        # Begun without what is added then: tensor cores add up in place.
+        # The offset comes off first: the sum of two accumulators then becomes one product's.
         begun = (each * shrink[:, None] - added for each in sums)
         return tuple(
             reduce(jnp.add, (dot(half, factor) for half in parts), each)
@@ -141,13 +142,13 @@ class CodedValues(PlainValues):
         return put_bytes(self.refs, "v", at, rounded, self.blocks.exists, writes)
 
     def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logarithms to base 2 of scales of values, and one over these; a scale of 0 counts as the smallest one."""
+        """Base-2 logarithms of the values' scales, and their reciprocals; scales are at least `SMALLEST_SCALE`."""
         scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
         return log2_of(scales, interpret=self.interpret), inverse_of(scales, interpret=self.interpret)
 
 
 class NibbleValues(PlainValues):
-    """Values in 4-bit codes, with a scale and a least value for each group of columns, which is a part of a value."""
+    """Reads one sequence's 4-bit values (scale and least value per group of 32) in a decode kernel."""
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         super().__init__(refs, sequence, dim, dtype, interpret)
@@ -155,7 +156,7 @@ class NibbleValues(PlainValues):
         self.columns = self.blocks.columns
 
     def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
-        """Softmax weights of logits, by fewer instructions; compilers spill registers of some plain kernels by it."""
+        """Unnormalised softmax weights 2 ** (s - top), in two instructions; `top` is each query's running maximum."""
         return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
@@ -178,7 +179,7 @@ class NibbleValues(PlainValues):
     def put_new(
         self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Encodes a new value and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
+        """Quantises a new value and writes it if `writes`; returns its dequantised groups, float32, and None."""
         return put_nibbles(self.refs, "v", at, tuple(each.astype(self.dtype) for each in values), writes), None
 
 
