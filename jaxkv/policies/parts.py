@@ -221,14 +221,7 @@ class Parts(Value):
             require(fits, name, value, remedy)
 
     def unlimited(self, windows: tuple[int | None, ...]) -> Bool[np.ndarray, " L"]:
-        """Mask of layers whose segments gain a row at each token without an end: by the policy, and window layers.
-
-        Args:
-            windows: `ModelConfig.windows`.
-
-        Returns:
-            The mask over all layers.
-        """
+        """Mask of layers that gain a row at each token without an end: the policy's, and those of `config.windows`."""
         mask = np.asarray([width is not None for width in windows])
         mask[~mask] = self.layers.unlimited(windows.count(None))
         return mask
