@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from aot_cases import STORES, arguments
+from aot_cases import arguments
 
 DEVICES = ("h100", "h200", "a100")
 KERNELS = (
@@ -245,8 +245,11 @@ def cases(quick, dtypes):
 
 
 def takes(kernel, dim):
-    """True if a kernel reads rows of a head dim; rows in codes come in words."""
-    return dim % STORES.get(kernel.removeprefix("decode_token_"), (1, 1))[0] == 0
+    """True if a kernel reads rows of a head dim, which not all do of rows in codes."""
+    from jaxkv.cache.quantised import STORES
+
+    store = STORES.get(kernel.removeprefix("decode_token_"))
+    return store is None or store.fused_at(dim)
 
 
 def mosaic_cases(quick, dtypes):

@@ -1,8 +1,7 @@
 """The kernels that `aot.py` compiles, as functions of abstract arrays, and the shapes they are compiled for."""
 
-# Stores whose codes kernels read as they lie: what has to divide the head dim, and bytes of a code, mean of keys and
-# values.
-STORES = {"int8": (2, 1), "int4": (64, 0.5), "mixed": (64, 0.75)}
+# Stores whose codes kernels read without decoding them first.
+STORES = ("int8", "int4", "mixed")
 
 
 def arguments(case):
@@ -103,11 +102,14 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     import jax.numpy as jnp
 
     from jaxkv import pallas_kernels
+    from jaxkv.pallas_kernels.codes import itemsize_of
 
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
     store = kind[1:] if kind[1:] in STORES else None
-    itemsize = STORES[store][1] if store else dtype.itemsize
-    programs = pallas_kernels.programs(dim=heads.dim, itemsize=itemsize)
+    rows = (of((batch, pool, heads.dim), dtype),) * 2
+    if store:
+        rows = stored(pallas_kernels, store, batch, pool, heads.dim)
+    programs = pallas_kernels.programs(dim=heads.dim, itemsize=itemsize_of(*rows, dtype))
 
     def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
         chunks = pallas_kernels.deal(start, length, programs=programs)
@@ -123,9 +125,6 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     # Queries, keys and values come in two parts that are to be added up.
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
     angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
-    rows = (of((batch, pool, heads.dim), dtype),) * 2
-    if store:
-        rows = stored(pallas_kernels, store, batch, pool, heads.dim)
     # Products come in parts, of eight sequences at least.
     new = (4, 8)
     shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))

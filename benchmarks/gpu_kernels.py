@@ -15,6 +15,7 @@ from jaxkv import pallas_kernels
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.quantised import STORES
+from jaxkv.pallas_kernels.codes import itemsize_of
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
 _BYTES, _FLOPS = 3e12, 3e14
@@ -140,10 +141,9 @@ def pools_of(case, dtype):
     return q, pools, start, length, nbytes
 
 
-def _dealt(start, length, case, dtype):
+def _dealt(start, length, case, pool, dtype):
     """Who reads what, as a step finds it out once for all its layers."""
-    size = {"int8": 1, "int4": 0.5, "mixed": 0.75}.get(case.get("store"), dtype.itemsize)
-    programs = pallas_kernels.programs(dim=case["dim"], itemsize=size, interpret=INTERPRET)
+    programs = pallas_kernels.programs(dim=case["dim"], itemsize=itemsize_of(*pool, dtype), interpret=INTERPRET)
     return pallas_kernels.deal(start[None], length[None], programs=programs)
 
 
@@ -151,7 +151,7 @@ def decode(case):
     """Attention of one new token's queries over segments of a pool."""
     dtype = jnp.dtype(case["dtype"])
     q, pools, start, length, nbytes = pools_of(case, dtype)
-    options = {"chunks": _dealt(start, length, case, dtype), "interpret": INTERPRET}
+    options = {"chunks": _dealt(start, length, case, pools[0], dtype), "interpret": INTERPRET}
     attend = lambda q, pool: pallas_kernels.attend(q, *pool, start, length, **options)[0]  # noqa: E731
     found = chained(attend, q, pools, estimate=nbytes / _BYTES + 1e-5)
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
@@ -181,7 +181,7 @@ def token(case):
     dtype = jnp.dtype(case["dtype"])
     q, pools, start, length, nbytes = pools_of(case, dtype)
     options = {"interpret": INTERPRET} | ({"dtype": dtype} if "store" in case else {})
-    step, carry = tokens(q, pools, start, _dealt(start, length, case, dtype), **options)
+    step, carry = tokens(q, pools, start, _dealt(start, length, case, pools[0], dtype), **options)
     found = chained(step, carry, [()], estimate=nbytes / _BYTES + 1e-5, each=len(pools))
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
 

@@ -259,8 +259,10 @@ def estimate(
 
     Of picked rows numbers come in besides. The rows are taken to come as fast as neighbours do: each is some sectors.
     """
+    from jaxkv.cache.quantised import STORES
+
     stream = stream_of(rows, device, picked)
-    each = (sum(row_bytes(dim)[store]) if store else dim * 2 * 2) + written + 4 * picked
+    each = STORES[store or "dense"].row_bytes(dim, 2) + written + 4 * picked
     total = sum(work)
     merging = merge_of(merge, device, segments=segments, group=group, dim=dim)
     slots = device.sms * stream.resident
@@ -277,12 +279,6 @@ def estimate(
         found=rows,
         store=store,
     )
-
-
-def row_bytes(dim):
-    """Bytes of a key and of a value, scales included, by store."""
-    eight, four = dim + 2, dim // 2 + dim // 32 * 4
-    return {"int8": (eight, eight), "int4": (four, four), "mixed": (eight, four)}
 
 
 def pair(found):
@@ -305,7 +301,7 @@ def run(kernels, case, device):
     aot.compile_for(device.name, kernels.attend, query, *pools, table, table)
     rows, merge = pair(found_in(dump, ("ragged_decode",)))
     shape = {"group": case.group, "dim": case.dim}
-    item = aot_cases.STORES[case.store][1] if case.store else 2
+    item = kernels.codes.itemsize_of(*pools, jnp.bfloat16) if case.store else 2
     work, counts = chunks_of(kernels, case.lengths, **shape, pool_rows=case.pool_rows, itemsize=item)
     shape |= {"segments": batch * heads, "store": case.store}
     return estimate(device, rows, merge, work, counts, **shape)
