@@ -14,17 +14,21 @@ from .blocks import ByteBlocks, NibbleBlocks
 from .codes import Coded, Nibbles, put_bytes, put_nibbles
 
 
-class PlainKeys:
-    """Keys in the model's dtype.
+class Reader:
+    """Base class of a decode kernel's readers of keys and of values: one sequence's refs, head dim, model dtype.
 
     Attributes:
-        columns: for each part of a key its columns, and the mask of those that exist; here one part.
+        columns: for each part of a row its columns, and the mask of those that exist; one part for plain rows.
     """
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         self.refs, self.sequence, self.dim, self.dtype, self.interpret = refs, sequence, dim, dtype, interpret
         self.columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
+
+
+class PlainKeys(Reader):
+    """Reads one sequence's keys, in the model's dtype, in a decode kernel: logits, and new rows."""
 
     def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
         """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""

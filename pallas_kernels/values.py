@@ -23,20 +23,11 @@ from ._compat import (
 )
 from .blocks import ByteBlocks, NibbleBlocks
 from .codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, put_bytes, put_nibbles
-from .keys import split_halves
+from .keys import Reader, split_halves
 
 
-class PlainValues:
-    """Values in the model's dtype.
-
-    Attributes:
-        columns: for each part of a value its columns, and the mask of those that exist; here one part.
-    """
-
-    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
-        self.refs, self.sequence, self.dim, self.dtype, self.interpret = refs, sequence, dim, dtype, interpret
-        self.columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
+class PlainValues(Reader):
+    """Reads one sequence's values, in the model's dtype, in a decode kernel: weighted sums, and new rows."""
 
     def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Logits for the softmax, plus log2 of the values' scales if they have any; and 1 / scale per row, or None."""
