@@ -5,22 +5,18 @@
 Documents are those of `jaxkv eval loss`: a prefix is prefilled and compressed, then its true continuation is read token
 by token, each new row rounded as it is written. A budget is a share of what the prefix takes as a full cache in
 bfloat16, positions of rows counted; every store holds as many rows as these bytes allow. The model computes in float32,
-and "dense" rows are held so: losses differ by what is dropped and by codes alone. Two more full caches leave new rows
-as they are. Differences are paired, intervals are of 95 % over documents. A run that was ended goes on where it stopped
+and "dense" rows are held so: losses differ by what is dropped and by codes alone. Differences are paired, intervals are of 95 % over documents. A run that was ended goes on where it stopped
 with the same folder.
 """
 
 import argparse
-import dataclasses
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.cache import Dense
-from jaxkv.cache.quantised import STORES, Int4, Mixed
+from jaxkv.cache.quantised import STORES
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import Loss, evaluate
 
@@ -33,22 +29,6 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 _POSITION = 4
 
 
-class RoundedOnce(Dense):
-    """Rows of a prompt rounded as a `coded` store does, later ones not at all: what waiting to round would save."""
-
-    @classmethod
-    def of(cls, k, v):
-        """Rounds keys and values as a prompt's rows are packed."""
-        k, v = cls.coded.of(k, v).view()
-        return cls(k=k, v=v)
-
-
-def rounded_once(coded):
-    """`RoundedOnce` class of a store."""
-    made = type(f"RoundedOnce{coded.__name__}", (RoundedOnce,), {"coded": coded})
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(made))
-
-
 def rows_of(store, *, prefix, part, dim):
     """Rows of a store that take the bytes of `prefix / part` rows in bfloat16."""
     dense, each = (STORES[name].row_bytes(dim, 2) + _POSITION for name in ("dense", store))
@@ -58,8 +38,6 @@ def rows_of(store, *, prefix, part, dim):
 def policies_of(prefix, dim):
     """Policies by name: the full cache in each store, and each method in each store at each share of the bytes."""
     found = {f"FullKV, {store}": jaxkv.FullKV(store=store) for store in STORES}
-    for name, coded in (("int4", Int4), ("mixed", Mixed)):
-        found[f"FullKV, {name} but for new rows"] = jaxkv.FullKV(store=rounded_once(coded))
     for title, part in SHARES.items():
         for name, method in METHODS.items():
             for store in STORES:

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxkv._settings import settled
 from jaxkv._values import brief, shortened
 from jaxkv.cache import KVCache
+from jaxkv.engine.hadamard import keys_of, transformed
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.generation import generate, prefill
@@ -41,7 +42,7 @@ class Segment(NamedTuple):
         layer: its layer.
         sequence: its sequence.
         head: its kv head.
-        k: `[n, D]` keys.
+        k: `[n, D]` keys; those that pools hold transformed are transformed back, as are values.
         v: `[n, D]` values.
         pos: `i32[n]` positions.
     """
@@ -66,8 +67,14 @@ def segments(cache: KVCache) -> Iterator[Segment]:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache={shortened(brief(cache))}: give a KVCache, as prefill and Session return it")
     whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
+    centre = None if cache.tables.centre is None else host(cache.tables.centre)
     for layer, sequence, head, pool, rows in cache.spans():
-        yield Segment(layer, sequence, head, *(array[sequence, rows] for array in whole[pool]))
+        k, v, pos = (array[sequence, rows] for array in whole[pool])
+        if centre is not None:
+            mine = jnp.asarray(centre[layer, sequence, head])
+            k = host(keys_of(jnp.asarray(k)[None, None], mine[None, None]))[0, 0]
+            v = host(transformed(jnp.asarray(v)))
+        yield Segment(layer, sequence, head, k, v, pos)
 
 
 @settled

@@ -53,6 +53,8 @@ class Tables:
             within it.
         seen: `i32[B]` tokens each sequence has had, which is its next position; never derived from `length`.
         state: the policy's state; None for policies that only compress the prompt.
+        centre: `f32[L, B, K, D]` vector taken off all keys of a head before they, like values, were transformed by a
+            Hadamard matrix; None if pools hold rows as they are.
     """
 
     start: Int[Array, "L B K"]
@@ -60,6 +62,7 @@ class Tables:
     limit: Int[Array, "L B K"]
     seen: Int[Array, " B"]
     state: State | None = None
+    centre: Float[Array, "L B K D"] | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
         """Copy of the tables for n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
@@ -72,7 +75,8 @@ class Tables:
                 tau=None if state.tau is None else state.tau[layers],
             )
         start, length, limit = (table[layers] for table in (self.start, self.length, self.limit))
-        return Tables(start=start, length=length, limit=limit, seen=self.seen, state=state)
+        centre = None if self.centre is None else self.centre[layers]
+        return Tables(start=start, length=length, limit=limit, seen=self.seen, state=state, centre=centre)
 
 
 @jax.tree_util.register_dataclass

@@ -228,6 +228,7 @@ class Int8(Quantised):
 class Int4(Quantised):
     """Store that holds keys and values in 4 bits an element, with a scale and a least value per group of up to 32."""
 
+    transformed: ClassVar[bool] = True
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
     values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
 
@@ -237,6 +238,7 @@ class Int4(Quantised):
 class Mixed(Quantised):
     """Store that holds keys as 8-bit integers with one scale per vector, and values in 4 bits as `Int4` does."""
 
+    transformed: ClassVar[bool] = True
     keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
     values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
 

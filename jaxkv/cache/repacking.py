@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv._errors import require
-from jaxkv.cache.arrays import Cache, State, Tables
+from jaxkv.cache.arrays import Cache, State
 from jaxkv.cache.kv_cache import KVCache
 from jaxkv.cache.layout import Layout, by_sequence
 from jaxkv.cache.pools import Pool, segment_of_row
@@ -94,7 +94,15 @@ def repack(
             tau=None if state.tau is None else repeat(state.tau, 1),
             rings=tuple(repeat(ring, 0) for ring in state.rings),
         )
-    tables = Tables(start=jnp.concatenate(placed), length=length, limit=limit, seen=repeat(cache.seen, 0), state=state)
+    tables = dataclasses.replace(
+        cache.tables,
+        start=jnp.concatenate(placed),
+        length=length,
+        limit=limit,
+        seen=repeat(cache.seen, 0),
+        state=state,
+        centre=None if cache.tables.centre is None else repeat(cache.tables.centre, 1),
+    )
     copy = dataclasses.replace(
         cache,
         arrays=Cache(pools=tuple(pools), tables=tables),

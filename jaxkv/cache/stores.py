@@ -22,11 +22,14 @@ class Store(abc.ABC):
             each layer's rows for XLA's separate steps.
         fused_columns: number of which the head dim has to be a multiple for that.
         fused_eviction: True if a backend's `evict_rows` and `replace_rows` do, too.
+        transformed: True if the store takes rows transformed by a Hadamard matrix, keys less their head's mean,
+            wherever a policy does not compare keys.
     """
 
     fused_step: ClassVar[bool] = False
     fused_columns: ClassVar[int] = 1
     fused_eviction: ClassVar[bool] = False
+    transformed: ClassVar[bool] = False
 
     @classmethod
     def fused_at(cls, dim: int) -> bool:

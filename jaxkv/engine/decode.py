@@ -94,6 +94,7 @@ def step(
             sparse=spec.sparse(layer, several),
             dealt=dealt,
             gate=parted[layer][1],
+            centre=None if tables.centre is None else tables.centre[layer],
         )
 
     # Lazily: what a layer reads of tables and pools is traced right before its step.

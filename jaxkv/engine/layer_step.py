@@ -18,6 +18,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, append, append_norms
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
+from jaxkv.engine.hadamard import transformed
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.pages import PageRows, chosen_pages, over_pages, with_new_rows
 from jaxkv.engine.segments import Segments, in_window
@@ -79,6 +80,7 @@ class LayerRows:
         gate: weights of the layer's gate, by which new rows are scored; None without one.
         pages: rows of the pages chosen for the new token; None before the choice, and without pages.
         window: number of last tokens that the layer's tokens attend to; None for all.
+        centre: vector taken off all keys of a head before they were transformed; None if rows are as they are.
     """
 
     pool: Pool
@@ -97,6 +99,7 @@ class LayerRows:
     gate: Any = None
     pages: PageRows | None = None
     window: int | None = None
+    centre: Float[Array, "B K D"] | None = None
 
     @property
     def keys(self) -> Float[Array, "B P D"]:
@@ -157,6 +160,8 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = token_of_parts(*parts, rows.by.new, normed.dtype)
     if spec.gate is not None:
         token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
+    # What looks at a row itself comes before its transform.
+    token = dataclasses.replace(token, begun=scores_of(token, spec)).transformed(rows.centre)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
     paged = rows.pool.bounds is not None
@@ -173,7 +178,8 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         rows = dataclasses.replace(rows, pool=pool)
     # Read the pool after its update: a reader of the pool before it would cost a copy.
     chosen = chosen_at(spec, rows.pool, rows.segments, token.q, rows.ring, new) if rows.asks else None
-    stream, products = block_output(block, x, out, spec), None
+    attended = out if rows.centre is None else transformed(out)
+    stream, products = block_output(block, x, attended, spec), None
     if received is not None:
         # Scores are not needed before all layers are done: depending on x, they do not take a core away from it.
         counts = behind(new.count > 0, stream.x[:, 0, 0])
@@ -200,8 +206,7 @@ def attend(
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
     # A single token's row is appended first; attention then reads it like the others.
-    begun = scores_of(token, spec)
-    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
+    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, token.begun)
     norms = rows.norms
     if norms is not None:
         norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
@@ -244,7 +249,11 @@ def _attend_fused(
     `parts` are split-K partial sums of the token's queries, and of its keys and values.
     """
     pool, heads = rows.pool, rows.segments.start.shape[1]
-    begun = scores_of(token, spec)
+    begun, angles = token.begun, (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0])
+    if rows.centre is not None:
+        # Rotated and transformed already: the kernel would do the former alone.
+        parts = token.parts(parts[0].shape[1])
+        angles = jnp.ones_like(angles[0]), jnp.zeros_like(angles[1])
     scored, picks = spec.scored and pool.score is not None, None
     if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
         places, held = picks_of(spec, pool, rows.segments, rows.chosen)
@@ -253,7 +262,7 @@ def _attend_fused(
         picks = (rows.pages.rows, dealt.picked, rows.pages.held, dealt.rest, dealt.start)
     out, k, v, pos, *score = spec.backend.decode_token(
         *parts,
-        (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),
+        angles,
         new.positions[:, 0],
         new.count,
         (*pool.store.held, pool.pos),
@@ -280,7 +289,7 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
 
     The two are merged by log-sum-exp.
     """
-    pool, scores = rows.pool, scores_of(token, spec)
+    pool, scores = rows.pool, token.begun
     if rows.window is not None:
         out = several_in_window(token, pool, rows.segments, new.count, rows.window)
         return out, dataclasses.replace(

@@ -6,7 +6,6 @@ fills, so padding costs memory but no time. Alive at once: hidden states, one la
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from jaxkv.engine.compress import (
     uncounted,
     unordered,
 )
+from jaxkv.engine.hadamard import centre_of, transformed_rows, transforms
 from jaxkv.engine.lengths import ByLength, by_length, most_by_claims, ring_rows, rows_by_claims
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
@@ -40,8 +40,9 @@ from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.replay import Padded, replayed
 from jaxkv.engine.rings import remembered, ring_of
 from jaxkv.engine.spec import gate_weights, reading_state
+from jaxkv.engine.tokens import angles_by_rope
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.models.rope import Angles, angles
+from jaxkv.models.rope import Angles
 from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -69,19 +70,6 @@ _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
 _layer = program(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
 # The top block returns one token's hidden state: a donated buffer could not be reused.
 _top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
-
-
-@partial(jax.jit, static_argnames=("slots", "rope", "dim"))
-def _angles(*, slots: int, rope: Rope, dim: int) -> Angles:
-    """Compiled: rotary angles (cos, sin) of positions 0 to `slots` - 1."""
-    return angles(jnp.arange(slots, dtype=jnp.int32)[None], rope, dim)
-
-
-def _angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
-    """Dict from each rotary embedding of the model to its angles at positions 0 to `slots` - 1, on the model's mesh."""
-    ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
-    dim = flat.config.head_dim
-    return {rope: settle_down(_angles(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
 
 
 def run_layer(
@@ -114,7 +102,7 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
     """
     require(not any(flat.config.windows), "model", flat.config.windows, "attention within windows is not analysed")
     x = embed(flat.ends, tokens, graphs=flat.graphs)
-    tables = _angles_by_rope(flat, tokens.shape[1])
+    tables = angles_by_rope(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
         out = run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
         x = out.x
@@ -232,7 +220,8 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
         assert numbers.reads is not None
         state = reading_state(prompts.length, numbers.reads, made.length, tuple(prompts.rings))
     seen = jnp.copy(prompts.length)
-    tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state)
+    centre = jnp.stack(prompts.centres) if prompts.centres else None
+    tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state, centre=centre)
     cache = KVCache(
         arrays=Cache(pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables),
         moved=made.tally.moved,
@@ -253,6 +242,7 @@ class Prompts(Source):
         x: hidden states after the layers that have run; after the last layer, of the last token only.
         rings: rings of last queries, of the layers that keep some.
         banked: rows of offloaded layers in host memory.
+        centres: means of keys by layer, if the cache holds transformed rows.
         kept_rows: `[L, B]` rows per kv head to keep in each layer, once they are known.
         recents: `[L, B]` number of most recent rows that stay among them.
     """
@@ -289,11 +279,12 @@ class Prompts(Source):
         self.remembered = remembered(parts.ongoing, self.reading, layers)
         self.ahead = layers_ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
-        self.angles = _angles_by_rope(flat, needed.slots)
+        self.angles = angles_by_rope(flat, needed.slots)
         self.kept_rows, self.recents = numbers.rows, numbers.recent
         self.pool_sizes, self.buffer = sizes_of(flat, parts, needed)
         self.held, self.ran = dict[int, Unpacked](), dict[int, LayerOut]()
         self.banked, self.rings, self.nans, self.checked = list[Array](), list[Array](), list[Array](), 0
+        self.transforms, self.centres = transforms(parts), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
         """Generator: runs all layers, reads prompts a second time, stores peak attention per row; yields progress."""
@@ -320,9 +311,12 @@ class Prompts(Source):
         out = self.ran.pop(index) if index in self.ran else self._run(index)
         k = out.unrotated if parts.rolling and out.unrotated is not None else out.k
         rows = Unpacked(k, out.v, self.unscored.inside)
+        if self.transforms:
+            self.centres.append(centre_of(k, length, axes=self.axes))
         if self.remembered[index]:
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
-            self.rings.append(ring_of(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
+            rows_of_ring = ring_rows(self.remembered[index])
+            self.rings.append(ring_of(last, length, rows=rows_of_ring, transforms=self.transforms, axes=self.axes))
         if self.reading is not None and index in self.reading.offloaded:
             # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
@@ -374,7 +368,11 @@ class Prompts(Source):
 
     def rows(self, index: int) -> Unpacked:
         """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` rows."""
-        return self.held.pop(index)
+        rows = self.held.pop(index)
+        if not self.transforms:
+            return rows
+        k, v = transformed_rows(rows.k, rows.v, self.centres[index], axes=self.axes)
+        return rows._replace(k=k, v=v)
 
     def ordered(self) -> Bool[Array, ""]:
         """Traced bool, True if no score of any layer is NaN; for compiled programs, which cannot raise errors."""

@@ -9,6 +9,7 @@ import dataclasses
 from functools import cached_property
 
 from jaxkv.attention import Implementation, backend_of
+from jaxkv.engine.hadamard import transforms
 from jaxkv.engine.lengths import QUERY_BLOCK, long_block, ring_rows
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
@@ -168,6 +169,7 @@ class PrefillBytes:
             numbers += 2 + layers + segments * (0 if ongoing.merge is None else ongoing.merge.thresholds)
         elif self.reading is not None:
             numbers += 2 + layers + segments
+        numbers += segments * self.config.head_dim * transforms(self.parts)
         return 4 * self.batch * numbers + self._remembered
 
     def _activations(self) -> int:

@@ -17,6 +17,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.choosing import Candidates, Tally, limits_of
 from jaxkv.engine.compress import Source, compress, finished, scored
+from jaxkv.engine.hadamard import keys_of, transformed
 from jaxkv.engine.lengths import bucket, layer_rows
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.prefill_layer import value_norms
@@ -129,6 +130,11 @@ class _Layer:
     def segments(self) -> Segments:
         """`Segments` (start, length, limit, ...) of this layer, taken from the tables of all layers."""
         return segments_of(self.tables.of_layers(self.layer[None]), 0)
+
+    @property
+    def centre(self) -> Float[Array, "B K D"] | None:
+        """Vector taken off this layer's keys before they were transformed; None if rows are as they are."""
+        return None if self.tables.centre is None else self.tables.centre[self.layer]
 
 
 class _Held(Source):
@@ -263,19 +269,26 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
     )
 
 
+def _plain(rows: Unpacked, layer: _Layer) -> Unpacked:
+    """Rows with the keys and values that transformed ones were made of; rows that are as they are unchanged."""
+    if layer.centre is None:
+        return rows
+    return rows._replace(k=keys_of(rows.k, layer.centre), v=transformed(rows.v))
+
+
 @program(static=("static",), on="static")
 def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
     """Compiled: one layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
     rows, merge = _taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
-    return rows._replace(mass=_observed(leaves, layer, rows, static)[1])
+    return rows._replace(mass=_observed(leaves, layer, _plain(rows, layer), static)[1])
 
 
 @program(static=("static",), on="static")
 def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
     """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer."""
-    rows, ongoing = _taken(layer, static), static.ongoing
+    rows, ongoing = _plain(_taken(layer, static), layer), static.ongoing
     pos, segments = rows.positions, layer.segments
     assert pos is not None
     if ongoing.rank is None:
@@ -295,7 +308,8 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
 
 def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
     """Pair `f32[B, K, S]` for one layer's rows: new scores and attention mass, computed from the remembered queries."""
-    segments, k, scorer = layer.segments, rows.k, static.scorer
+    segments, scorer, centre = layer.segments, static.scorer, layer.centre
+    k = rows.k
     batch, heads = segments.length.shape
     window, future, moments = scorer.queries, future_of(scorer), None
     norms, totals = _value_norms(leaves, rows, static) if norms_of(scorer) else (None, None)
@@ -305,6 +319,8 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         position = (segments.seen - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
         slot = position % layer.ring.shape[3]
         remembered = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3)
+        # The transform is its own inverse.
+        remembered = remembered if centre is None else transformed(remembered)
         q = remembered.astype(k.dtype)
         if future is not None:
             moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)

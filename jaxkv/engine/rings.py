@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.engine.hadamard import transformed
 from jaxkv.policies.parts import Ongoing
 from jaxkv.policies.reading import Reading
 from jaxkv.sharding.door import program
@@ -16,11 +17,15 @@ def remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) ->
     return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(layers)]
 
 
-@program(static=("rows", "axes"))
+@program(static=("rows", "transforms", "axes"))
 def ring_of(
-    q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, axes: Axes | None
+    q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, transforms: bool, axes: Axes | None
 ) -> Float[Array, "B K G R D"]:
-    """Compiled: float32 ring `[B, K, G, R, D]` of the prompt's last queries, position p at slot p % `rows`."""
+    """Compiled: float32 ring `[B, K, G, R, D]` of the prompt's last queries, position p at slot p % `rows`.
+
+    With `transforms` they are transformed as keys are.
+    """
+    q = transformed(q) if transforms else q
     batch, heads, group, window, dim = q.shape
     position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
     slot = jnp.where(position >= 0, position % rows, rows)

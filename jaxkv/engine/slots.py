@@ -20,6 +20,7 @@ from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.decode import Beside, extend, read_on_top
+from jaxkv.engine.hadamard import transforms
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.lengths import bucket, buckets, tokens_per_call
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
@@ -347,6 +348,9 @@ class Slots:
         require(
             stores == {mine}, "cache", f"rows held by {stores}", f"these slots have {mine}: prefill the prompt anew"
         )
+        plain = "rows as they are" if cache.tables.centre is None else "transformed rows"
+        remedy = "these slots hold others, as caches of another version of jaxkv do: prefill the prompt anew"
+        require((cache.tables.centre is not None) == transforms(self._parts), "cache", plain, remedy)
         remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
         require(rows <= free, "cache", f"{rows} more rows", remedy)
 

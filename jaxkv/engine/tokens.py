@@ -11,11 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import Cache
+from jaxkv.engine.hadamard import stored_keys, transformed
 from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Block
+from jaxkv.models.decoder import Block, Flat
 from jaxkv.models.rope import Angles, angles, rotate
-from jaxkv.models.values import LayerSpec
+from jaxkv.models.values import LayerSpec, Rope
+from jaxkv.sharding.mesh import settle_down
 
 
 class Choosable(NamedTuple):
@@ -52,6 +54,19 @@ class Token:
     v: Float[Array, "B K N D"]
     stored: Float[Array, "B K N D"]
     begun: Float[Array, "B K N"] | None = None
+
+    def transformed(self, centre: Float[Array, "B K D"] | None) -> "Token":
+        """Token for caches of transformed rows; the token itself if `centre` is None, where rows are as they are."""
+        if centre is None:
+            return self
+        k = stored_keys(self.k, centre)
+        return dataclasses.replace(self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k)
+
+    def parts(self, sequences: int) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
+        """Queries, and keys and values, of one new token each, as a fused step takes them; zeros up to `sequences`."""
+        q, kv = self.q[..., 0, :], jnp.stack([self.k[:, :, 0], self.v[:, :, 0]], axis=1)
+        wide = ((0, sequences - q.shape[0]), *((0, 0),) * 3)
+        return jnp.pad(q.astype(jnp.float32), wide)[None], jnp.pad(kv.astype(jnp.float32), wide)[None]
 
 
 def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
@@ -98,6 +113,19 @@ def pool_attention(
     """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
     attend = partial(spec.backend.attend, walk=spec.layout.walk)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
+
+
+@partial(jax.jit, static_argnames=("slots", "rope", "dim"))
+def _angles_of(*, slots: int, rope: Rope, dim: int) -> Angles:
+    """Compiled: rotary angles (cos, sin) of positions 0 to `slots` - 1."""
+    return angles(jnp.arange(slots, dtype=jnp.int32)[None], rope, dim)
+
+
+def angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
+    """Dict from each rotary embedding of the model to its angles at positions 0 to `slots` - 1, on the model's mesh."""
+    ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
+    dim = flat.config.head_dim
+    return {rope: settle_down(_angles_of(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
 
 
 class StepAngles(NamedTuple):
