@@ -11,6 +11,7 @@ from typing import Any
 from . import gguf_file, orbax_files, safetensors_files
 from ._errors import refusal, require
 from .gguf_tokenizer import GgufTokenizer
+from .gpt_oss import with_experts
 from .json_files import read_json
 from .tensor import StoredTensor
 from .text_part import text_config, text_tensors
@@ -27,7 +28,7 @@ class Checkpoint:
         config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them. Of a model that
             also takes images they are its text model's, and so are the tensors.
         stored: the tensors by their Hugging Face names, in the order they lie in; each is read when asked for: float32
-            from a GGUF, in the stored dtype from elsewhere.
+            from a GGUF, bfloat16 from MXFP4, in the stored dtype from elsewhere.
         tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
         filter_layers: layers that choose best what the layers above them read, where the files say so.
     """
@@ -87,6 +88,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if converted is None:
         stored, text = safetensors_files.tensors(folder), text_config(config)
         stored = stored if text is config else text_tensors(stored)
+        stored = with_experts(stored) if text.get("model_type") == "gpt_oss" else stored
         return Checkpoint(path=folder, config=text, stored=stored, tokenizer_spec=tokenizer)
     return Checkpoint(
         path=folder,

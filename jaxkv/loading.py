@@ -323,6 +323,7 @@ def _fingerprint(decoder: Decoder) -> str:
 
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First row of a parameter, and the uint32 sum of its bits, which is the same in any order of addition."""
+    """Bits of a parameter's first row, and the uint32 sum of all its bits, which is the same in any order."""
     bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize])
-    return leaf[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)
+    # As bits: a mesh gathers floats by adding zeros, which makes -0.0 another number.
+    return bits[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -38,6 +39,7 @@ CLASSES = (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -288,6 +290,20 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "attention_bias": Read(lambda c: c.qkv_bias and not c.out_bias, False),
         "head_dim": HEAD_DIM,
         "num_key_value_heads": Read(lambda c: c.kv_heads, 4),
+    },
+    "gpt_oss": BASE
+    | ALL
+    | GATED
+    | ROUTED
+    | {
+        "attention_bias": Read(lambda c: c.qkv_bias and c.out_bias, False),
+        "head_dim": HEAD_DIM,
+        "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
+        "num_key_value_heads": Read(lambda c: c.kv_heads, 4),
+        "num_local_experts": Read(lambda c: c.experts.count, 5),
+        "sliding_window": Read(widths, 64),
+        "swiglu_alpha": Refused(1.5),
+        "swiglu_limit": Read(lambda c: c.experts.limit, 5.0),
     },
     "granite": BASE
     | ALL

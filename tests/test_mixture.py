@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxkv.models.mixture import MixtureMLP, block_rows, in_blocks, one_by_one
+from jaxkv.models.mixture import MixtureMLP, added_biases, block_rows, in_blocks, one_by_one
 from jaxkv.models.stored import Stored
 from jaxkv.models.values import Experts
 
 WAYS = {
-    name: jax.jit(lambda x, ids, shares, gate_up, down, of=of: of(x, ids, shares, Stored(gate_up), Stored(down)))
+    name: jax.jit(
+        lambda x, ids, shares, gate_up, down, bias=None, limit=None, of=of: of(
+            x, ids, shares, Stored(gate_up), Stored(down), bias, limit=limit
+        ),
+        static_argnames="limit",
+    )
     for name, of in {"in_blocks": in_blocks, "one_by_one": one_by_one}.items()
 }
 
@@ -45,6 +50,46 @@ def test_every_row_goes_through_its_experts(way, tokens, count, chosen, among):
     shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
     of = (x, ids, shares, *weights(rng, count, 12, 20))
     np.testing.assert_allclose(WAYS[way](*of), oracle(*of), atol=2e-6)
+
+
+def oracle_with_biases(x, ids, shares, gate_up, down, up_bias, down_bias, limit):
+    out = np.zeros(x.shape)
+    wide = [np.asarray(each, np.float64) for each in (x, shares, gate_up, down, up_bias, down_bias)]
+    for row, rank in np.ndindex(*ids.shape):
+        expert, limited = int(ids[row, rank]), 0
+        gates, ups = wide[2][expert] @ wide[0][row] + wide[4][expert]
+        hidden = []
+        for gate, up in zip(gates, ups, strict=True):
+            limited += gate > limit or abs(up) > limit
+            gate, up = min(gate, limit), max(-limit, min(up, limit))
+            hidden.append((up + 1) * gate / (1 + np.exp(-1.702 * gate)))
+        assert limited
+        out[row] += (wide[3][expert] @ hidden + wide[5][expert]) * wide[1][row, rank]
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tokens, count, chosen", [(1, 8, 2), (5, 8, 3), (64, 4, 2)], ids=["one", "few", "many"])
+def test_biases_and_a_limit(way, tokens, count, chosen):
+    rng = np.random.default_rng(tokens)
+    made = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    x, up_bias, down_bias = made(tokens, 12), made(count, 2, 20), made(count, 12)
+    ids = jnp.asarray(np.stack([rng.permutation(count)[:chosen] for _ in range(tokens)]), jnp.int32)
+    shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
+    of = (x, ids, shares, *weights(rng, count, 12, 20))
+    found = WAYS[way](*of, up_bias, limit=0.75) + added_biases(ids, shares, down_bias)
+    np.testing.assert_allclose(found, oracle_with_biases(*of, up_bias, down_bias, 0.75), atol=4e-6)
+
+
+def test_the_routers_bias_chooses():
+    kinds = jnp.dtype("float32")
+    mixture = MixtureMLP(4, 4, Experts(count=5, chosen=2, bias=True), dtype=kinds, weights=kinds)
+    mixture.router.set_value(jnp.zeros((5, 4)))
+    mixture.router_bias.set_value(jnp.asarray([0.0, 3, 1, 2, 0]))
+    ids, shares = mixture.chosen(jnp.ones((2, 4)))
+    assert ids.tolist() == [[1, 3], [1, 3]]
+    # Softmax over the chosen ones alone.
+    np.testing.assert_allclose(shares, [[np.e / (1 + np.e), 1 / (1 + np.e)]] * 2, rtol=1e-6)
 
 
 def test_the_router_takes_the_lowest_of_equals():

@@ -63,6 +63,9 @@ def test_parameters_on_a_mesh(tmp_path, data, model, kind):
         ("glm4", 4),
         ("cohere", 2),
         ("gemma", 4),
+        ("gpt_oss", 4),
+        # Parts that begin within a block.
+        ("gpt_oss_mxfp4", 4),
     ],
 )
 def test_families_on_a_mesh(name, model):
@@ -75,10 +78,10 @@ def test_a_gguf_on_a_mesh(tmp_path):
     assert_same(jaxkv.load(source, mesh=mesh_of(1, 2)), jaxkv.load(source))
 
 
-@pytest.mark.parametrize("kind", ["gguf", "safetensors", "orbax"])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors", "orbax", "gpt_oss", "gpt_oss_mxfp4"])
 def test_any_part_of_any_tensor(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(orbax_files, "_CHUNK_BYTES", 1000)  # so that parts run through several
-    source = write_gguf(tmp_path / "m.gguf") if kind == "gguf" else SOURCE
+    source = write_gguf(tmp_path / "m.gguf") if kind == "gguf" else MODELS / kind if "gpt" in kind else SOURCE
     checkpoint = open_checkpoint(convert(source, tmp_path / "model") if kind == "orbax" else source)
     rng = np.random.default_rng(3)
     for name, tensor in checkpoint.stored.items():
@@ -90,7 +93,7 @@ def test_any_part_of_any_tensor(tmp_path, monkeypatch, kind):
             np.testing.assert_array_equal(tensor.read(index), whole[index], err_msg=f"{name} {index}")
 
 
-@pytest.mark.parametrize("name", ["llama_gqa8", "falcon_40b", "qwen3_moe_fused"])
+@pytest.mark.parametrize("name", ["llama_gqa8", "falcon_40b", "qwen3_moe_fused", "gpt_oss_mxfp4"])
 def test_a_process_reads_its_own_slices_once(name):
     """No split tensor is read whole, and devices with the same part share what was read."""
     checkpoint = open_checkpoint(MODELS / name)
@@ -111,7 +114,8 @@ def test_a_process_reads_its_own_slices_once(name):
     fill(decoder, dataclasses.replace(checkpoint, stored=stored), model_mesh(mesh_of(2, 4), config))
     assert reads == {name: int(np.prod(tensor.shape)) for name, tensor in stored.items()}
     whole = {name for name, tensor in stored.items() if largest[name] == np.prod(tensor.shape)}
-    assert whole == {name for name in stored if "norm" in name or ".ln_" in name or name.endswith("mlp.gate.weight")}
+    parts = ("norm", ".ln_", "mlp.gate.weight", ".router.", "o_proj.bias")
+    assert whole == {name for name in stored if any(part in name for part in parts)}
     assert spec_of("blocks.0.attention.out") == jax.sharding.PartitionSpec(None, ("kv", "rep"))
 
 

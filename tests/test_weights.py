@@ -31,7 +31,7 @@ from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
 FAMILIES = ["llama_gqa8", "llama_bias", "qwen3", "falcon_40b", "falcon_serial", "phi3", "mixtral", "qwen3_moe_fused"]
-FAMILIES += ["glm4", "olmo2"]
+FAMILIES += ["glm4", "olmo2", "gpt_oss_mxfp4"]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]
 
 

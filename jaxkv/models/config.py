@@ -36,6 +36,7 @@ class ModelConfig:
         qkv_bias: query, key and value projections carry a bias (Qwen2).
         out_bias: the attention's output projection carries a bias.
         mlp_bias: the MLP's projections carry biases.
+        sinks: attention has a learned logit per query head that takes part in the softmax and has no value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
         qk_norm_wide: they are RMS-normalised over all heads together (OLMo 2).
         interleaved: checkpoints have channels that rotate together as neighbours (GLM-4, Cohere); loading parts them.
@@ -50,7 +51,7 @@ class ModelConfig:
         embedding_scale: factor on embeddings.
         residual_scale: factor on what attention and MLP add to the residual stream (Granite).
         logit_scale: factor on logits.
-        experts: the mixture of experts that every block's MLP is, or None (Mixtral, Qwen3-MoE).
+        experts: the mixture of experts that every block's MLP is, or None (Mixtral, Qwen3-MoE, gpt-oss).
         bos: id of the beginning-of-sequence token, if any.
         eos: ids that end a generation.
     """
@@ -70,6 +71,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     qk_norm_wide: bool = False
     interleaved: bool = False
@@ -116,7 +118,11 @@ class ModelConfig:
         remedy = "only a parallel MLP can read attention's norm: give parallel=True"
         require(self.parallel or not self.shared_norm, "shared_norm", self.shared_norm, remedy)
         plain = self.gated and not self.mlp_bias
-        require(plain or self.experts is None, "experts", self.experts, "experts are gated MLPs without biases")
+        remedy = "experts are gated MLPs, and have biases by their own switch: leave gated and mlp_bias out"
+        require(plain or self.experts is None, "experts", self.experts, remedy)
+        biased = self.experts is not None and self.experts.bias
+        remedy = "biases of experts are not built in parallel blocks: give bias=False"
+        require(not (biased and self.parallel), "experts", self.experts, remedy)
 
     def _check_norms(self) -> None:
         """Raises ValueError for switches of norms and of MLPs that others leave without effect."""

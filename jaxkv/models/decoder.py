@@ -24,9 +24,10 @@ Leaves = tuple[Shaped[Array, "..."], ...]
 
 
 class Attention(nnx.Module):
-    """Module of grouped-query attention's parameters (q, kv, out, optional biases and norms); has no forward pass.
+    """Module of grouped-query attention's parameters (q, kv, out, optional biases, norms and sinks); no forward pass.
 
-    Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`; query head h belongs to kv head h // G.
+    Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sinks `[K, G]`; query head h belongs to kv head
+    h // G.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
@@ -37,6 +38,7 @@ class Attention(nnx.Module):
         self.q_bias = empty(heads, group, dim, dtype=dtype) if config.qkv_bias else None
         self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
         self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
+        self.sinks = empty(heads, group, dtype=dtype) if config.sinks else None
         kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "offset": float(config.norm_offset)}
         self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None

@@ -104,6 +104,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-7,
     },
+    "gpt_oss": _COMMON
+    | {
+        "attention_bias": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 64,
+        "layer_types": None,
+        "max_position_embeddings": 131_072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "granite": _COMMON
     | _LLAMA_IDS
     | {

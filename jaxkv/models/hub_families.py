@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"norm_offset": True, "tanh_gelu": True},
     "gemma3_text": {"norm_offset": True, "norms": "both", "qk_norm": True, "tanh_gelu": True},
     "glm4": {"interleaved": True, "norms": "both", "out_bias": False},
+    "gpt_oss": {"sinks": True},
     "granite": {},
     "llama": {},
     "mistral": {},
@@ -112,6 +113,18 @@ def _glm4(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, 
     return {"eos": DEFAULTS["glm4"]["eos_token_id"]} if left_out else {}
 
 
+def _gpt_oss(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
+    """Dictionary with the `ModelConfig` field `experts` of a gpt-oss config."""
+    count, chosen = keys.whole("num_local_experts"), keys.whole("num_experts_per_tok")
+    # Published files have both names.
+    older = keys.take("experts_per_token")
+    remedy = f"it is another name of num_experts_per_tok={chosen}: give the same, or leave it out"
+    require(older in (None, chosen), "experts_per_token", older, remedy)
+    alpha, limit = keys.take("swiglu_alpha"), positive("swiglu_limit", keys.take("swiglu_limit"))
+    require(alpha == DEFAULTS["gpt_oss"]["swiglu_alpha"], "swiglu_alpha", alpha, "only 1.702 is built")
+    return {"experts": Experts(count=count, chosen=chosen, bias=True, limit=limit)}
+
+
 def _granite(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
     """`ModelConfig` fields of a Granite config's four multipliers; attention's is a scale of all layers."""
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -166,6 +179,7 @@ OWN: dict[str, Callable[[Keys, Mapping[str, Any], Sliding], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma3_text": _gemma3,
     "glm4": _glm4,
+    "gpt_oss": _gpt_oss,
     "granite": _granite,
     "mixtral": _mixtral,
     "olmo3": _olmo3,

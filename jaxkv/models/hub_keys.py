@@ -47,6 +47,8 @@ _IGNORED_BY = {
     "gemma3_text": {"_sliding_window_pattern", "cache_implementation"},
     # Written by transformers 5 for every model with rotary embeddings by parts.
     "glm4": {"ignore_keys_at_rope_validation"},
+    # The context before scaling stands among the numbers of the rotary embedding, too.
+    "gpt_oss": {"initial_context_length"},
     # The original context is that of longrope, which is refused.
     "phi3": {"embd_pdrop", "ignore_keys_at_rope_validation", "original_max_position_embeddings", "resid_pdrop"},
     "qwen3_moe": {"intermediate_size"},
@@ -109,7 +111,12 @@ def _refuse_unbuilt(keys: Keys) -> None:
     remedy = f"jaxkv builds {keys.family} with {known[0]} only"
     require(activation in known, keys.called("hidden_act"), activation, remedy)
     quantization = keys.take("quantization_config")
-    require(quantization is None, "quantization_config", quantization, "load the unquantised weights, or a GGUF")
+    blocks = keys.family == "gpt_oss" and isinstance(quantization, Mapping)
+    # Which tensors are blocks their names say.
+    if not (blocks and quantization.get("quant_method") == "mxfp4"):
+        remedy = "load the unquantised weights, or a GGUF"
+        remedy = f"of gpt-oss the quant_method mxfp4 is read: {remedy}" if keys.family == "gpt_oss" else remedy
+        require(quantization is None, "quantization_config", quantization, remedy)
 
 
 def _bias(keys: Keys, key: str) -> bool:

@@ -12,7 +12,8 @@ from jaxkv.models.hub_reader import Keys
 from jaxkv.models.values import READERS, LinearRope, Llama3Rope, Rope, YarnRope, positive
 
 _ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
-
+# Scaling by default of transformers' class of a family.
+_USUAL = {"gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}}
 
 # Types of layers: with windows, and without.
 _KINDS = ("sliding_attention", "full_attention")
@@ -24,6 +25,8 @@ def read_rope(keys: Keys, max_positions: int) -> Rope:
     theta, partial = keys.take("rope_theta"), keys.take("partial_rotary_factor")
     outer = {"rope_theta": theta} | ({} if partial is None else {"partial_rotary_factor": partial})
     given: list[Mapping[str, Any]] = []
+    absent = all(keys.raw.get(key) is None for key in ("rope_scaling", "rope_parameters"))
+    usual = _USUAL.get(keys.family, {}) if absent else {}
     for key in ("rope_scaling", "rope_parameters"):
         value = keys.take(key)
         require(
@@ -31,7 +34,7 @@ def read_rope(keys: Keys, max_positions: int) -> Rope:
         )
         given += [value] if value else []
     parts = keys.family == "glm4"
-    ropes = [one_rope({**outer, **each}, max_positions, parts=parts) for each in given or [{}]]
+    ropes = [one_rope({**outer, **each}, max_positions, parts=parts) for each in given or [usual]]
     remedy = (
         "rope_parameters means another rotation, and transformers would follow rope_scaling alone: remove one of them"
     )

@@ -4,6 +4,8 @@
 expert. Here tokens are sorted by expert and multiplied in blocks that belong to one expert each.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,12 +20,15 @@ from jaxkv.sharding.mesh import Axes
 
 # Rows per block: fewer cost as much, since an expert's weights are read anyway; more do not fit a GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
+# Factor within gpt-oss' sigmoid, by which gate * sigmoid(factor * gate) comes near the GELU.
+_SLOPE = 1.702
 
 
 class MixtureMLP(nnx.Module):
     """Mixture-of-experts MLP: X gated MLPs (experts), and a router that picks k of them for each token.
 
-    Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`.
+    Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`; and with biases router_bias
+    `[X]`, experts_gate_up_bias `[X, 2, F]` and experts_down_bias `[X, E]`.
     """
 
     def __init__(self, width: int, hidden: int, experts: Experts, *, dtype: jnp.dtype, weights: jnp.dtype):
@@ -31,26 +36,44 @@ class MixtureMLP(nnx.Module):
         self.router = empty(experts.count, width, dtype=dtype)
         add_linear(self, "experts_gate_up", experts.count, 2, hidden, width, dtype=weights)
         add_linear(self, "experts_down", experts.count, width, hidden, dtype=weights)
+        self.router_bias = empty(experts.count, dtype=dtype) if experts.bias else None
+        self.experts_gate_up_bias = empty(experts.count, 2, hidden, dtype=dtype) if experts.bias else None
+        self.experts_down_bias = empty(experts.count, width, dtype=dtype) if experts.bias else None
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
         """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
-        return total(self.part(x), over)
-
-    def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Float32 mixture output from this device's shard of the hidden width F; the caller sums over devices."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
-        gate_up, down = held(self, "experts_gate_up"), held(self, "experts_down")
+        out = total(self._part(flat, ids, shares), over)
+        if self.experts_down_bias is not None:
+            # Whole on every device of a mesh, and added once.
+            out = out + added_biases(ids, shares, self.experts_down_bias[...])
+        return out.reshape(x.shape)
+
+    def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        """Float32 output from this device's shard of hidden width F, without down's bias; the caller sums devices."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self._part(flat, *self.chosen(flat)).reshape(x.shape)
+
+    def _part(self, x: Float[Array, "T E"], ids: Int[Array, "T k"], shares: Float[Array, "T k"]) -> Float[Array, "T E"]:
+        """Float32 output of the chosen experts from this device's shard of hidden width F, without down's bias."""
+        given = (x, ids, shares, held(self, "experts_gate_up"), held(self, "experts_down"), self._gate_up_bias)
+        by_blocks, singly = (functools.partial(way, limit=self.experts.limit) for way in (in_blocks, one_by_one))
         if ids.size > self.experts.count:
-            return in_blocks(flat, ids, shares, gate_up, down).reshape(x.shape)
+            return by_blocks(*given)
         # So few tokens that hardly any expert is chosen twice. A GPU gathers the chosen weights while multiplying, all
         # experts at once; a CPU would copy them first.
-        out = lax.platform_dependent(flat, ids, shares, gate_up, down, cpu=in_blocks, default=one_by_one)
-        return out.reshape(x.shape)
+        return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
+
+    @property
+    def _gate_up_bias(self) -> Float[Array, "X 2 F"] | None:
+        """Biases of all experts' gates and ups; None without."""
+        return None if self.experts_gate_up_bias is None else self.experts_gate_up_bias[...]
 
     def chosen(self, x: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """Ids `[T, k]` of each token's experts, most probable first, ties to the lowest; their float32 weights."""
-        likely = jax.nn.softmax(project(x, Stored(self.router[...]), wide=True), axis=-1)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        likely = jax.nn.softmax(project(x, Stored(self.router[...]), bias, wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
         return ids, shares / shares.sum(axis=-1, keepdims=True) if self.experts.normalised else shares
 
@@ -61,14 +84,21 @@ def one_by_one(
     shares: Float[Array, "T k"],
     gate_up: Stored,
     down: Stored,
+    bias: Float[Array, "X 2 F"] | None = None,
+    *,
+    limit: float | None = None,
 ) -> Float[Array, "T E"]:
-    """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens."""
+    """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens.
+
+    `bias` is that of gates and ups, `limit` as in `Experts`.
+    """
 
     def chosen(weights: Stored) -> Float[Array, "T k *rest"]:
         return jax.tree.map(lambda each: each.at[ids].get(mode="promise_in_bounds"), weights).wide()
 
     both = (x.astype(jnp.float32)[:, None, None, None] * chosen(gate_up)).sum(axis=-1)
-    hidden = _hidden(both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype)
+    both = both if bias is None else both + bias.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+    hidden = _hidden(both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype, limit)
     return (hidden.astype(jnp.float32)[:, :, None] * chosen(down)).sum(axis=(1, 3))
 
 
@@ -78,8 +108,14 @@ def in_blocks(
     shares: Float[Array, "T k"],
     gate_up: Stored,
     down: Stored,
+    bias: Float[Array, "X 2 F"] | None = None,
+    *,
+    limit: float | None = None,
 ) -> Float[Array, "T E"]:
-    """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert."""
+    """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert.
+
+    `bias` is that of gates and ups, `limit` as in `Experts`.
+    """
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
     size = block_rows(tokens, chosen, count)
     order = jnp.argsort(ids.reshape(-1), stable=True)
@@ -94,15 +130,21 @@ def in_blocks(
         at = end - taken[expert] + (index - before) * size + jnp.arange(size, dtype=jnp.int32)
         mine, at = at < end, jnp.minimum(at, order.size - 1)
         # Without the barrier XLA hoists a CPU's conversion of all experts' 16-bit weights out of the loop.
-        whole = lax.optimization_barrier((gate_up, down, expert))
-        ups, downs = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, whole[2], keepdims=False), whole[:2])
-        both = project(x[row[at]], ups, wide=True)
-        hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype)
+        *whole, expert = lax.optimization_barrier((gate_up, down, bias, expert))
+        ups, downs, added = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole)
+        both = project(x[row[at]], ups, added, wide=True)
+        hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype, limit)
         # Rows after the expert's last one are dropped; their indices are kept unique.
         to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
         return out.at[to].add(project(hidden, downs, wide=True), mode="drop", unique_indices=True)
 
     return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
+
+
+def added_biases(ids: Int[Array, "T k"], shares: Float[Array, "T k"], bias: Float[Array, "X E"]) -> Float[Array, "T E"]:
+    """Float32 sum `[T, E]` of the biases of each token's experts, by their shares."""
+    spread = (jax.nn.one_hot(ids, bias.shape[0], dtype=jnp.float32) * shares[..., None]).sum(axis=1)
+    return lax.dot(spread, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def block_rows(tokens: int, chosen: int, count: int) -> int:
@@ -111,7 +153,10 @@ def block_rows(tokens: int, chosen: int, count: int) -> int:
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 
 
-def _hidden(gate: Array, up: Array, share: Array, dtype: jnp.dtype) -> Array:
-    """Activations silu(gate) * up times `share`, the expert's weight in the sum, in `dtype`."""
+def _hidden(gate: Array, up: Array, share: Array, dtype: jnp.dtype, limit: float | None) -> Array:
+    """Activations of `Experts.limit` times `share`, the expert's weight in the sum, in `dtype`."""
     # The expert's weight in the sum is applied before the down projection, where it costs least.
-    return (jax.nn.silu(gate) * up * share).astype(dtype)
+    if limit is None:
+        return (jax.nn.silu(gate) * up * share).astype(dtype)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(_SLOPE * gate) * share).astype(dtype)

@@ -47,7 +47,12 @@ _OTHER_NORMS = {
         "mlp_out_norm.scale": ("post_feedforward_layernorm",),
     },
 }
-_GAINS = {"attention.q_gain": "self_attn.q_norm.weight", "attention.k_gain": "self_attn.k_norm.weight"}
+# Vectors over heads, whole as they are.
+_VECTORS = {
+    "attention.q_gain": "self_attn.q_norm.weight",
+    "attention.k_gain": "self_attn.k_norm.weight",
+    "attention.sinks": "self_attn.sinks",
+}
 # Families with one tensor for gate and up.
 _ONE_GATE_UP = ("glm4", "phi3")
 _FALCON = {
@@ -145,8 +150,10 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
             found[path] = (_plain(f"model.layers.{index}.mlp.gate_up_proj.weight", shape),)
         elif family == "phi3" and inner in ("attention.q", "attention.kv"):
             found[path] = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
-        elif inner in _GAINS:
-            found[path] = (Source(name=f"model.layers.{index}.{_GAINS[inner]}", axes=(shape,)),)
+        elif inner in _VECTORS:
+            found[path] = (Source(name=f"model.layers.{index}.{_VECTORS[inner]}", axes=(shape,)),)
+        elif family == "gpt_oss" and inner.startswith("mlp."):
+            found[path] = tuple(_gpt_oss(inner, f"model.layers.{index}.mlp.", shape))
         elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
             found[path] = tuple(_mixture(inner, f"model.layers.{index}.", shape, family, names))
         else:
@@ -213,6 +220,17 @@ def _phi3(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) 
     for index in range(2):
         first = (queries + index * keys) * config.head_dim
         yield dataclasses.replace(_plain(name, shape[1:], (index,)), within=(first, rows))
+
+
+def _gpt_oss(inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source]:
+    """Yields the `Source`s of a gpt-oss' router or experts, which are read one after another."""
+    part, kind = inner.removeprefix("mlp.").removesuffix("_bias"), "bias" if inner.endswith("_bias") else "weight"
+    if part == "router":
+        yield _plain(f"{prefix}router.{kind}", shape)
+        return
+    name = f"{prefix}experts.{part.removeprefix('experts_')}_proj.{kind}"
+    for expert in range(shape[0]):
+        yield Source(name=name, axes=tuple((size,) for size in shape), at=(expert,), pick=(expert,))
 
 
 def _mixture(inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]) -> Iterator[Source]:

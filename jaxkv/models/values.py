@@ -161,11 +161,16 @@ class Experts:
         count: X, experts in every block.
         chosen: experts that each token is routed to, those of the highest router probability.
         normalised: True if the chosen experts' probabilities are divided by their sum.
+        bias: the router and the experts' projections carry biases (gpt-oss).
+        limit: None for silu(gate) * up. A number for gpt-oss' activation, (up + 1) * gate * sigmoid(1.702 * gate), of
+            gates up to it, and of ups between it and its negative.
     """
 
     count: int
     chosen: int
     normalised: bool = True
+    bias: bool = False
+    limit: float | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)

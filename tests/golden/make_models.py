@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -40,6 +41,8 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -125,6 +128,7 @@ GRANITE, OLMO2 = (GraniteConfig, GraniteForCausalLM), (Olmo2Config, Olmo2ForCaus
 COHERE, COHERE2 = (CohereConfig, CohereForCausalLM), (Cohere2Config, Cohere2ForCausalLM)
 GEMMA3, OLMO3 = (Gemma3TextConfig, Gemma3ForCausalLM), (Olmo3Config, Olmo3ForCausalLM)
 GEMMA3_IMAGES = (with_images, Gemma3ForConditionalGeneration)
+GPT_OSS = (GptOssConfig, GptOssForCausalLM)
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
@@ -141,6 +145,26 @@ QWEN3_EXPERTS = dict(
     moe_intermediate_size=24,
     num_experts=8,
     num_experts_per_tok=4,
+)
+
+# Windows in the first layer and the third, which 80 tokens fill several times over.
+GPT_OSS_EXPERTS = heads(
+    4,
+    2,
+    head_dim=16,
+    num_hidden_layers=4,
+    sliding_window=24,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rope_parameters=rope(
+        150000.0,
+        rope_type="yarn",
+        factor=4.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=32,
+    ),
 )
 
 SPECS = {
@@ -258,11 +282,16 @@ SPECS = {
             tie_word_embeddings=True,
         ),
     ),
+    "gpt_oss": (GPT_OSS, GPT_OSS_EXPERTS),
+    # Widths of whole blocks of 32, but not where four devices split them.
+    "gpt_oss_mxfp4": (GPT_OSS, GPT_OSS_EXPERTS | {"hidden_size": 64, "intermediate_size": 96}),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
-OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2")
+OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4")
+# Experts as blocks of 4 bits, as the published files have them.
+MXFP4 = ("gpt_oss_mxfp4",)
 SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 
 
@@ -279,6 +308,41 @@ def randomise(model):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.25 * torch.randn_like(parameter))
+            if isinstance(model, GptOssForCausalLM):
+                # Sinks that take a good part of the attention; experts whose limit of 7 acts, and that leave the
+                # residual stream to attention, too.
+                factors = {"sinks": 8.0, "q_proj.weight": 0.4, "k_proj.weight": 0.4, "gate_up_proj": 2.0}
+                factors |= {"experts.down_proj": 0.1}
+                parameter.mul_(next((each for end, each in factors.items() if name.endswith(end)), 1.0))
+
+
+def to_blocks(model, rng):
+    """Gives a gpt-oss random experts that MXFP4 holds exactly; returns their blocks and scales by tensor's name."""
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    stored = {}
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        count, inputs, outputs = parameter.shape
+        codes = rng.integers(0, 16, (count, outputs, inputs // 32, 32), np.uint8)
+        scales = rng.integers(*((123, 126) if "gate_up" in name else (117, 120)), codes.shape[:-1], np.uint8)
+        values = levels[codes % 8] * np.where(codes < 8, 1, -1) * 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values.reshape(count, outputs, inputs)).transpose(1, 2))
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = codes[..., ::2] | (codes[..., 1::2] << 4), scales
+    return stored
+
+
+def put_blocks(folder, stored):
+    """Rewrites a folder's weights and config with experts as blocks, as the published gpt-oss have them."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if f"{name}_blocks" not in stored}
+    save_file(kept | stored, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    apart = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"modules_to_not_convert": apart, "quant_method": "mxfp4"}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def to_old_style(folder):
@@ -304,7 +368,8 @@ def save(model, folder, **options):
 def reload(folder):
     """Loads a folder as transformers does, in float32 whatever the file holds."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
+    # What MXFP4 blocks stand for is bfloat16, whatever dtype is asked for.
+    return model.float().eval()
 
 
 def logits_of(model, ids):
@@ -325,6 +390,7 @@ def main():
             del given["intermediate_size"]
         model = model_class(config_class(**given)).eval()
         randomise(model)
+        stored = to_blocks(model, np.random.default_rng(2000 + index)) if name in MXFP4 else {}
         folder = MODELS / name
         if name == "llama_bf16":
             with torch.no_grad():
@@ -336,6 +402,8 @@ def main():
             save(model, folder, **({"save_original_format": False} if name in FUSED else {}))
         if name in OLD_STYLE:
             to_old_style(folder)
+        if stored:
+            put_blocks(folder, stored)
 
         ids = np.zeros((2, LENGTHS[0]), np.int32)
         rng = np.random.default_rng(1000 + index)

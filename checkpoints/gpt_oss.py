@@ -1,0 +1,139 @@
+"""The experts of a gpt-oss folder in one layout, read part by part from MXFP4 blocks or from floats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from ._errors import require
+from .json_files import AGAIN
+from .tensor import Index, StoredTensor
+
+# Expert tensors of a layer: floats, or blocks with their scales, and biases.
+_EXPERTS = re.compile(r"(.+\.mlp\.experts\.(gate_up|down)_proj)(|_blocks|_scales|_bias)")
+# Elements that share a scale, and the bytes of their codes.
+_GROUP, _GROUP_BYTES = 32, 16
+# Elements dequantised at once, so that few of them are in memory as float32.
+_AT_ONCE = 1 << 20
+# A code is a sign, two bits of exponent and one of mantissa (e2m1). Of a byte the low half is the first element.
+_CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], axis=-1)
+
+
+def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors of a gpt-oss folder, with those of experts in the layout of a linear map: outputs, then inputs.
+
+    A layer's `mlp.experts.` then has `gate_up_proj.weight` [X, 2, F, E], gates before ups, `gate_up_proj.bias`
+    [X, 2, F], `down_proj.weight` [X, E, F] and `down_proj.bias` [X, E]. Files have gates and ups in turns, and floats
+    with their inputs first. What blocks stand for is bfloat16, which holds it exactly.
+
+    Args:
+        stored: all tensors by their names in the file.
+
+    Returns:
+        The tensors by their new names.
+
+    Raises:
+        ValueError: for blocks without scales or scales without blocks, and for tensors of another shape or dtype.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        base, part, kind = match.groups()
+        if kind == "_scales":
+            require(f"{base}_blocks" in stored, "tensor", name, f"{base}_blocks, which it scales, is missing; {AGAIN}")
+            continue
+        to = f"{base}.{'bias' if kind == '_bias' else 'weight'}"
+        require(to not in found, "tensor", name, f"blocks and floats of one weight: keep one of them, or {AGAIN}")
+        if kind == "_blocks":
+            _check_blocks(name, tensor, stored.get(f"{base}_scales"))
+            found[to] = _unpacked(tensor, stored[f"{base}_scales"], paired=part == "gate_up")
+        else:
+            axes, paired = 2 if kind else 3, part == "gate_up"
+            remedy = f"{axes} axes{', the last of gates and ups in turns,' * paired} are expected; {AGAIN}"
+            require(len(tensor.shape) == axes and not (paired and tensor.shape[-1] % 2), name, tensor.shape, remedy)
+            found[to] = _turned(tensor, paired=paired)
+    return found
+
+
+def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
+    """Raises ValueError unless a tensor holds MXFP4 blocks, and another one their scales."""
+    remedy = f"MXFP4 blocks are uint8 [experts, outputs, inputs / {_GROUP}, {_GROUP_BYTES}]; {AGAIN}"
+    require(blocks.dtype == np.uint8, f"{name}.dtype", blocks.dtype.name, remedy)
+    sound = len(blocks.shape) == 4 and blocks.shape[-1] == _GROUP_BYTES
+    require(sound and not (".gate_up_" in name and blocks.shape[1] % 2), name, blocks.shape, remedy)
+    beside = f"{name.removesuffix('_blocks')}_scales"
+    require(scales is not None, "tensor", beside, f"missing, and {name} cannot be read without it; {AGAIN}")
+    assert scales is not None
+    remedy = f"a byte for each block of {name}, {blocks.shape[:-1]}, is expected; {AGAIN}"
+    require(scales.shape == blocks.shape[:-1], beside, scales.shape, remedy)
+    require(scales.dtype == np.uint8, f"{beside}.dtype", scales.dtype.name, remedy)
+
+
+def _turned(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
+    """Floats [X, inputs, outputs], or biases [X, outputs], as a `StoredTensor` whose inputs are last."""
+    count, *inputs, outputs = tensor.shape
+    shape = (count, 2, outputs // 2, *inputs) if paired else (count, outputs, *inputs)
+
+    def read(index: Index) -> np.ndarray:
+        """Reads the part from the slices of the file's axes that hold it."""
+        spans = _spans(index, shape)
+        rows = slice(2 * spans[2].start, 2 * spans[2].stop) if paired else spans[1]
+        part = tensor.read((spans[0], *spans[3 if paired else 2 :], rows))
+        if paired:
+            part = np.moveaxis(part.reshape(*part.shape[:-1], -1, 2), (-1, -2), (1, 2))[:, spans[1]]
+        elif inputs:
+            part = part.swapaxes(1, 2)
+        return np.ascontiguousarray(part)
+
+    return StoredTensor(shape=shape, dtype=tensor.dtype, read=read)
+
+
+def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> StoredTensor:
+    """MXFP4 blocks [X, outputs, groups, 16] as a `StoredTensor` of what they stand for."""
+    count, outputs, groups, _ = blocks.shape
+    ahead = (count, 2, outputs // 2) if paired else (count, outputs)
+    shape = (*ahead, groups * _GROUP)
+
+    def read(index: Index) -> np.ndarray:
+        """Reads the groups that hold the part, and dequantises them."""
+        spans = _spans(index, shape)
+        rows = slice(2 * spans[2].start, 2 * spans[2].stop) if paired else spans[1]
+        first, last = spans[-1].start // _GROUP, -(-spans[-1].stop // _GROUP)
+        there = (spans[0], rows, slice(first, last))
+        both = [blocks.read((*there, slice(0, _GROUP_BYTES))), scales.read(there)]
+        if paired:
+            both = [each.reshape(each.shape[0], -1, 2, *each.shape[2:]).swapaxes(1, 2)[:, spans[1]] for each in both]
+        wide = _dequantised(*map(np.ascontiguousarray, both))
+        begin = spans[-1].start - first * _GROUP
+        return wide[..., begin : begin + spans[-1].stop - spans[-1].start]
+
+    return StoredTensor(shape=shape, dtype=np.dtype(ml_dtypes.bfloat16), read=read)
+
+
+def _dequantised(
+    blocks: UInt8[np.ndarray, "*out g 16"], scales: UInt8[np.ndarray, "*out g"]
+) -> Float[np.ndarray, "*out n"]:
+    """What MXFP4 blocks stand for, as bfloat16: codes times 2 to the power of their group's scale less 127."""
+    flat, powers = blocks.reshape(-1, _GROUP_BYTES), scales.reshape(-1)
+    array = np.empty((len(flat), _GROUP), ml_dtypes.bfloat16)
+    step = _AT_ONCE // _GROUP
+    for start in range(0, len(flat), step):
+        part = slice(start, start + step)
+        with np.errstate(over="ignore", invalid="ignore"):  # a scale of 255 is no number, which is refused later
+            factors = np.ldexp(np.float32(1), powers[part].astype(np.int32) - 127)
+            array[part] = _PAIRS[flat[part]].reshape(-1, _GROUP) * factors[:, None]
+    return array.reshape(*scales.shape[:-1], -1)
+
+
+def _spans(index: Index, shape: tuple[int, ...]) -> list[slice]:
+    """One slice with both ends for each axis, of a part that may leave axes and ends out."""
+    given = (*index, *(slice(None),) * (len(shape) - len(index)))
+    return [slice(*each.indices(size)[:2]) for each, size in zip(given, shape, strict=True)]
