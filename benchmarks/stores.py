@@ -5,8 +5,8 @@
 Documents are those of `jaxkv eval loss`: a prefix is prefilled and compressed, then its true continuation is read token
 by token, each new row rounded as it is written. A budget is a share of what the prefix takes as a full cache in
 bfloat16, positions of rows counted; every store holds as many rows as these bytes allow. The model computes in float32,
-and "dense" rows are held so: losses differ by what is dropped and by codes alone. Differences are paired, intervals are of 95 % over documents. A run that was ended goes on where it stopped
-with the same folder.
+and "dense" rows are held so: losses differ by what is dropped and by codes alone. Differences are paired, intervals are
+of 95 % over documents. A run that was ended goes on where it stopped with the same folder.
 """
 
 import argparse

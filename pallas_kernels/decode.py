@@ -36,6 +36,7 @@ def attend(
     start: jax.Array,
     length: jax.Array,
     *,
+    sink_logits: jax.Array | None = None,
     score: jax.Array | None = None,
     counts: jax.Array | None = None,
     widest: int | None = None,
@@ -52,6 +53,7 @@ def attend(
         v: `[B, P, D]` likewise.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
+        sink_logits: `[K, R]` learned logits that take part in the softmax, without a value; by default none.
         score: `f32[B, P]` to which each row's attention is added, in place if donated.
         counts: `bool[B]` or `i32[B]` mask of the sequences whose attention is added; by default all.
         widest: most rows of a segment, if known: kept logits then take this much memory, not P.
@@ -74,7 +76,7 @@ def attend(
     logits = None if score is None else _logits(start[None], widest, shape_of(k)[1])
     how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
-    out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=q.dtype, how=how)
+    out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=q.dtype, how=how)
     if score is None or logits is None or passed.logits is None:
         return out, lse
     counted = None if counts is None else counts.astype(jnp.int32)
@@ -102,6 +104,7 @@ def decode_token(
     widest: int | None = None,
     picks: Picks | None = None,
     dtype: Any = None,
+    sink_logits: jax.Array | None = None,
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
@@ -128,6 +131,7 @@ def decode_token(
         widest: most rows of a segment with the token, if known: kept logits then take this much memory, not P.
         picks: rows that are read, if not all; chunks are dealt from their counts, and from starts of 0.
         dtype: the model's; by default that of `k`, which has to be given with codes.
+        sink_logits: `[K, G]` learned logits that take part in the softmax, without a value; by default none.
         tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
@@ -152,7 +156,7 @@ def decode_token(
     how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
     passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
-    out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=dtype, how=how, sequences=q.shape[1])
+    out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=dtype, how=how, sequences=q.shape[1])
     if score is None or logits is None or passed.logits is None:
         return out, *passed.pool
     out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, counts, begin, how=how)

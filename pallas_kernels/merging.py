@@ -17,6 +17,7 @@ def merge(
     part_lse: jax.Array,
     chunks: Chunks,
     layer: int,
+    sink_logits: jax.Array | None = None,
     *,
     dtype: jnp.dtype,
     how: How,
@@ -25,13 +26,15 @@ def merge(
     """Merges the partial attention of each segment's chunks into the segment's output and log-sum-exp.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
-    segments [L, B*K], whole; out: out [R, D] and lse [R] of segment s, of which it writes query r.
+    segments [L, B*K], whole, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which it writes
+    query r.
 
     Args:
         parts: `f32[W, R, D]` outputs of chunks.
         part_lse: `f32[W, R]` their log-sum-exp, to base 2.
         chunks: the table of chunks.
         layer: of the chunks.
+        sink_logits: `[K, R]` logits that take part in the softmax without a value; by default none.
         dtype: of the output.
         how: tiles and launch.
         sequences: M, of the output, B by default; sequences from B on are undefined.
@@ -72,7 +75,11 @@ def merge(
             weight = jnp.where(lse > MASKED, jnp.exp2(lse - new_top), 0.0)
             return new_top, total * shrink + weight.sum(), acc * shrink + (part * weight[:, None]).sum(axis=0)
 
-        carry = (jnp.float32(MASKED), jnp.float32(0.0), jnp.zeros((pad_dim(dim),), jnp.float32))
+        top, total = jnp.float32(MASKED), jnp.float32(0.0)
+        if sink_logits is not None:
+            top = load(refs.sinks.at[program_id(0) % heads * rows + query]) * math.log2(math.e)
+            total = jnp.float32(1.0)
+        carry = (top, total, jnp.zeros((pad_dim(dim),), jnp.float32))
         top, total, acc = lax.fori_loop(0, (number + many - 1) // many, step, carry)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
@@ -84,17 +91,20 @@ def merge(
         block = BlockSpec((None, *shape), lambda s, r: (s,) + (0,) * len(shape))
         return jax.ShapeDtypeStruct((sequences * heads, *shape), dtype), block
 
+    inputs = {
+        "parts": whole(parts.reshape(width * rows, dim)),
+        "part_lse": whole(part_lse.reshape(width * rows)),
+        "layer": layer_of(layer),
+        "first": by_segment(chunks.first),
+        "count": by_segment(chunks.count),
+    }
+    if sink_logits is not None:
+        inputs["sinks"] = whole(sink_logits.astype(jnp.float32).reshape(-1))
     found = call_named(
         kernel,
         name="ragged_decode_merge",
         grid=(segments, rows),
-        inputs={
-            "parts": whole(parts.reshape(width * rows, dim)),
-            "part_lse": whole(part_lse.reshape(width * rows)),
-            "layer": layer_of(layer),
-            "first": by_segment(chunks.first),
-            "count": by_segment(chunks.count),
-        },
+        inputs=inputs,
         outputs={
             "out": per_segment(sequences or batch, dtype, rows, dim),
             "lse": per_segment(batch, jnp.float32, rows),

@@ -41,7 +41,7 @@ def test_the_published_config():
         assert config.experts == Experts(count=32, chosen=4, bias=True, limit=7.0)
         assert config.kinds == (LayerSpec(rope=rope, window=128), LayerSpec(rope=rope))
         assert config.windows == (128, None) * 12 and not config.alternates
-        assert config.sinks and config.qkv_bias and config.out_bias and not config.mlp_bias and not config.tied
+        assert config.sink_logits and config.qkv_bias and config.out_bias and not config.mlp_bias and not config.tied
         assert (config.eos, config.bos, config.max_positions) == ((200_002,), None, 131_072)
     written = dict(PUBLISHED, rope_parameters=PUBLISHED["rope_scaling"] | {"rope_theta": 150_000})
     assert ModelConfig.from_hf({key: each for key, each in written.items() if key != "rope_scaling"}) == config
@@ -122,7 +122,7 @@ def test_experts_from_floats():
         mine = held["blocks.1.mlp.experts_gate_up"].get_value()[expert, half]
         np.testing.assert_array_equal(mine, both[expert, :, half::2].T)
     np.testing.assert_array_equal(held["blocks.1.mlp.experts_down"].get_value(), down.swapaxes(1, 2))
-    sinks = held["blocks.1.attention.sinks"].get_value()
+    sinks = held["blocks.1.attention.sink_logits"].get_value()
     np.testing.assert_array_equal(sinks, stored["model.layers.1.self_attn.sinks"].reshape(2, 2))
 
 

@@ -25,7 +25,7 @@ from jaxkv.attention.columns import (
     probabilities,
     window_mass,
 )
-from jaxkv.attention.merging import merge, merge_with_lse
+from jaxkv.attention.merging import merge, merge_with_lse, with_sinks
 from jaxkv.attention.peaks import chunk_peaks
 from jaxkv.attention.xla import causal
 
@@ -50,4 +50,5 @@ __all__ = [
     "pool_sums",
     "probabilities",
     "window_mass",
+    "with_sinks",
 ]

@@ -136,6 +136,7 @@ class Backend(abc.ABC):
         k: Float[Array, "B K S D"],
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
+        sink_logits: Float[Array, "B K G"] | None = None,
     ) -> Float[Array, "B K S"]:
         """Mean attention `f32[B, K, S]` that keys receive from a prompt's last w queries, over a kv head's query heads.
 
@@ -144,6 +145,7 @@ class Backend(abc.ABC):
             k: rotated keys at positions 0 .. S.
             positions: of the queries; negative ones are padding (of a prompt shorter than w), and do not count.
             length: tokens of each prompt.
+            sink_logits: learned logits that take part in the softmax; given for models that have some.
 
         Returns:
             The means, float32.
@@ -188,6 +190,7 @@ class Backend(abc.ABC):
         walk: Walk,
         widest: int | None = None,
         other: Float[Array, "B K D"] | None = None,
+        sink_logits: Float[Array, "K G"] | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
         """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`.
 
@@ -202,6 +205,7 @@ class Backend(abc.ABC):
             walk: how rows are read.
             widest: the most rows a segment of a shared pool can have; None if unknown.
             other: one more row per segment to multiply with the keys; None unless `keeps_norms`.
+            sink_logits: learned logits that take part in the softmax; given for models that have some.
 
         Returns:
             The output, and the scores, or a `Received` from which `columns.add_received` computes them later.
@@ -260,6 +264,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
         dtype: jnp.dtype | None = None,
+        sink_logits: Float[Array, "K G"] | None = None,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row, attends; returns output, pool, scores; NotImplementedError in base class.
 
@@ -278,6 +283,7 @@ class Backend(abc.ABC):
             widest: the most rows a segment has; None if unknown.
             picks: rows that are read, if not all: the fields of `pallas_kernels.Picks`.
             dtype: the model's; by default that of the keys, which has to be given with codes.
+            sink_logits: learned logits that take part in the softmax; given for models that have some.
 
         Returns:
             The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.

@@ -19,6 +19,7 @@ from jaxkv.attention.xla import (
     logit_divisor,
     rows_dot,
     scale_queries,
+    softmax,
     walk_block,
     windows,
 )
@@ -97,17 +98,21 @@ def block_sums(
 
 
 def probabilities(
-    q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
+    q: Float[Array, "G w D"],
+    k: Float[Array, "S D"],
+    position: Int[Array, " w"],
+    sink_logits: Float[Array, " G"] | None = None,
 ) -> Float[Array, "G w S"]:
     """Attention probabilities `f32[G, w, S]` of w queries of one kv head over all keys; 0 for later keys.
 
-    `position` is that of each query; the probabilities of a negative one, which is padding, are undefined.
+    `position` is that of each query; the probabilities of a negative one, which is padding, are undefined. With
+    `sink_logits` they sum to less than 1.
     """
     group, window, dim = q.shape
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
     logits = logits * (1.0 / logit_divisor(dim))
     seen = jnp.arange(k.shape[0], dtype=jnp.int32) <= position[:, None]
-    return jax.nn.softmax(jnp.where(seen, logits, MASKED), axis=-1)
+    return softmax(jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None])
 
 
 def window_mass(
@@ -116,21 +121,24 @@ def window_mass(
     positions: Int[Array, "B w"],
     reduce: Callable[..., Float[Array, "*n"]],
     *rows: Shaped[Array, "B K ..."],
+    sink_logits: Float[Array, "B K G"] | None = None,
 ) -> Float[Array, "B K *n"]:
     """Applies `reduce` to each kv head's attention probabilities `[G, w, S]`; returns results stacked to `[B, K, ...]`.
 
     `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
-    array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w.
+    array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. `sink_logits` take part
+    in the softmax, and have no share in it.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
         """Mapped over all kv heads of all sequences: `reduce` applied to one head's attention probabilities."""
-        q_head, k_head, position, *others = inputs
-        return reduce(probabilities(q_head, k_head, position), position, *others)
+        (q_head, k_head, position, *others), sinks = inputs
+        return reduce(probabilities(q_head, k_head, position, sinks), position, *others)
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread, *rows))
+    given = (q, k, spread, *rows), sink_logits
+    by_head = jax.tree.map(lambda a: a.reshape(batch * heads, *a.shape[2:]), given)
     reduced = lax.map(head, by_head)
     return reduced.reshape(batch, heads, *reduced.shape[1:])
 

@@ -24,11 +24,18 @@ class Asking:
         q: `[B, K, G, w, D]` rotated, in any order.
         positions: `i32[B, w]` of the queries; negative ones are padding, and see nothing.
         weights: `f32[B, w]` of the queries in the sum.
+        sink_logits: learned logits of the query heads that take part in the softmax; None for models without such.
     """
 
     q: Float[Array, "B K G w D"]
     positions: Int[Array, "B w"]
     weights: Float[Array, "B w"]
+    sink_logits: Float[Array, "K G"] | None = None
+
+    @property
+    def sinks(self) -> Float[Array, "K G one one"] | None:
+        """Float32 sink logits, with axes for queries and keys; None without."""
+        return None if self.sink_logits is None else self.sink_logits.astype(jnp.float32)[..., None, None]
 
 
 def by_row(
@@ -52,7 +59,7 @@ def by_row(
 
     block = max(1, _LOGITS // (batch * heads * group * window))
     if block >= rows:
-        return _loudest(_softmax(*against(keys, 0)), asked, axes)
+        return _loudest(_softmax(*against(keys, 0), asked.sinks), asked, axes)
     # Two passes over the keys, however many queries there are: the softmax's sums, then the scores.
     trips = -(-candidates.max() // block)
 
@@ -80,7 +87,10 @@ def by_row(
         return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked, axes), first, axis=1)
 
     shape = (batch, heads, group, window)
-    highest, total = lax.fori_loop(0, trips, gather, (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape)))
+    begun = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape))
+    if asked.sinks is not None:
+        begun = (jnp.broadcast_to(asked.sinks[..., 0], shape), jnp.ones(shape))
+    highest, total = lax.fori_loop(0, trips, gather, begun)
     return lax.fori_loop(0, trips, score, jnp.zeros((batch, rows), jnp.float32))
 
 
@@ -118,7 +128,7 @@ def by_position(
         logits = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         logits = logits.reshape(batch, heads, group, size, -1)
         seen = inside[:, :, None, None] & (pos[:, None, None, None] <= positions[:, None, None, :, None])
-        by_row = _softmax(logits, seen).max(axis=(1, 2))
+        by_row = _softmax(logits, seen, asked.sinks).max(axis=(1, 2))
         query = jnp.arange(size, dtype=jnp.int32)[:, None]
         by_position = jnp.zeros((batch, size, slots), jnp.float32)
         by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
@@ -154,9 +164,14 @@ def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None
     return (most * asked.weights[..., None]).sum(axis=1)
 
 
-def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:
-    """Softmax probabilities over the last axis within a mask; 0 for masked-out entries and for an empty mask."""
+def _softmax(
+    logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"], sinks: Float[Array, "*#n one"] | None
+) -> Float[Array, "*n P"]:
+    """Softmax probabilities over the last axis and `sinks` within a mask; 0 for masked-out entries, an empty mask."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
+    highest = highest if sinks is None else jnp.maximum(highest, sinks)
     weights = jnp.where(seen, jnp.exp(logits - highest), 0.0)
-    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    total = weights.sum(axis=-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - highest)
+    return weights / jnp.maximum(total, 1e-30)

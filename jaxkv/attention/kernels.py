@@ -8,6 +8,7 @@ from jaxtyping import Array, Int
 
 from jaxkv.attention.backend import Backend, Setting
 from jaxkv.attention.xla import Walk
+from jaxkv.attention.xla_backend import Xla
 
 
 class Kernels(Backend):
@@ -52,8 +53,15 @@ class Kernels(Backend):
         first = _firsts(first, length)
         return self._kernels.column_sums(q, k, lse, first, length, per_query_head=True, interpret=self.interpret)
 
-    def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
-        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel."""
+    def window_mean(
+        self, q: Array, k: Array, positions: Array, length: Array, sink_logits: Array | None = None
+    ) -> Array:
+        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel.
+
+        That kernel knows no sink logits: models that have some take XLA's.
+        """
+        if sink_logits is not None:
+            return Xla().window_mean(q, k, positions, length, sink_logits)
         sums = self._kernels.window_sums(q, k, positions[:, 0], length, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
@@ -74,11 +82,21 @@ class Kernels(Backend):
         walk: Walk,
         widest: int | None = None,
         other: Array | None = None,
+        sink_logits: Array | None = None,
     ) -> tuple[Array, Array]:
         """One token per sequence attends to pool rows; returns output, row scores plus attention. Ignores `other`."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         out, _, score = self._kernels.attend(
-            q, k, v, start, length, score=score, counts=counts, widest=widest, interpret=self.interpret
+            q,
+            k,
+            v,
+            start,
+            length,
+            sink_logits=sink_logits,
+            score=score,
+            counts=counts,
+            widest=widest,
+            interpret=self.interpret,
         )
         return out, score
 
@@ -108,6 +126,7 @@ class Kernels(Backend):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
         dtype: jnp.dtype | None = None,
+        sink_logits: Array | None = None,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
         k, v, pos = pool
@@ -129,6 +148,7 @@ class Kernels(Backend):
             widest=widest,
             picks=None if picks is None else self._kernels.Picks(*picks),
             dtype=dtype,
+            sink_logits=sink_logits,
             interpret=self.interpret,
         )
 

@@ -7,6 +7,7 @@ import enum
 import math
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -130,14 +131,30 @@ def causal(
 
 
 def masked(
-    q: Float[Array, "G N D"], k: Float[Array, "m D"], v: Float[Array, "m D"], seen: Bool[Array, "N m"]
+    q: Float[Array, "G N D"],
+    k: Float[Array, "m D"],
+    v: Float[Array, "m D"],
+    seen: Bool[Array, "N m"],
+    sink_logits: Float[Array, " G"] | None = None,
 ) -> Float[Array, "G N D"]:
-    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none."""
+    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none.
+
+    `sink_logits` take part in the softmax, with a value of zero.
+    """
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
-    logits = jnp.where(seen, logits, MASKED)
-    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights = softmax(jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None])
     out = exact_einsum("gnm,md->gnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return (out / weights.sum(axis=-1, keepdims=True)).astype(q.dtype)
+    return out.astype(q.dtype)
+
+
+def softmax(logits: Float[Array, "*n m"], sink_logits: Float[Array, "*#n"] | None = None) -> Float[Array, "*n m"]:
+    """Softmax over the last axis; with `sink_logits`, one more logit per row takes part, and has no share in it."""
+    if sink_logits is None:
+        return jax.nn.softmax(logits, axis=-1)
+    sink = sink_logits.astype(jnp.float32)[..., None]
+    top = jnp.maximum(logits.max(axis=-1, keepdims=True), sink)
+    weights = jnp.exp(logits - top)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
 def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from jaxkv.attention import columns, xla
 from jaxkv.attention.backend import Backend
 from jaxkv.attention.columns import Received
+from jaxkv.attention.merging import with_sinks
 from jaxkv.attention.xla import Walk
 
 
@@ -43,9 +44,15 @@ class Xla(Backend):
 
         return _each(one, q, k, lse, length, *([] if first is None else [first]))
 
-    def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
+    def window_mean(
+        self, q: Array, k: Array, positions: Array, length: Array, sink_logits: Array | None = None
+    ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, head by head."""
-        return columns.window_mass(q, k, positions, lambda p, at: columns.mean_over_window(p, at).mean(axis=0))
+
+        def mean(p: Array, at: Array) -> Array:
+            return columns.mean_over_window(p, at).mean(axis=0)
+
+        return columns.window_mass(q, k, positions, mean, sink_logits=sink_logits)
 
     def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its segment, read by `walk`; returns output and log-sum-exp."""
@@ -64,11 +71,20 @@ class Xla(Backend):
         walk: Walk,
         widest: int | None = None,
         other: Array | None = None,
+        sink_logits: Array | None = None,
     ) -> tuple[Array, Array | Received]:
         """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
+
+        def joined(out: Array, lse: Array) -> tuple[Array, Array]:
+            """Output and log-sum-exp with the learned sink logits."""
+            out, lse = with_sinks(out[..., None, :], lse[..., None], sink_logits)
+            return out[..., 0, :], lse[..., 0]
+
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
-        out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
+            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
+            out, lse = joined(out, received.lse)
+            return out, received._replace(lse=lse)
+        out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk))
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)
         return out, columns.pool_sums(q, k, lse, start, length, score, walk=walk, weight=1 / q.shape[2])
 

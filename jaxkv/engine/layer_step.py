@@ -158,6 +158,7 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = project(block, spec, normed[: new.count.shape[0]], rows.by.new)
     else:
         token = token_of_parts(*parts, rows.by.new, normed.dtype)
+        token = dataclasses.replace(token, sink_logits=block.sink_logits)
     if spec.gate is not None:
         token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
     # What looks at a row itself comes before its transform.
@@ -177,7 +178,8 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         pool = with_new_rows(rows.pool, rows.segments, new, out[: new.count.shape[0], :, 0, 0, 0])
         rows = dataclasses.replace(rows, pool=pool)
     # Read the pool after its update: a reader of the pool before it would cost a copy.
-    chosen = chosen_at(spec, rows.pool, rows.segments, token.q, rows.ring, new) if rows.asks else None
+    asked = (rows.pool, rows.segments, token.q, rows.ring, new, token.sink_logits)
+    chosen = chosen_at(spec, *asked) if rows.asks else None
     attended = out if rows.centre is None else transformed(out)
     stream, products = block_output(block, x, attended, spec), None
     if received is not None:
@@ -213,15 +215,18 @@ def attend(
     rows, length = dataclasses.replace(rows, pool=pool, norms=norms), rows.segments.length + new.count[:, None]
     if rows.chosen is not None:
         some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
-        return attention.merge(*some, *over_rest(spec, token.q, pool, rows.segments, length)), rows, None
+        rest = token.with_sinks(*over_rest(spec, token.q, pool, rows.segments, length))
+        return attention.merge(*some, *rest), rows, None
     start = rows.segments.start
     if rows.pages is not None:
-        out = over_pages(spec, token.q[..., 0, :], pool, start, length, rows.pages)
-        return out[..., None, :], rows, None
+        read = over_pages(spec, token.q, pool, start, length, rows.pages)
+        return token.with_sinks(*read)[0], rows, None
     if rows.window is not None:
-        return over_window(token.q, pool, *in_window(start, length, rows.window), spec)[0], rows, None
+        near = over_window(token.q, pool, *in_window(start, length, rows.window), spec)
+        return token.with_sinks(*near)[0], rows, None
     if not spec.scored:
-        return pool_attention(token.q, rows.keys, pool.v, start, length, spec)[0], rows, None
+        every = pool_attention(token.q, rows.keys, pool.v, start, length, spec)
+        return token.with_sinks(*every)[0], rows, None
     assert pool.score is not None
     out, scores = spec.backend.attend_scored(
         token.q[..., 0, :],
@@ -234,6 +239,7 @@ def attend(
         walk=spec.layout.walk,
         widest=spec.widest,
         other=rows.likely,
+        **token.sinks,
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
@@ -274,6 +280,7 @@ def _attend_fused(
         widest=pool.rows // heads if spec.layout is Layout.EQUAL else spec.widest,
         picks=picks,
         dtype=pool.store.dtype,
+        **token.sinks,
     )
     scores = score[0] if scored else pool.score
     if scores is not None and not scored:
@@ -298,7 +305,8 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
+    own = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
+    own, own_lse = token.with_sinks(*own)
     if spec.scored:
         assert pool.score is not None
         score, scores = _several_scores(spec, token, rows, new.count, jnp.logaddexp(lse, own_lse), pool.score)
@@ -368,7 +376,7 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
     else:
         left = jnp.maximum(rows.window - held[:, None], 0)
         older = over_window(token.q, rows.pool, *in_window(rows.segments.start, rows.segments.length, left), spec)
-    return attention.merge(*older, *own), dataclasses.replace(rows, tail=tail)
+    return attention.merge(*older, *token.with_sinks(*own)), dataclasses.replace(rows, tail=tail)
 
 
 def _over_older(

@@ -104,13 +104,13 @@ def chosen_pages(
 
 def over_pages(
     spec: Spec,
-    q: Float[Array, "B K G D"],
+    q: Float[Array, "B K G one D"],
     pool: Pool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     chosen: PageRows,
-) -> Float[Array, "B K G D"]:
-    """Attention output `[B, K, G, D]` of one new token over its chosen pages' rows and the newest page's, gathered.
+) -> tuple[Float[Array, "B K G one D"], Float[Array, "B K G one"]]:
+    """Attention output and log-sum-exp of one new token over its chosen pages' rows and the newest page's, gathered.
 
     `length` counts each segment's rows with the token's own.
     """
@@ -123,4 +123,5 @@ def over_pages(
     source = jnp.where(slot < count[..., None], start[..., None] + offset, -1)
     k, v, _ = spec.backend.packed(pool.k[:, None], pool.v[:, None], source.reshape(batch, -1))
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slot.shape[0], start.shape)
-    return spec.backend.attend(q, k, v, first, count, walk=Walk.STRIDES)[0]
+    out, lse = spec.backend.attend(q[..., 0, :], k, v, first, count, walk=Walk.STRIDES)
+    return out[..., None, :], lse[..., None]

@@ -133,6 +133,7 @@ def observed(
         blocks=next((each for each in out.blocks if each.asked == blocks), None),
         unrotated=None if blocks is None else out.unrotated,
         hidden=None if gate is None else out.hidden,
+        sink_logits=out.sink_logits,
         gate=None if gate is None else gate_weights(flat, gate, index),
         implementation=implementation,
         axes=flat.axes,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv.attention import Backend, Implementation, backend_of
+from jaxkv.attention import Backend, Implementation, backend_of, with_sinks
 from jaxkv.attention.xla import Walk, as_bits, causal, from_bits
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
@@ -40,6 +40,7 @@ class LayerOut:
         replayed: largest attention of a second pass over the prompt, once it has run; None unless `needs.replay`.
         blocks: attention that each key receives within its block, for each setting in `needs.blocks`.
         hidden: hidden states after the norm that precedes attention; None unless `needs.hidden`.
+        sink_logits: the block's, for each sequence; None for blocks without.
     """
 
     x: Shaped[Array, "B ..."]
@@ -54,6 +55,7 @@ class LayerOut:
     replayed: Float[Array, "B K S"] | None = None
     blocks: tuple[BlockSums, ...] = ()
     hidden: Float[Array, "B S E"] | None = None
+    sink_logits: Float[Array, "B K G"] | None = None
 
 
 def layer(
@@ -89,7 +91,7 @@ def layer(
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
         heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
-        out, _ = backend.attend(
+        out, lse = backend.attend(
             block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
             k.reshape(batch, -1, config.head_dim),
             v.reshape(batch, -1, config.head_dim),
@@ -100,7 +102,9 @@ def layer(
             ),
             walk=Walk.STRIDES if reach is None else Walk.WINDOWS,
         )
-        x = block.finish(final, out[..., None, :])[:, 0]
+        out, _ = with_sinks(out[..., None, :], lse[..., None], block.sink_logits)
+        x = block.finish(final, out)[:, 0]
+    sinks = block.sink_logits
     return LayerOut(
         x=x,
         k=k,
@@ -113,6 +117,7 @@ def layer(
         moments=moments,
         blocks=blocks,
         hidden=hidden,
+        sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
     )
 
 
@@ -171,6 +176,9 @@ def _by_sequence(
                 out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone)
             else:
                 out, lse = (a[None] for a in causal(mine, k_row, v_row, first, window=block.spec.window))
+            if block.sink_logits is not None:
+                assert lse is not None
+                out, lse = with_sinks(out, lse, block.sink_logits)
             if sums is not None:
                 sums = sums.at[row].add(backend.column_sums(mine[None], k_row[None], lse, *alone)[0])
             if not last:
@@ -223,8 +231,11 @@ def _at_once(
     if needs.sums or not last:
         shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
         q = lax.fori_loop(0, slots // size, queries, jnp.zeros(shape, x.dtype))
-        out, lse = backend.prefill(q, k, v, length, lse=needs.sums)
-        sums = None if lse is None else backend.column_sums(q, k, lse, length)
+        out, lse = backend.prefill(q, k, v, length, lse=needs.sums or block.sink_logits is not None)
+        if block.sink_logits is not None:
+            assert lse is not None
+            out, lse = with_sinks(out, lse, block.sink_logits)
+        sums = backend.column_sums(q, k, lse, length) if needs.sums and lse is not None else None
     if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
     return x, k, v, unrotated[0] if unrotated else None, sums

@@ -324,6 +324,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         q = remembered.astype(k.dtype)
         if future is not None:
             moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)
+    sinks = static.graphs.block(leaves).sink_logits
     # If heads hold different numbers of rows, each head is a sequence of its own for the scorer.
     fold = not static.heads.uniform
 
@@ -343,6 +344,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         norms=None if norms is None else flat(norms),
         norm_totals=None if totals is None else flat(totals),
         moments=jax.tree.map(flat, moments),
+        sink_logits=None if sinks is None else flat(jnp.broadcast_to(sinks, (batch, *sinks.shape))),
         axes=None if fold else static.axes,
         group_axes=static.axes,
     )

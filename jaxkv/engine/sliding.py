@@ -1,6 +1,7 @@
 """Attention of new tokens within a window layer's window, over its pool and one another."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,16 +36,16 @@ def several_in_window(
     near = (index <= index[size:, None]) & (index > index[size:, None] - window)
     rows = jnp.clip((start + length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
-    def of_head(given: tuple[Array, ...]) -> Float[Array, "G N D"]:
+    def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Float[Array, "G N D"]:
         """Output of one kv head of one sequence."""
-        q, k_new, v_new, at, held, real, k, v = given
+        q, k_new, v_new, at, held, sinks = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        return masked(q, keys, values, near & there)
+        return masked(q, keys, values, near & there, sinks)
 
     def of_sequence(given: tuple[Array, ...]) -> Float[Array, "K G N D"]:
         """Output of one sequence, kv head by kv head."""
         q, k_new, v_new, at, held, real, k, v = given
-        return lax.map(lambda each: of_head((*each, real, k, v)), (q, k_new, v_new, at, held))
+        return lax.map(lambda each: of_head(each, real, k, v), (q, k_new, v_new, at, held, token.sink_logits))
 
     return lax.map(of_sequence, (q, token.k, token.v, rows, length, count, k, v))

@@ -63,7 +63,11 @@ def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
 
 
 def asking(
-    q: Float[Array, "B K G N D"], ring: Float[Array, "B K G R D"] | None, new: NewTokens, reading: Reading
+    q: Float[Array, "B K G N D"],
+    ring: Float[Array, "B K G R D"] | None,
+    new: NewTokens,
+    reading: Reading,
+    sink_logits: Float[Array, "K G"] | None = None,
 ) -> Asking:
     """Makes `Asking`: queries (of the ring, or new) by which a filter layer chooses, with positions and weights.
 
@@ -73,13 +77,14 @@ def asking(
     tokens = new.positions.shape[1]
     if ring is None or tokens > 1:
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
-        return Asking(q=q, positions=jnp.where(real, new.positions, -1), weights=real.astype(jnp.float32))
+        positions, weights = jnp.where(real, new.positions, -1), real.astype(jnp.float32)
+        return Asking(q=q, positions=positions, weights=weights, sink_logits=sink_logits)
     rows, now = ring.shape[3], new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
     mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
     weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
-    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights)
+    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights, sink_logits=sink_logits)
 
 
 def chosen_at(
@@ -89,11 +94,12 @@ def chosen_at(
     q: Float[Array, "B K G N D"],
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
+    sink_logits: Float[Array, "K G"] | None = None,
 ) -> Chosen:
     """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
     reading, choosable = _filtered(spec, segments)
     assert new.candidates is not None
-    asked, below = asking(q, ring, new, reading), new.candidates.below
+    asked, below = asking(q, ring, new, reading, sink_logits), new.candidates.below
     # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
     if reading.every_row:
         scores = by_row(asked, pool.k, below, spec.axes)

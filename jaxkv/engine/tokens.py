@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.attention import with_sinks
 from jaxkv.cache import Cache
 from jaxkv.engine.hadamard import stored_keys, transformed
 from jaxkv.engine.lengths import QUERY_BLOCK
@@ -46,7 +47,7 @@ class NewTokens:
 class Token:
     """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
-    `begun` are the scores that a gate gives the new rows; None without one.
+    `begun` are the scores that new rows start with; None where none are known. `sink_logits` are the block's.
     """
 
     q: Float[Array, "B K G N D"]
@@ -54,6 +55,7 @@ class Token:
     v: Float[Array, "B K N D"]
     stored: Float[Array, "B K N D"]
     begun: Float[Array, "B K N"] | None = None
+    sink_logits: Float[Array, "K G"] | None = None
 
     def transformed(self, centre: Float[Array, "B K D"] | None) -> "Token":
         """Token for caches of transformed rows; the token itself if `centre` is None, where rows are as they are."""
@@ -61,6 +63,17 @@ class Token:
             return self
         k = stored_keys(self.k, centre)
         return dataclasses.replace(self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k)
+
+    def with_sinks(
+        self, out: Float[Array, "B K G N D"], lse: Float[Array, "B K G N"]
+    ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
+        """Attention output and log-sum-exp with the block's sink logits; unchanged if it has none."""
+        return with_sinks(out, lse, self.sink_logits)
+
+    @property
+    def sinks(self) -> dict[str, Float[Array, "K G"]]:
+        """Argument `sink_logits` of a backend's functions; empty without, for backends that know none."""
+        return {} if self.sink_logits is None else {"sink_logits": self.sink_logits}
 
     def parts(self, sequences: int) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
         """Queries, and keys and values, of one new token each, as a fused step takes them; zeros up to `sequences`."""
@@ -73,7 +86,8 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
     """Queries, keys and values (`Token`) of new tokens from normed hidden states; queries and keys are rotated."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
-    return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if spec.rolling else k)
+    stored = raw.astype(normed.dtype) if spec.rolling else k
+    return Token(q=block.queries(normed, by), k=k, v=v, stored=stored, sink_logits=block.sink_logits)
 
 
 def token_of_parts(

@@ -36,7 +36,7 @@ class ModelConfig:
         qkv_bias: query, key and value projections carry a bias (Qwen2).
         out_bias: the attention's output projection carries a bias.
         mlp_bias: the MLP's projections carry biases.
-        sinks: attention has a learned logit per query head that takes part in the softmax and has no value (gpt-oss).
+        sink_logits: each query head has a learned logit that takes part in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
         qk_norm_wide: they are RMS-normalised over all heads together (OLMo 2).
         interleaved: checkpoints have channels that rotate together as neighbours (GLM-4, Cohere); loading parts them.
@@ -71,7 +71,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    sinks: bool = False
+    sink_logits: bool = False
     qk_norm: bool = False
     qk_norm_wide: bool = False
     interleaved: bool = False

@@ -24,10 +24,10 @@ Leaves = tuple[Shaped[Array, "..."], ...]
 
 
 class Attention(nnx.Module):
-    """Module of grouped-query attention's parameters (q, kv, out, optional biases, norms and sinks); no forward pass.
+    """Module of grouped-query attention's parameters (q, kv, out, biases, norms, sink logits); has no forward pass.
 
-    Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sinks `[K, G]`; query head h belongs to kv head
-    h // G.
+    Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sink_logits `[K, G]`; query head h belongs to kv
+    head h // G.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         self.q_bias = empty(heads, group, dim, dtype=dtype) if config.qkv_bias else None
         self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
         self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
-        self.sinks = empty(heads, group, dtype=dtype) if config.sinks else None
+        self.sink_logits = empty(heads, group, dtype=dtype) if config.sink_logits else None
         kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "offset": float(config.norm_offset)}
         self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None
@@ -64,6 +64,12 @@ class Block(nnx.Module):
     def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         """Hidden states after the norm that precedes attention, if there is one."""
         return x if self.attention_norm is None else self.attention_norm(x)
+
+    @property
+    def sink_logits(self) -> Float[Array, "K G"] | None:
+        """Learned logits that take part in the softmax of each query head, without a value; None for most families."""
+        held = self.attention.sink_logits
+        return None if held is None else held[...]
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""

@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"norm_offset": True, "tanh_gelu": True},
     "gemma3_text": {"norm_offset": True, "norms": "both", "qk_norm": True, "tanh_gelu": True},
     "glm4": {"interleaved": True, "norms": "both", "out_bias": False},
-    "gpt_oss": {"sinks": True},
+    "gpt_oss": {"sink_logits": True},
     "granite": {},
     "llama": {},
     "mistral": {},

@@ -51,7 +51,7 @@ _OTHER_NORMS = {
 _VECTORS = {
     "attention.q_gain": "self_attn.q_norm.weight",
     "attention.k_gain": "self_attn.k_norm.weight",
-    "attention.sinks": "self_attn.sinks",
+    "attention.sink_logits": "self_attn.sinks",
 }
 # Families with one tensor for gate and up.
 _ONE_GATE_UP = ("glm4", "phi3")

@@ -169,7 +169,18 @@ class Needs:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("q", "q_positions", "k", "v", "length", "layer", "key"),
-        *("sums", "norms", "norm_totals", "moments", "replayed", "blocks", "unrotated", "hidden", "gate"),
+        *(
+            "sums",
+            "norms",
+            "norm_totals",
+            "moments",
+            "replayed",
+            "blocks",
+            "unrotated",
+            "hidden",
+            "gate",
+            "sink_logits",
+        ),
     ],
     meta_fields=["implementation", "axes", "group_axes"],
 )
@@ -196,6 +207,8 @@ class Observed:
         unrotated: `[B, K, S, D]` keys before RoPE, likewise.
         hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm, if the scorer has a gate.
         gate: weights of this layer of the scorer's gate, likewise.
+        sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for models
+            without such.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -218,6 +231,7 @@ class Observed:
     unrotated: Float[Array, "B K S D"] | None = None
     hidden: Float[Array, "B S E"] | None = None
     gate: Any = None
+    sink_logits: Float[Array, "B K G"] | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None

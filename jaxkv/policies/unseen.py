@@ -183,7 +183,7 @@ class WorstAttention(Scorer, Value):
             ratio = p.sum(axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
             return (pooled * ratio).max(axis=(0, 1))
 
-        most = attention.window_mass(seen.q, seen.k, seen.q_positions, worst)
+        most = attention.window_mass(seen.q, seen.k, seen.q_positions, worst, sink_logits=seen.sink_logits)
         # Reduced before the mean over the row, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
@@ -200,7 +200,11 @@ class WorstAttention(Scorer, Value):
         def mean(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             return mean_over_window(p, position).mean(axis=0)
 
-        paid = mean_of_devices(attention.window_mass(seen.q, seen.k, seen.q_positions, mean), "G", seen.group_axes)
+        paid = mean_of_devices(
+            attention.window_mass(seen.q, seen.k, seen.q_positions, mean, sink_logits=seen.sink_logits),
+            "G",
+            seen.group_axes,
+        )
         paid = jnp.where(column < before, paid, 0.0)
         total = paid.sum(axis=-1, keepdims=True)
         order = jnp.argsort(jnp.where(column < before, -paid, jnp.inf), axis=-1, stable=True)

@@ -20,7 +20,7 @@ _PARAMETERS = {
     "q_bias": "K G D",
     "q_gain": "K G D",
     "k_gain": "K D",
-    "sinks": "K G",
+    "sink_logits": "K G",
     "kv": "2 K D E",
     "kv_bias": "2 K D",
     "gate_up": "2 F E",
