@@ -37,7 +37,7 @@ MORE = {
     "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=16, window=6)),
     "variance": jaxkv.D2O(budget=16),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
-    "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0, 1)),
+    "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,)),
     "kvzip": jaxkv.KVzip(
         budget=16, **{"chunk": 24, "tail": 3, "first": (1, 2, 3), "following": (4, 5), "closing": (6,)}
     ),
