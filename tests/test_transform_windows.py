@@ -127,7 +127,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=told):
             jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)
-    with pytest.raises(ValueError, match="windows=1 layers: give as many as there are of k: 2"):
+    with pytest.raises(ValueError, match="windows='1 layers': give as many as there are of k: 2"):
         jaxkv.compress_layers(k, v, policy=policy, queries=q, windows=[6])
     with pytest.raises(ValueError, match="some layers of this model have windows, and this is not built for them"):
         jaxkv.compress_layers(k, v, policy=jaxkv.GlobalBudget(base=policy), queries=q, windows=[6, None])
