@@ -151,13 +151,19 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
 def test_rooms_repeat_and_double():
     appending, one = jaxkv.SnapKV(budget=64).parts(), np.zeros(1, np.int64)
-    assert [int(room_for(appending, one, new)[0]) for new in (5, 17, 200, 300, 2000)] == [16, 32, 256, 512, 2048]
-    assert room_for(appending, one, 100_000)[0] == MOST_AHEAD
-    assert room_for(appending, one, 100_000, grown=6000)[0] == 6144
+    assert [int(room_for(appending, (None,), one, new)[0]) for new in (5, 17, 200, 300, 2000)] == [
+        16,
+        32,
+        256,
+        512,
+        2048,
+    ]
+    assert room_for(appending, (None,), one, 100_000)[0] == MOST_AHEAD
+    assert room_for(appending, (None,), one, 100_000, grown=6000)[0] == 6144
     # A row goes for each that comes: one spare row, and what is left to the limit.
-    assert room_for(jaxkv.H2O(budget=64).parts(), one, 2000)[0] == 1
-    assert room_for(jaxkv.H2O(budget=64).parts(), one + 40, 2000)[0] == 65
-    assert room_for(jaxkv.SnapKV(budget=64, every=50).parts(), one, 2000)[0] == 50
+    assert room_for(jaxkv.H2O(budget=64).parts(), (None,), one, 2000)[0] == 1
+    assert room_for(jaxkv.H2O(budget=64).parts(), (None,), one + 40, 2000)[0] == 65
+    assert room_for(jaxkv.SnapKV(budget=64, every=50).parts(), (None,), one, 2000)[0] == 50
 
 
 def test_ten_turns_meet_few_shapes(model):

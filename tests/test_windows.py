@@ -1,6 +1,7 @@
 """Models with window layers: what their caches hold, against prefill of the longer text; policies, kernels, meshes."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from meshes import mesh_of
 
 import jaxkv
 from jaxkv.attention.xla import causal
+from jaxkv.engine import growth
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec, Rope
@@ -31,6 +33,8 @@ POLICIES = {
     "expected": lambda budget: jaxkv.ExpectedAttention(budget=budget),
     "h2o": lambda budget: jaxkv.H2O(budget=budget),
     "roco": lambda budget: jaxkv.RoCo(budget=budget),
+    "every": lambda budget: jaxkv.SnapKV(budget=budget, window=6, every=3),
+    "every, ada": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=6), every=4),
     "criticalkv": lambda budget: jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=budget, window=6)),
 }
 
@@ -123,7 +127,7 @@ def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     assert alone.tokens[0].tolist() == full.tokens[1].tolist()
 
 
-@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "roco"])
+@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "roco", "every", "every, ada"])
 def test_kernels_and_meshes(name):
     """A segment of the kernels' table is what the window leaves; on a mesh each device has its heads' windows."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
@@ -147,7 +151,7 @@ def test_stores(store):
     assert np.abs(np.asarray(found) - np.asarray(want)).max() < 0.1 * np.abs(np.asarray(want)).max()
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "every"])
 def test_slots_and_saved_caches(name, tmp_path):
     model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
     options = {"max_new_tokens": 12, "stop_at_eos": False}
@@ -164,7 +168,6 @@ def test_slots_and_saved_caches(name, tmp_path):
 
 REFUSED = {
     "merge=": lambda: jaxkv.CaM(budget=32),
-    "after=Again": lambda: jaxkv.SnapKV(budget=32, window=6, every=8),
     "layers=": lambda: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=32, window=6)),
     "read=": lambda: jaxkv.Quest(),
     "rolling=True": lambda: jaxkv.StreamingLLM(budget=32, rolling_positions=True),
@@ -213,4 +216,40 @@ def test_eviction_spares_windows(implementation):
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), seen[row]))
     # One row more than the budget evicts one, and a longer answer than was planned for finds room.
     again, more = session.draw(cache, 2 * NEW)
-    assert again.kept[2].max() == 16 and again.kept[0].min() >= 2 * NEW and (np.asarray(more) >= 0).all()
+    assert again.kept[2].max() == 16 and again.kept[0].min() >= WINDOW and (np.asarray(more) >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "every"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_answers_drop_what_left_the_window(name, dtype):
+    """Of 700 tokens window layers hold no more than 256 beyond their window; tokens are those of one large cache."""
+    model, policy, new = tiny.tiny(SHAPE, dtype=dtype), POLICIES[name](16), 700
+    session = jaxkv.Session(model, policy)
+    cache, drawn = session.draw(session.prefill(prompts(), new=new), new)
+    assert {pool.rows for pool in cache.pools[:2]} == {2 * (WINDOW + 256) if name != "every" else 2 * 256}
+    assert cache.kept[0].max() <= WINDOW + 256 and cache.kept[0].min() >= WINDOW
+    for layer, row, _, _, _, positions in tiny.segments(cache):
+        if SHAPE.windows[layer] is not None:
+            seen = int(np.asarray(cache.seen)[row])
+            assert positions.tolist() == list(range(seen - len(positions), seen))
+    with mock.patch.object(growth, "_LEAST_BEYOND", 4096):
+        whole, again = session.draw(session.prefill(prompts(), new=new), new)
+    assert name == "every" or whole.kept[0].min() >= new
+    assert again.tolist() == drawn.tolist()
+    # A question, and further tokens, on top of what is left.
+    asked = [
+        session.draw(session.extend(each, prompts(3, (11, 2, 40)), new=9), 9)[1].tolist() for each in (cache, whole)
+    ]
+    assert asked[0] == asked[1]
+
+
+def test_long_answers_on_a_mesh():
+    """Each device drops its own heads' rows."""
+    policy, options = jaxkv.FullKV(), {"max_new_tokens": 400, "stop_at_eos": False}
+    alone, split = (
+        jaxkv.generate(tiny.tiny(SHAPE), prompts(), policy=policy, **options, **given)
+        for given in ({}, {"mesh": mesh_of(2, 2)})
+    )
+    assert [each.tolist() for each in split.tokens] == [each.tolist() for each in alone.tokens]
+    assert {pool.rows for pool in split.cache.pools[:2]} == {2 * (WINDOW + 256)}
+    meshes.forget()

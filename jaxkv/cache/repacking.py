@@ -14,7 +14,7 @@ from jaxkv.cache.kv_cache import KVCache
 from jaxkv.cache.layout import Layout, by_sequence
 from jaxkv.cache.pools import Pool, segment_of_row
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes, missing, settle_down
+from jaxkv.sharding.mesh import Axes, host, missing, settle_down
 
 
 @program(static=("layout", "rows", "room", "axes"))
@@ -48,9 +48,10 @@ def repack(
 ) -> KVCache:
     """Copy of a cache with `room` more free rows per segment; `batch` repeats its sequence, `release` frees old pools.
 
-    `room` is one number, or one per layer. `batch` repeats a cache of one sequence that many times, and on a mesh pads
-    to whole groups; ValueError if the cache holds several. `release` deletes the given cache's pools one by one, so
-    that both never exist whole.
+    `room` is one number, or one per layer; segments of window layers keep the rows of their windows alone, and have at
+    least as many free rows. `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole
+    groups; ValueError if the cache holds several. `release` gives up the cache: its pools are deleted one by one, so
+    that both never exist whole, and those without more `room` are the new cache's.
     """
     copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:
@@ -69,14 +70,23 @@ def repack(
     start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
     layers, _, heads = start.shape
     rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
-    pools, placed = [], []
+    pools, placed, lengths = [], [], length
     for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
         of = slice(group[0], group[-1] + 1)
-        room_of = tuple(rooms[of].tolist())
-        rows = (pool.rows + heads * sum(room_of)) // cache.stretches
+        room_of, width = tuple(rooms[of].tolist()), cache.config.windows[group[0]]
+        if release and not copies and not any(room_of):
+            # Pools that stay as they are belong to the new cache.
+            pools.append(pool)
+            placed.append(start[of])
+            continue
+        first, held, rows = start[of], length[of], pool.rows + heads * sum(room_of)
+        if width is not None:
+            held = jnp.minimum(held, width)
+            first, lengths = first + length[of] - held, lengths.at[of].set(held)
+            rows = max(pool.rows, heads * (int(host(held).max()) + room_of[0]))
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
         copied, first = _repacked(
-            source, start[of], length[of], layout=cache.layout, rows=rows, room=room_of, axes=cache.axes
+            source, first, held, layout=cache.layout, rows=rows // cache.stretches, room=room_of, axes=cache.axes
         )
         pools.append(copied)
         placed.append(first)
@@ -97,7 +107,7 @@ def repack(
     tables = dataclasses.replace(
         cache.tables,
         start=jnp.concatenate(placed),
-        length=length,
+        length=lengths,
         limit=limit,
         seen=repeat(cache.seen, 0),
         state=state,

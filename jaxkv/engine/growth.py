@@ -19,36 +19,60 @@ from jaxkv.sharding.mesh import host, missing
 
 # New rows for which there is room from the beginning; longer answers grow into larger buffers on the way.
 MOST_AHEAD = 2048
+# Least rows that a window layer gains before those that left its window are dropped, by a copy of those within it.
+_LEAST_BEYOND = 256
 
 
-def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
+def room_for(
+    parts: Parts,
+    windows: tuple[int | None, ...],
+    left: Int[np.ndarray, " L"],
+    new: int,
+    *,
+    grown: int = 0,
+    slides: bool = True,
+) -> Int[np.ndarray, " L"]:
     """Number of free rows `[L]` to leave behind each segment for `new` tokens, up to `MOST_AHEAD` or `grown`; bucketed.
 
     One if each new row evicts one; the rows until the policy compresses again; or one for each new token, up to
     `MOST_AHEAD`, or up to the rows that the cache has `grown` by if that is more. `left` are the rows that a layer's
-    segments may still gain before their limit, under policies that have one.
+    segments may still gain before their limit, under policies that have one. Where a window layer `slides`, it takes
+    as many rows as its window, or 256, before those that left the window are dropped.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
     if parts.ongoing is None:
-        return np.full(len(left), ahead)
-    left = np.maximum(left, 0)
-    growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
-    # The same for every part of an answer, its last and shortest one too.
-    period = parts.every or 1
-    return growing + (period if period <= MOST_AHEAD else ahead)
+        room = np.full(len(left), ahead)
+    else:
+        left = np.maximum(left, 0)
+        growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
+        # The same for every part of an answer, its last and shortest one too.
+        period = parts.every or 1
+        room = growing + (period if period <= MOST_AHEAD else ahead)
+    if not slides:
+        return room
+    most = [
+        max(_LEAST_BEYOND, bucket(width), parts.every or 1) if width else ahead + int(room.max()) for width in windows
+    ]
+    return np.minimum(room, most)
 
 
 def first_room(
-    parts: Parts, windows: tuple[int | None, ...], lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
+    parts: Parts,
+    windows: tuple[int | None, ...],
+    lengths: Int[np.ndarray, " B"],
+    new: int,
+    *,
+    most: int = MOST_AHEAD,
+    slides: bool = True,
 ) -> tuple[int, ...]:
     """Free rows to leave behind each segment at prefill, for up to `most` of the `new` tokens: a tuple, one per layer.
 
-    There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all. `windows` are
-    `ModelConfig.windows`.
+    There is room for up to `most` tokens from the beginning; a slot, which neither grows nor `slides`, has it for all.
+    `windows` are `ModelConfig.windows`.
     """
     short = 0 if parts.reach is None else max(0, parts.reach - int(np.min(lengths)))
     left = np.where(parts.unlimited(windows) if parts.evicts else np.zeros(len(windows), bool), new, short)
-    return tuple(room_for(parts, left, new, grown=most).tolist())
+    return tuple(room_for(parts, windows, left, new, grown=most, slides=slides).tolist())
 
 
 def steps_that_fit(cache: KVCache) -> int:
@@ -85,17 +109,18 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
     """Cache with room for at least one new token: unchanged, compressed again, or in larger pools (old ones deleted).
 
-    At least one of the `new` tokens can be drawn on the result.
+    At least one of the `new` tokens can be drawn on the result. Pools of window layers lose the rows that have left
+    their windows.
     """
-    parts, grow_by = cache.policy.parts(), _to_limit(cache).max(axis=(1, 2))
+    parts, windows, grow_by = cache.policy.parts(), cache.config.windows, _to_limit(cache).max(axis=(1, 2))
     # If the policy evicts, any row of a segment may have been added one by one while drawing.
     grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
-    wanted = room_for(parts, grow_by, new, grown=grown)
+    wanted = room_for(parts, windows, grow_by, new, grown=grown)
     if due(cache).any():
         return recompress(flat, cache, key=key, room=wanted)
-    if (cache.free() >= wanted).all():
-        return cache
-    return repack(cache, room=np.where(cache.free() >= wanted, 0, wanted), release=True)
+    # Window layers run out of rows before others do: these are not copied meanwhile.
+    enough = cache.free() >= (np.minimum(wanted, 1) if any(windows) else wanted)
+    return cache if enough.all() else repack(cache, room=np.where(enough, 0, wanted), release=True)
 
 
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:

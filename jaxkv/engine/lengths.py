@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxkv._values import is_traced
+from jaxkv._values import is_traced, namespace
 from jaxkv.policies.layers import FromScores
 from jaxkv.policies.parts import Parts
 
@@ -107,12 +107,13 @@ def by_length(
     length = np.asarray(lengths, np.int64)
     forced = parts.keep.counts(length)
     budget = parts.budgets(length, forced, strict=strict)
-    rows, recent = None, None
+    rows: Any = None
+    recent: Any = None
     if not parts.claims:
         rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
         recent = parts.recents(rows, length, forced)
         if layers < len(windows):
-            rows, recent = (_beside_windows(table, length, windows) for table in (rows, recent))
+            rows, recent = (beside_windows(table, length, windows) for table in (rows, recent))
     return ByLength(
         budget=budget,
         most=parts.may_hold(budget),
@@ -123,13 +124,10 @@ def by_length(
     )
 
 
-def _beside_windows(
-    table: Int[np.ndarray, "n B"], length: Int[np.ndarray, " B"], windows: tuple[int | None, ...]
-) -> Int[np.ndarray, "L B"]:
+def beside_windows(table: Table, length: Numbers, windows: tuple[int | None, ...]) -> Table:
     """Row counts `[L, B]` of all layers: of window layers their window's, of the others those in `table`."""
-    rows = np.stack([np.minimum(length, each or 0) for each in windows])
-    rows[[each is None for each in windows]] = table
-    return rows
+    xp, others = namespace(table), iter(table)
+    return xp.stack([next(others) if each is None else xp.minimum(length, each) for each in windows])
 
 
 def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int) -> Table:

@@ -277,7 +277,7 @@ class Prompts(Source):
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, needed.slots))
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.reading = parts.reading(layers, needed.slots)
-        self.remembered = remembered(parts.ongoing, self.reading, layers)
+        self.remembered = remembered(parts.ongoing, self.reading, self.windows)
         self.ahead = layers_ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
         self.angles = angles_by_rope(flat, needed.slots)

@@ -151,10 +151,9 @@ class PrefillBytes:
     @property
     def _remembered(self) -> int:
         """Bytes of the float32 ring buffers of last queries that the cache keeps for scoring or choosing rows."""
-        ongoing, reading, layers = self.parts.ongoing, self.reading, self.config.layers
-        queries = 0
+        ongoing, reading, queries = self.parts.ongoing, self.reading, 0
         if ongoing is not None:
-            queries = layers * ring_rows(ongoing.queries) if ongoing.queries else 0
+            queries = self.config.windows.count(None) * ring_rows(ongoing.queries) if ongoing.queries else 0
         elif reading is not None and reading.ring:
             queries = len(reading.filters) * ring_rows(reading.ring)
         return 4 * self.batch * self.config.heads * queries * self.config.head_dim

@@ -15,10 +15,10 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
-from jaxkv.engine.choosing import Candidates, Tally, limits_of
+from jaxkv.engine.choosing import Candidates, Tally, last_rows, limits_of
 from jaxkv.engine.compress import Source, compress, finished, scored
 from jaxkv.engine.hadamard import keys_of, transformed
-from jaxkv.engine.lengths import bucket, layer_rows
+from jaxkv.engine.lengths import beside_windows, bucket, layer_rows
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
@@ -82,6 +82,7 @@ def recompress(
     now = place(due(cache), "B", flat.axes)
     made = finished(compress(held, parts, key=key, room=held.room, due=now))
     target = limits_of(parts.heads, made.length, made.length, flat.axes)
+    again = now[:, None] & ~np.asarray([width is not None for width in flat.config.windows])[:, None, None]
     if parts.heads.uniform:
         wants = namespace(held.wants).broadcast_to(held.wants[..., None], target.shape)
         target = place(wants, "L B K", flat.axes, jnp.int32)
@@ -89,7 +90,7 @@ def recompress(
         pools=made.pools,
         start=made.start,
         length=made.length,
-        limit=jnp.where(now[:, None], target, cache.limit),
+        limit=jnp.where(again, target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
     )
     tally = Tally(cache.moved, cache.cut).plus(made.tally)
@@ -167,8 +168,14 @@ class _Held(Source):
         )
 
     def candidates(self, index: int) -> Candidates:
-        """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer."""
-        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
+        """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer.
+
+        Of a window layer the rows within the window stay.
+        """
+        window, layer, static = self.flat.config.windows[index], self._layer(index), self._static(index)
+        if window is not None:
+            return last_rows(_everything(layer, static=static), window)
+        return _candidates(self.flat.blocks[index], layer, static=static)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
@@ -206,11 +213,12 @@ class _Held(Source):
 
     def _layer(self, index: int) -> _Layer:
         """Arrays (`_Layer`) of layer `index`: pool, tables, ring of last queries, random key."""
-        cache, state = self.cache, self.cache.state
+        cache, state, windows = self.cache, self.cache.state, self.flat.config.windows
+        rings = () if state is None or windows[index] else state.rings
         return _Layer(
             pool=cache.pools[cache.layout.pool_of(index)],
             tables=self.tables,
-            ring=state.rings[index] if state is not None and state.rings else None,
+            ring=rings[windows[:index].count(None)] if rings else None,
             layer=jnp.int32(index),
             key=self.key,
         )
@@ -222,16 +230,25 @@ def _numbers(table: Array) -> Any:
 
 
 def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
-    """Number of rows `[L, B]` to keep per kv head: mean of a layer's limits, or the budget schedule's for the text."""
-    limit, traced = _numbers(cache.limit), is_traced(cache.limit)
+    """Number of rows `[L, B]` to keep per kv head: mean of a layer's limits, or the budget schedule's for the text.
+
+    Of window layers the rows of their windows.
+    """
+    windows = cache.config.windows
+    rows = _wanted_of_whole(parts, cache, [layer for layer, width in enumerate(windows) if width is None])
+    return beside_windows(rows, _numbers(cache.seen), windows) if any(windows) else rows
+
+
+def _wanted_of_whole(parts: Parts, cache: KVCache, layers: list[int]) -> Any:
+    """Number of rows to keep per kv head `[n, B]`, as `_wanted_rows`, in layers that attend to the whole text."""
+    limit, traced = _numbers(cache.limit)[np.asarray(layers)], is_traced(cache.limit)
     by_limits = parts.evicts and own_limits(parts.heads) is None
     # Segments under a threshold may hold fewer rows than their budget.
     if by_limits or (parts.layers.from_scores and parts.threshold is None) or cache.state is None:
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
         if parts.layers.joint:
-            layers, _, heads = of_all.shape
-            each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (layers * heads)
+            each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (of_all.shape[0] * of_all.shape[2])
             return namespace(each).broadcast_to(each, of_all.shape[:2])
         each = of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
         if parts.evicts or cache.state is None:
@@ -283,6 +300,15 @@ def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
     if merge is None or merge.compares:
         return rows
     return rows._replace(mass=_observed(leaves, layer, _plain(rows, layer), static)[1])
+
+
+@program(static=("static",), on="static")
+def _everything(layer: _Layer, *, static: _Static) -> Candidates:
+    """Compiled: one layer's positions and masks as `Candidates` without scores, of which all stay."""
+    rows, segments = _taken(layer, static), layer.segments
+    assert rows.positions is not None
+    nothing = jnp.zeros_like(rows.inside)
+    return Candidates(scores=None, inside=rows.inside, forced=nothing, positions=rows.positions, seen=segments.seen)
 
 
 @program(static=("static",), on="static")

@@ -10,11 +10,11 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
 
-def remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
-    """List with the number of last queries that the cache keeps for each layer."""
+def remembered(ongoing: Ongoing | None, reading: Reading | None, windows: tuple[int | None, ...]) -> list[int]:
+    """List with the number of last queries that the cache keeps for each layer; 0 for window layers."""
     if ongoing is not None:
-        return [ongoing.queries] * layers
-    return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(layers)]
+        return [0 if width else ongoing.queries for width in windows]
+    return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(len(windows))]
 
 
 @program(static=("rows", "transforms", "axes"))

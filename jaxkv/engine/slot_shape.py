@@ -46,7 +46,7 @@ def slot_shape(
     most = np.zeros(1, np.int64)
     for shortest, size in buckets(longest):
         # The shortest prompt of a bucket grows furthest towards a limit in rows.
-        room = np.asarray(first_room(parts, config.windows, np.asarray([shortest]), more, most=more))
+        room = np.asarray(first_room(parts, config.windows, np.asarray([shortest]), more, most=more, slides=False))
         # A question goes beyond a limit before the policy compresses it.
         room = room + (bucket(question) if question and parts.ongoing is not None else 0)
         most = np.maximum(most, pools_for(parts, config, size, tuple(room.tolist()), stretches))

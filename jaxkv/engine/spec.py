@@ -169,7 +169,8 @@ class Spec:
     def ring_of(self, layer: int) -> int | None:
         """Index of the layer's ring of last queries in the cache's tuple of rings; None if it has none."""
         if self.ongoing is not None and self.ongoing.queries:
-            return layer
+            windows = self.config.windows
+            return None if windows[layer] else windows[:layer].count(None)
         if self.reading is not None and self.reading.ring and layer in self.reading.filters:
             return self.reading.filters.index(layer)
         return None

@@ -212,7 +212,6 @@ class Parts(Value):
             ("layers", self.layers, not self.layers.from_scores and own_limits(self.heads) is None),
             ("heads", self.heads, not needs_layer(self.heads)),
             ("merge", self.merge, self.merge is None),
-            ("after", self.after, not isinstance(self.after, Again)),
             ("read", self.read, self.read is None),
             ("rolling", self.rolling, not self.rolling),
             ("nested", self.nested, not self.nested),
