@@ -10,7 +10,7 @@ from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.hub_keys import read
-from jaxkv.models.values import Experts, LayerSpec, Rope, channel_order, check_numbers, rotated_channels
+from jaxkv.models.values import Experts, LayerSpec, LongRope, Rope, channel_order, check_numbers, rotated_channels
 
 # Where a block's norms may stand.
 _PLACES = ("before", "after", "both")
@@ -112,6 +112,10 @@ class ModelConfig:
         count = rotated_channels(self.spec_of(0).rope, self.head_dim)
         remedy = f"{count} of head_dim={self.head_dim} channels are rotated: an even number of 2 or more is needed"
         require(count >= 2 and count % 2 == 0, "share", *shares, remedy)
+        for rope in {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}:
+            given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
+            remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"
+            require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
         self._check_norms()
         given = self.experts is None or isinstance(self.experts, Experts)
         require(given, "experts", self.experts, "give Experts(count=8, chosen=2), say, or None")
@@ -185,6 +189,22 @@ class ModelConfig:
             vocab=self.vocab // model,
         )
 
+    def within(self, max_positions: int) -> ModelConfig:
+        """Config for sequences of at most `max_positions` tokens, whose LongRoPE takes the list for that length.
+
+        Args:
+            max_positions: tokens of the longest sequence, new ones included; at most those of this config.
+
+        Returns:
+            A copy. Other rotary embeddings, and LongRoPE's attention factor, are those of this config.
+
+        Raises:
+            ValueError: for no integer from 1 to this config's `max_positions`.
+        """
+        most = whole("max_positions", max_positions, most=self.max_positions)
+        kinds = tuple(dataclasses.replace(each, rope=_within(each.rope, most)) for each in self.kinds)
+        return dataclasses.replace(self, rope=_within(self.rope, most), kinds=kinds, max_positions=most)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Builds a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
@@ -201,3 +221,10 @@ class ModelConfig:
             ValueError: for a model type, activation, RoPE type or key that jaxkv does not build, by name.
         """
         return cls(**read(text_config(config)))
+
+
+def _within(rope: Rope, positions: int) -> Rope:
+    """The rotary embedding for sequences of at most `positions` tokens: another one for a LongRoPE's short texts."""
+    if not isinstance(rope, LongRope):
+        return rope
+    return dataclasses.replace(rope, long=positions > rope.original_max_position)

@@ -149,7 +149,8 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
         elif family in _ONE_GATE_UP and inner == "mlp.gate_up":
             found[path] = (_plain(f"model.layers.{index}.mlp.gate_up_proj.weight", shape),)
         elif family == "phi3" and inner in ("attention.q", "attention.kv"):
-            found[path] = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
+            of = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
+            found[path] = _ordered(of, inner, decoder.config)
         elif inner in _VECTORS:
             found[path] = (Source(name=f"model.layers.{index}.{_VECTORS[inner]}", axes=(shape,)),)
         elif family == "gpt_oss" and inner.startswith("mlp."):

@@ -12,6 +12,8 @@ It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archiv
 * ``NAME/input_ids`` int32 [2, 80]: a right-padded batch. The second row has 53 tokens, the rest are zeros.
 * ``NAME/logits0`` float32 [80, V] and ``NAME/logits1`` float32 [53, V]: logits at every position of each row. Each row
   was computed alone and without padding, so a batched run has to reproduce what the rows give on their own.
+* ``phi3_long/within`` float32 [32, V]: logits of the second row's first 32 tokens alone, which longrope
+  rotates otherwise.
 
 ``lengths`` int32 [2] is (80, 53).
 """
@@ -19,6 +21,7 @@ It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archiv
 import copy
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +140,20 @@ def falcon(query, **more):
     own = {"intermediate_size": None, "ffn_hidden_size": 64, "rope_parameters": rope(10000.0)}
     return {"num_attention_heads": query, **own, **more}
 
+
+# Factors of 6 pairs of channels.
+LONGROPE = heads(
+    3,
+    1,
+    rope_parameters=rope(
+        10000.0,
+        rope_type="longrope",
+        short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+        long_factor=[1.0, 1.5, 2.5, 6.0, 11.0, 30.0],
+    ),
+    partial_rotary_factor=0.75,
+    tie_word_embeddings=True,
+)
 
 QWEN3_EXPERTS = dict(
     head_dim=16,
@@ -285,9 +302,15 @@ SPECS = {
     "gpt_oss": (GPT_OSS, GPT_OSS_EXPERTS),
     # Widths of whole blocks of 32, but not where four devices split them.
     "gpt_oss_mxfp4": (GPT_OSS, GPT_OSS_EXPERTS | {"hidden_size": 64, "intermediate_size": 96}),
+    # As Phi-4-mini: of 16 channels 12 are rotated. Both rows are longer than the original length, ...
+    "phi3_long": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 32}),
+    # ... or no text may be: short factors, and an attention factor of 1.
+    "phi3_short": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 128}),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
+# Models of which a text of this length has other rotations than the two rows.
+WITHIN = {"phi3_long": 32}
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
 OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4")
 # Experts as blocks of 4 bits, as the published files have them.
@@ -378,19 +401,24 @@ def logits_of(model, ids):
         return model(input_ids=torch.from_numpy(ids[None]).long()).logits[0].float().numpy()
 
 
+def seed_of(name, index):
+    """Returns the seed of a model: its number for the oldest 34, for others one that no other model changes."""
+    return 1000 + index if index < 34 else zlib.crc32(name.encode())
+
+
 def main():
     """Builds all folders and the archive, and checks that what was saved gives what was stored."""
     logging.disable_progress_bar()
     shutil.rmtree(MODELS, ignore_errors=True)
     arrays = {"lengths": np.array(LENGTHS, np.int32)}
     for index, (name, ((config_class, model_class), fields)) in enumerate(SPECS.items()):
-        torch.manual_seed(1000 + index)
+        torch.manual_seed(seed_of(name, index))
         given = {**BASE, **fields}
         if given["intermediate_size"] is None:
             del given["intermediate_size"]
         model = model_class(config_class(**given)).eval()
         randomise(model)
-        stored = to_blocks(model, np.random.default_rng(2000 + index)) if name in MXFP4 else {}
+        stored = to_blocks(model, np.random.default_rng(1000 + seed_of(name, index))) if name in MXFP4 else {}
         folder = MODELS / name
         if name == "llama_bf16":
             with torch.no_grad():
@@ -406,7 +434,7 @@ def main():
             put_blocks(folder, stored)
 
         ids = np.zeros((2, LENGTHS[0]), np.int32)
-        rng = np.random.default_rng(1000 + index)
+        rng = np.random.default_rng(seed_of(name, index))
         for row, length in enumerate(LENGTHS):
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
@@ -414,6 +442,8 @@ def main():
         arrays[f"{name}/input_ids"] = ids
         for row, length in enumerate(LENGTHS):
             arrays[f"{name}/logits{row}"] = logits_of(loaded, ids[row, :length])
+        if name in WITHIN:
+            arrays[f"{name}/within"] = logits_of(loaded, ids[1, : WITHIN[name]])
         in_memory = logits_of(model, ids[0])
         gap = float(np.abs(in_memory - arrays[f"{name}/logits0"]).max())
         spread = float(arrays[f"{name}/logits0"].std())
