@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import LinearRope, Llama3Rope, LongRope, NoRope, Rope, YarnRope
+from jaxkv.models.values import DynamicRope, LinearRope, Llama3Rope, LongRope, NoRope, Rope, YarnRope
 
 CLASSES = (
     Cohere2Config,
@@ -102,7 +102,8 @@ def theirs_rope(config: Any) -> Rope:
         given = {"factor": max(1.0, most / original), **given}
         given |= {key: tuple(map(float, given[key])) for key in ("short_factor", "long_factor")}
         given["long"] = most > original
-    kinds = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "longrope": LongRope, "yarn": YarnRope}
+    kinds = {"default": Rope, "dynamic": DynamicRope, "linear": LinearRope, "llama3": Llama3Rope}
+    kinds |= {"longrope": LongRope, "yarn": YarnRope}
     return kinds[kind](**values, **{key: value for key, value in given.items() if value is not None})
 
 

@@ -107,8 +107,11 @@ def test_corrupt_and_truncated_weights(tmp_path):
         ({"model_type": "gemma2"}, "model_type='gemma2': jaxkv builds cohere, .*smollm3"),
         ({"num_local_experts": 8}, r"config=\['num_local_experts'\]"),
         ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_scaling\.short_factor=None: .*'longrope' needs it"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional': jaxkv builds default, linear"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type='dynamic'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional': jaxkv builds default, dynamic"),
+        (
+            {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
+            r"rope_scaling\.factor=None: .*'dynamic' needs",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_scaling\.factor=None: .*'linear' needs it"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, r"rope_scaling=\['odd'\].*not supp"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': jaxkv builds .* with silu"),

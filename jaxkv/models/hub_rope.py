@@ -9,10 +9,17 @@ from typing import Any
 from jaxkv._checks import real
 from jaxkv._errors import require
 from jaxkv.models.hub_reader import Keys
-from jaxkv.models.values import READERS, LinearRope, Llama3Rope, LongRope, Rope, YarnRope, positive
+from jaxkv.models.values import READERS, DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope, positive
 
-_ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "longrope": LongRope, "yarn": YarnRope}
-_KNOWN = "jaxkv builds default, linear, llama3, longrope and yarn"
+_ROPES = {
+    "default": Rope,
+    "dynamic": DynamicRope,
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "longrope": LongRope,
+    "yarn": YarnRope,
+}
+_KNOWN = "jaxkv builds default, dynamic, linear, llama3, longrope and yarn"
 # Scaling by default of transformers' class of a family.
 _USUAL = {"gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}}
 

@@ -85,6 +85,19 @@ class LinearRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicRope(Rope):
+    """Static config of dynamic NTK scaling, of texts that are no longer than the model was made for: unscaled RoPE.
+
+    Beyond that length the base would grow with every token, which keys in a cache cannot follow.
+
+    Attributes:
+        factor: by it the base of longer texts would grow; it has no effect here.
+    """
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
     """Static config of Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones kept, a ramp between."""
 

@@ -306,13 +306,15 @@ SPECS = {
     "phi3_long": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 32}),
     # ... or no text may be: short factors, and an attention factor of 1.
     "phi3_short": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 128}),
+    # Texts up to 128 tokens do not change its base.
+    "llama_dynamic": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0, rope_type="dynamic", factor=4.0))),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
 # Models of which a text of this length has other rotations than the two rows.
 WITHIN = {"phi3_long": 32}
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
-OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4")
+OLD_STYLE = ("llama_dynamic", "llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4")
 # Experts as blocks of 4 bits, as the published files have them.
 MXFP4 = ("gpt_oss_mxfp4",)
 SHARDED = {"llama_gqa_sharded": "llama_gqa"}
