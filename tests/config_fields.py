@@ -235,7 +235,7 @@ COHERE: dict[str, Verdict] = (
     }
 )
 FIELDS: dict[str, dict[str, Verdict]] = {
-    "cohere": COHERE | {"use_qk_norm": Refused(True)},
+    "cohere": COHERE | {"use_qk_norm": Read(lambda c: c.qk_layer_norm, True)},
     "cohere2": COHERE
     | {
         "layer_types": Read(windows, ["full_attention", "sliding_attention"]),

@@ -290,6 +290,16 @@ COMMAND_R = {
     "use_cache": True,
     "vocab_size": 256000,
 }
+COMMAND_R_PLUS = COMMAND_R | {
+    "hidden_size": 12288,
+    "intermediate_size": 33792,
+    "logit_scale": 0.8333333333333334,
+    "num_attention_heads": 96,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rope_theta": 75000000.0,
+    "use_qk_norm": True,
+}
 GEMMA_7B = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -332,11 +342,12 @@ GEMMA_7B = {
         (OLMO2_7B, 7_298_617_344),
         (GLM4_9B, 9_400_279_040),
         (COMMAND_R, 34_980_831_232),
+        (COMMAND_R_PLUS, 103_810_674_688),
         (GEMMA_7B, 8_537_680_896),
     ],
     ids=(
         "falcon-7b falcon-40b falcon-40b-twice mixtral-8x7b qwen3-30b-a3b phi-4 phi-4-mini smollm3-3b "
-        "granite-8b olmo2-7b glm4-9b command-r gemma-7b"
+        "granite-8b olmo2-7b glm4-9b command-r command-r-plus gemma-7b"
     ).split(),
 )
 def test_published_counts_of_parameters(published, count):

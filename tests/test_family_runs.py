@@ -33,6 +33,9 @@ SHAPES = {
     "cohere": dataclasses.replace(
         SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, logit_scale=0.3, interleaved=True
     ),
+    "command-r-plus": dataclasses.replace(
+        SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, interleaved=True, qk_layer_norm=True
+    ),
     "gemma": dataclasses.replace(SMALL, norm_offset=True, tanh_gelu=True, embedding_scale=5.0, tied=True),
     "glm4": dataclasses.replace(SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True),
     "granite": dataclasses.replace(
@@ -63,13 +66,19 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name, policy", [("falcon-40b", "criticalkv"), ("glm4", "criticalkv"), ("olmo2", "expected")])
+@pytest.mark.parametrize(
+    "name, policy",
+    [("falcon-40b", "criticalkv"), ("glm4", "criticalkv"), ("command-r-plus", "expected"), ("olmo2", "expected")],
+)
 def test_policies_keep_their_promises(name, policy):
     """With norms of values at the output projection, budgets of their own for heads and layers, mean rotations."""
     check_policy(POLICIES[policy], model=model_of(name))
 
 
-@pytest.mark.parametrize("name, policy", [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv"), ("glm4", "snapkv")])
+@pytest.mark.parametrize(
+    "name, policy",
+    [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv"), ("glm4", "snapkv"), ("command-r-plus", "snapkv")],
+)
 def test_kernels_generate_what_xla_does(name, policy):
     options = {"policy": POLICIES[policy], "max_new_tokens": 3, "stop_at_eos": False}
     plain, kernels = (
@@ -81,7 +90,16 @@ def test_kernels_generate_what_xla_does(name, policy):
 
 
 @pytest.mark.parametrize(
-    "name, sums", [("falcon-40b", 1), ("qwen3-moe", 2), ("cohere", 1), ("glm4", 2), ("granite", 2), ("olmo2", 2)]
+    "name, sums",
+    [
+        ("falcon-40b", 1),
+        ("qwen3-moe", 2),
+        ("cohere", 1),
+        ("command-r-plus", 1),
+        ("glm4", 2),
+        ("granite", 2),
+        ("olmo2", 2),
+    ],
 )
 def test_meshes(name, sums):
     of, out = model_of(name), []

@@ -39,6 +39,7 @@ class ModelConfig:
         sink_logits: each query head has a learned logit that takes part in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
         qk_norm_wide: they are RMS-normalised over all heads together (OLMo 2).
+        qk_layer_norm: they are layer-normalised per head, with weights of each head and without biases (Command R+).
         interleaved: checkpoints have channels that rotate together as neighbours (GLM-4, Cohere); loading parts them.
         norms: where a block's norms stand: "before" attention and MLP, "after" them (OLMo 2), or "both" (GLM-4).
         layer_norm: norms subtract the mean (Falcon, Cohere); otherwise they are RMS norms.
@@ -74,6 +75,7 @@ class ModelConfig:
     sink_logits: bool = False
     qk_norm: bool = False
     qk_norm_wide: bool = False
+    qk_layer_norm: bool = False
     interleaved: bool = False
     norms: str = "before"
     layer_norm: bool = False
@@ -137,9 +139,9 @@ class ModelConfig:
         require(not (self.norm_offset and self.layer_norm), "norm_offset", self.norm_offset, rms)
         remedy = "RMS norms have none: give layer_norm=True, or leave it out"
         require(self.norm_bias or self.layer_norm, "norm_bias", self.norm_bias, remedy)
-        remedy = "queries and keys have one norm: give qk_norm, or qk_norm_wide"
-        require(not (self.qk_norm and self.qk_norm_wide), "qk_norm_wide", self.qk_norm_wide, remedy)
-        remedy = "norms of queries and keys are read in the checkpoint's order: not built"
+        given = [name for name in ("qk_norm", "qk_norm_wide", "qk_layer_norm") if getattr(self, name)]
+        require(len(given) < 2, "qk_norm", given, "queries and keys have one norm: give one of them")
+        remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
         normed = self.qk_norm or self.qk_norm_wide
         require(not normed or self.channels is None, "interleaved", self.interleaved, remedy)
         remedy = "it is one of gated MLPs without experts"
@@ -149,8 +151,13 @@ class ModelConfig:
     def alternates(self) -> bool:
         """True if blocks alternate RMS norms with attention and SwiGLU MLPs as Llama's do, which fused steps need."""
         plain = self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
-        norms = self.norms == "before" and not (self.layer_norm or self.norm_offset or self.qk_norm_wide)
-        return plain and norms and not self.parallel
+        norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
+        return plain and norms and not (self.parallel or self.qk_gains)
+
+    @property
+    def qk_gains(self) -> bool:
+        """True if each channel of each head has a weight of its own in the norms of queries and keys."""
+        return self.qk_norm_wide or self.qk_layer_norm
 
     def spec_of(self, layer: int) -> LayerSpec:
         """`LayerSpec` of a layer: its rotary embedding and its attention scale.

@@ -308,6 +308,10 @@ SPECS = {
     "phi3_short": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 128}),
     # Texts up to 128 tokens do not change its base.
     "llama_dynamic": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0, rope_type="dynamic", factor=4.0))),
+    "cohere_norms": (
+        COHERE,
+        heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True, use_qk_norm=True),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
