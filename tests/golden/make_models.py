@@ -69,6 +69,7 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
@@ -312,13 +313,18 @@ SPECS = {
         COHERE,
         heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True, use_qk_norm=True),
     ),
+    # The scaling is that of the fourth layer, the one without a window.
+    "olmo3_yarn": (
+        OLMO3,
+        heads(3, 1, num_hidden_layers=4, sliding_window=12, rope_parameters=YARN | {"rope_theta": 500000.0}),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
 # Models of which a text of this length has other rotations than the two rows.
 WITHIN = {"phi3_long": 32}
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
-OLD_STYLE = ("llama_dynamic", "llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4")
+OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4", "llama_dynamic", "olmo3_yarn")
 # Experts as blocks of 4 bits, as the published files have them.
 MXFP4 = ("gpt_oss_mxfp4",)
 SHARDED = {"llama_gqa_sharded": "llama_gqa"}
@@ -401,6 +407,23 @@ def reload(folder):
     return model.float().eval()
 
 
+def unscale_windows(model):
+    """Gives an OLMo 3's layers with windows their unscaled rotary embedding.
+
+    transformers had it so when the model came out, and has it so again; 5.2.0 scales all layers.
+    """
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = rope(config.rope_parameters["rope_theta"])
+    rotary = Olmo3RotaryEmbedding(config)
+
+    def unscaled(layer, given, named):
+        return given, named | {"position_embeddings": rotary(given[0], named["position_ids"])}
+
+    for layer in model.model.layers:
+        if layer.self_attn.attention_type == "sliding_attention":
+            layer.register_forward_pre_hook(unscaled, with_kwargs=True)
+
+
 def logits_of(model, ids):
     """Returns float32 logits [S, V] of one unpadded row."""
     with torch.inference_mode():
@@ -445,6 +468,8 @@ def main():
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
         loaded = reload(folder)  # From the files, so that the stored logits belong to the stored weights.
+        for each in (model, loaded) if name == "olmo3_yarn" else ():
+            unscale_windows(each)
         arrays[f"{name}/input_ids"] = ids
         for row, length in enumerate(LENGTHS):
             arrays[f"{name}/logits{row}"] = logits_of(loaded, ids[row, :length])

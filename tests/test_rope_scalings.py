@@ -1,18 +1,20 @@
-"""longrope: which list of factors rotates, against transformers, and what does not fit."""
+"""longrope: which list of factors rotates, against transformers, and what does not fit; which layers OLMo 3 scales."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
 import pytest
 import running
 from config_fields import shape
-from test_families import PHI_4, PHI_4_MINI
+from test_families import OLMO2_7B, PHI_4, PHI_4_MINI
 
 import jaxkv
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.rope import inverse_frequencies
-from jaxkv.models.values import LayerSpec, LongRope, Rope
+from jaxkv.models.values import LayerSpec, LongRope, Rope, YarnRope
 
 FOLDER = running.GOLDEN / "models" / "phi3_long"
 GOLDEN = running.archive("models.npz")
@@ -107,3 +109,45 @@ def test_lists_that_are_missing():
 def test_positions_that_the_model_does_not_have(given):
     with pytest.raises(ValueError, match=f"max_positions={given}: give "):
         ModelConfig.from_hf(PHI_4).within(given)
+
+
+YARN = {
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "yarn",
+}
+# As published: the scaling is written as if it were that of all layers.
+OLMO3_7B = OLMO2_7B | {
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": YARN,
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+
+
+def test_olmo3_scales_its_layers_without_windows():
+    config = ModelConfig.from_hf(OLMO3_7B)
+    assert Decoder(config, dtype="bfloat16").nbytes == 2 * 7_298_011_136
+    plain = Rope(theta=500_000.0)
+    yarn = YarnRope(theta=500_000.0, factor=8.0, original_max_position=8192, attention_factor=1.2079441541679836)
+    assert [config.spec_of(layer).rope for layer in range(32)] == [plain, plain, plain, yarn] * 8
+    assert config.windows == (4096, 4096, 4096, None) * 8
+
+
+OURS = json.loads((running.GOLDEN / "models" / "olmo3_yarn" / "config.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("raw", [OLMO3_7B, OURS], ids=["published", "golden"])
+def test_every_spelling_of_olmo3s_scaling_is_one(raw):
+    """transformers 4 writes rope_scaling beside rope_theta, 5.2 rope_parameters, later ones one by type of layer."""
+    bare = {key: value for key, value in raw.items() if key not in ("rope_scaling", "rope_theta")}
+    theta = {"rope_theta": raw["rope_theta"]}
+    flat = bare | {"rope_parameters": raw["rope_scaling"] | theta}
+    each = {"sliding_attention": {"rope_type": "default"} | theta, "full_attention": raw["rope_scaling"] | theta}
+    for other in (flat, bare | {"rope_parameters": each}):
+        assert ModelConfig.from_hf(other) == ModelConfig.from_hf(raw)
