@@ -146,6 +146,15 @@ CONFIGS = [
         (("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}), "num_experts=.*two names of one number"),
     ),
     *door(
+        "norms of queries and keys",
+        lambda of: dataclasses.replace(CONFIG, **of),
+        (
+            {"qk_norm": True, "qk_layer_norm": True},
+            "qk_norm=.*qk_layer_norm.*: queries and keys have one norm: give one",
+        ),
+        ({"qk_norm_wide": True, "interleaved": True}, "interleaved=True: RMS norms of queries and keys are read in"),
+    ),
+    *door(
         "a published config",
         lambda of: ModelConfig.from_hf(of[0] | of[1]),
         ((FALCON_7B, {"alibi": True}), "alibi=True: .*rotary"),

@@ -10,7 +10,7 @@ from meshes import mesh_of, new_programs, positions, prompts
 
 import jaxkv
 from jaxkv.analysis import similarity
-from jaxkv.models.values import Experts, LayerSpec, Rope
+from jaxkv.models.values import Experts, LayerSpec, LongRope, Rope
 from jaxkv.testing import check_policy
 
 SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
@@ -46,6 +46,16 @@ SHAPES = {
         logit_scale=0.25,
     ),
     "olmo2": dataclasses.replace(SMALL, norms="after", qk_norm_wide=True),
+    "phi-4-mini": dataclasses.replace(
+        SMALL,
+        rope=LongRope(
+            share=0.75,
+            short_factor=(1.0, 1.0, 1.0),
+            long_factor=(1.0, 4.0, 20.0),
+            original_max_position=16,
+            factor=8.0,
+        ),
+    ),
     "mixtral": dataclasses.replace(SMALL, experts=Experts(count=4, chosen=2)),
     "qwen3-moe": dataclasses.replace(
         SMALL, hidden=16, qk_norm=True, experts=Experts(count=8, chosen=4, normalised=False)
@@ -77,7 +87,13 @@ def test_policies_keep_their_promises(name, policy):
 
 @pytest.mark.parametrize(
     "name, policy",
-    [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv"), ("glm4", "snapkv"), ("command-r-plus", "snapkv")],
+    [
+        ("falcon-7b", "snapkv"),
+        ("mixtral", "pyramidkv"),
+        ("glm4", "snapkv"),
+        ("phi-4-mini", "snapkv"),
+        ("command-r-plus", "snapkv"),
+    ],
 )
 def test_kernels_generate_what_xla_does(name, policy):
     options = {"policy": POLICIES[policy], "max_new_tokens": 3, "stop_at_eos": False}

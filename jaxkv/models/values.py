@@ -132,7 +132,8 @@ class YarnRope(Rope):
 class LongRope(Rope):
     """Static config of LongRoPE scaling: each frequency has a divisor of its own, from one of two lists.
 
-    transformers takes the list anew at each forward pass, by the longest text of the batch. Keys in a cache stay as
+    transformers takes the list anew at each forward pass, by the longest text of the batch, and reads the whole text
+    again when an answer grows beyond the original length. A compressed cache no longer has it, and keys in it stay as
     they were rotated, so that here one list is chosen for all texts: `long`.
 
     Attributes:
