@@ -134,6 +134,7 @@ def load(
     dtype: Any = None,
     *,
     weights: Any = None,
+    max_positions: int | None = None,
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
@@ -148,6 +149,9 @@ def load(
             them: 5 bits each. An NVIDIA GPU multiplies one sequence's vectors by codes as they are; else each step
             converts them, and takes longer. None holds them in `dtype`, in which embeddings, activations and caches are
             in any case.
+        max_positions: tokens of the longest sequence, new ones included, if that is less than the model was made for.
+            A model with longrope (Phi-3 128K, Phi-4-mini) then rotates as for texts of that length: one list of factors
+            for its original length and below, another above, whatever a text's own length is.
         mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
             own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
             tensors, so that parts of them are read unchecked.
@@ -158,8 +162,9 @@ def load(
 
     Raises:
         TypeError: for a name that is neither a string nor a path; for a mesh that is none.
-        ValueError: for an unknown model, an unsupported config key, weights that are corrupt, missing, left over, of
-            the wrong shape, or not finite; for a mesh whose axes are others, or do not divide the model.
+        ValueError: for an unknown model, an unsupported config key, more positions than the model was made for, weights
+            that are corrupt, missing, left over, of the wrong shape, or not finite; for a mesh whose axes are others,
+            or do not divide the model.
         MemoryError: naming the bytes, if parameters, or a device's part of them, do not fit.
     """
     if dtype is None:
@@ -169,6 +174,7 @@ def load(
         kind, narrow = _dtype(dtype), as_weights(weights)
         checkpoint = open_checkpoint(fetch(name_or_path, progress=progress and hosts.speaks()))
         config = ModelConfig.from_hf(checkpoint.config)
+        config = config if max_positions is None else config.within(max_positions)
         _check_depth(config, checkpoint)
         text = Text.from_checkpoint(checkpoint)
     hosts.require_same("jaxkv.load", None, mesh, dtype=kind, weights=narrow, config=config)

@@ -139,7 +139,7 @@ def _part(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[
             mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
         if source.order:
             # Channels of a head are never parted over devices.
-            part[...] = np.take(part, source.order, axis=-1 if len(source.axes) == 1 else -2)
+            part[...] = np.take(part, source.order, axis=source.along)
     return buffer
 
 

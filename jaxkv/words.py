@@ -72,6 +72,7 @@ _REFUSED = {
     "quantization": 'give weights="int8" or "int4" to jaxkv.load',
     "load_in_8bit": 'give weights="int8" to jaxkv.load',
     "load_in_4bit": 'give weights="int4" to jaxkv.load',
+    "max_model_len": "give max_positions= to jaxkv.load",
     "revision": "give the folder of a downloaded snapshot",
 }
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope
+from jaxkv.models.values import DynamicRope, LinearRope, Llama3Rope, LongRope, NoRope, Rope, YarnRope
 
 CLASSES = (
     Cohere2Config,
@@ -97,7 +97,13 @@ def theirs_rope(config: Any) -> Rope:
     values["share"] = given.pop("partial_rotary_factor", 1.0)
     if "original_max_position_embeddings" in given:
         values["original_max_position"] = given.pop("original_max_position_embeddings")
-    kinds = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+    if kind == "longrope":
+        most, original = config.max_position_embeddings, values["original_max_position"]
+        given = {"factor": max(1.0, most / original), **given}
+        given |= {key: tuple(map(float, given[key])) for key in ("short_factor", "long_factor")}
+        given["long"] = most > original
+    kinds = {"default": Rope, "dynamic": DynamicRope, "linear": LinearRope, "llama3": Llama3Rope}
+    kinds |= {"longrope": LongRope, "yarn": YarnRope}
     return kinds[kind](**values, **{key: value for key, value in given.items() if value is not None})
 
 
@@ -229,7 +235,7 @@ COHERE: dict[str, Verdict] = (
     }
 )
 FIELDS: dict[str, dict[str, Verdict]] = {
-    "cohere": COHERE | {"use_qk_norm": Refused(True)},
+    "cohere": COHERE | {"use_qk_norm": Read(lambda c: c.qk_layer_norm, True)},
     "cohere2": COHERE
     | {
         "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
@@ -354,7 +360,7 @@ FIELDS: dict[str, dict[str, Verdict]] = {
     | {
         "embd_pdrop": NoEffect(TRAINING, 0.5),
         "head_dim": HEAD_DIM,
-        "original_max_position_embeddings": NoEffect("of longrope, which is refused", 1024),
+        "original_max_position_embeddings": NoEffect("of longrope alone", 1024),
         "resid_pdrop": NoEffect(TRAINING, 0.5),
         "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "default", "rope_theta": 7e4}, theirs_rope),
         "sliding_window": Read(widths, 64),

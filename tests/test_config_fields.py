@@ -172,6 +172,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 3e4},
     {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 7e4}},
     {"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 5e5},
     {"rope_scaling": YARN},
     {"rope_parameters": YARN | {"original_max_position_embeddings": 512, "beta_fast": None, "attention_factor": None}},
     {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}},

@@ -129,6 +129,39 @@ PHI_4 = {
     "use_cache": True,
     "vocab_size": 100352,
 }
+PHI_4_MINI = PHI_4 | {
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 199999,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "long_factor": [
+            *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+            *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533),
+            *(5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651),
+            *(14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03),
+            *(32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7),
+            *(32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+        ],
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
 SMOLLM3_3B = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -257,6 +290,16 @@ COMMAND_R = {
     "use_cache": True,
     "vocab_size": 256000,
 }
+COMMAND_R_PLUS = COMMAND_R | {
+    "hidden_size": 12288,
+    "intermediate_size": 33792,
+    "logit_scale": 0.8333333333333334,
+    "num_attention_heads": 96,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rope_theta": 75000000.0,
+    "use_qk_norm": True,
+}
 GEMMA_7B = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -293,16 +336,18 @@ GEMMA_7B = {
         (MIXTRAL, 46_702_792_704),
         (QWEN3_30B, 30_532_122_624),
         (PHI_4, 14_659_507_200),
+        (PHI_4_MINI, 3_836_021_760),
         (SMOLLM3_3B, 3_075_098_624),
         (GRANITE_8B, 8_170_864_640),
         (OLMO2_7B, 7_298_617_344),
         (GLM4_9B, 9_400_279_040),
         (COMMAND_R, 34_980_831_232),
+        (COMMAND_R_PLUS, 103_810_674_688),
         (GEMMA_7B, 8_537_680_896),
     ],
     ids=(
-        "falcon-7b falcon-40b falcon-40b-twice mixtral-8x7b qwen3-30b-a3b phi-4 smollm3-3b "
-        "granite-8b olmo2-7b glm4-9b command-r gemma-7b"
+        "falcon-7b falcon-40b falcon-40b-twice mixtral-8x7b qwen3-30b-a3b phi-4 phi-4-mini smollm3-3b "
+        "granite-8b olmo2-7b glm4-9b command-r command-r-plus gemma-7b"
     ).split(),
 )
 def test_published_counts_of_parameters(published, count):

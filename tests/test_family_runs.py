@@ -10,7 +10,7 @@ from meshes import mesh_of, new_programs, positions, prompts
 
 import jaxkv
 from jaxkv.analysis import similarity
-from jaxkv.models.values import Experts, LayerSpec, Rope
+from jaxkv.models.values import Experts, LayerSpec, LongRope, Rope
 from jaxkv.testing import check_policy
 
 SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
@@ -33,6 +33,9 @@ SHAPES = {
     "cohere": dataclasses.replace(
         SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, logit_scale=0.3, interleaved=True
     ),
+    "command-r-plus": dataclasses.replace(
+        SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, interleaved=True, qk_layer_norm=True
+    ),
     "gemma": dataclasses.replace(SMALL, norm_offset=True, tanh_gelu=True, embedding_scale=5.0, tied=True),
     "glm4": dataclasses.replace(SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True),
     "granite": dataclasses.replace(
@@ -43,6 +46,16 @@ SHAPES = {
         logit_scale=0.25,
     ),
     "olmo2": dataclasses.replace(SMALL, norms="after", qk_norm_wide=True),
+    "phi-4-mini": dataclasses.replace(
+        SMALL,
+        rope=LongRope(
+            share=0.75,
+            short_factor=(1.0, 1.0, 1.0),
+            long_factor=(1.0, 4.0, 20.0),
+            original_max_position=16,
+            factor=8.0,
+        ),
+    ),
     "mixtral": dataclasses.replace(SMALL, experts=Experts(count=4, chosen=2)),
     "qwen3-moe": dataclasses.replace(
         SMALL, hidden=16, qk_norm=True, experts=Experts(count=8, chosen=4, normalised=False)
@@ -63,13 +76,25 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name, policy", [("falcon-40b", "criticalkv"), ("glm4", "criticalkv"), ("olmo2", "expected")])
+@pytest.mark.parametrize(
+    "name, policy",
+    [("falcon-40b", "criticalkv"), ("glm4", "criticalkv"), ("command-r-plus", "expected"), ("olmo2", "expected")],
+)
 def test_policies_keep_their_promises(name, policy):
     """With norms of values at the output projection, budgets of their own for heads and layers, mean rotations."""
     check_policy(POLICIES[policy], model=model_of(name))
 
 
-@pytest.mark.parametrize("name, policy", [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv"), ("glm4", "snapkv")])
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        ("falcon-7b", "snapkv"),
+        ("mixtral", "pyramidkv"),
+        ("glm4", "snapkv"),
+        ("phi-4-mini", "snapkv"),
+        ("command-r-plus", "snapkv"),
+    ],
+)
 def test_kernels_generate_what_xla_does(name, policy):
     options = {"policy": POLICIES[policy], "max_new_tokens": 3, "stop_at_eos": False}
     plain, kernels = (
@@ -81,7 +106,16 @@ def test_kernels_generate_what_xla_does(name, policy):
 
 
 @pytest.mark.parametrize(
-    "name, sums", [("falcon-40b", 1), ("qwen3-moe", 2), ("cohere", 1), ("glm4", 2), ("granite", 2), ("olmo2", 2)]
+    "name, sums",
+    [
+        ("falcon-40b", 1),
+        ("qwen3-moe", 2),
+        ("cohere", 1),
+        ("command-r-plus", 1),
+        ("glm4", 2),
+        ("granite", 2),
+        ("olmo2", 2),
+    ],
 )
 def test_meshes(name, sums):
     of, out = model_of(name), []

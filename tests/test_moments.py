@@ -15,7 +15,7 @@ import jaxkv
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, moments, recompress
 from jaxkv.models.rope import angles, inverse_frequencies, rotate
-from jaxkv.models.values import LinearRope, YarnRope
+from jaxkv.models.values import LinearRope, LongRope, YarnRope
 from jaxkv.policies import (
     AdaptiveHeads,
     FutureQueries,
@@ -31,6 +31,13 @@ ROPES = {
     "linear": LinearRope(theta=100.0, factor=3.0),
     # With an attention factor: rotations stretch.
     "yarn": YarnRope(theta=100.0, factor=4.0, original_max_position=32),
+    "longrope": LongRope(
+        theta=100.0,
+        short_factor=(1.0,) * (GQA.head_dim // 2),
+        long_factor=tuple(1.0 + pair for pair in range(GQA.head_dim // 2)),
+        original_max_position=32,
+        factor=4.0,
+    ),
 }
 
 

@@ -62,6 +62,7 @@ def test_parameters_on_a_mesh(tmp_path, data, model, kind):
         ("olmo2", 2),
         ("glm4", 4),
         ("cohere", 2),
+        ("cohere_norms", 2),
         ("gemma", 4),
         ("gpt_oss", 4),
         # Parts that begin within a block.

@@ -10,7 +10,7 @@ from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.hub_keys import read
-from jaxkv.models.values import Experts, LayerSpec, Rope, channel_order, check_numbers, rotated_channels
+from jaxkv.models.values import Experts, LayerSpec, LongRope, Rope, channel_order, check_numbers, rotated_channels
 
 # Where a block's norms may stand.
 _PLACES = ("before", "after", "both")
@@ -39,6 +39,7 @@ class ModelConfig:
         sink_logits: each query head has a learned logit that takes part in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
         qk_norm_wide: they are RMS-normalised over all heads together (OLMo 2).
+        qk_layer_norm: they are layer-normalised per head, with weights of each head and without biases (Command R+).
         interleaved: checkpoints have channels that rotate together as neighbours (GLM-4, Cohere); loading parts them.
         norms: where a block's norms stand: "before" attention and MLP, "after" them (OLMo 2), or "both" (GLM-4).
         layer_norm: norms subtract the mean (Falcon, Cohere); otherwise they are RMS norms.
@@ -74,6 +75,7 @@ class ModelConfig:
     sink_logits: bool = False
     qk_norm: bool = False
     qk_norm_wide: bool = False
+    qk_layer_norm: bool = False
     interleaved: bool = False
     norms: str = "before"
     layer_norm: bool = False
@@ -112,6 +114,10 @@ class ModelConfig:
         count = rotated_channels(self.spec_of(0).rope, self.head_dim)
         remedy = f"{count} of head_dim={self.head_dim} channels are rotated: an even number of 2 or more is needed"
         require(count >= 2 and count % 2 == 0, "share", *shares, remedy)
+        for rope in {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}:
+            given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
+            remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"
+            require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
         self._check_norms()
         given = self.experts is None or isinstance(self.experts, Experts)
         require(given, "experts", self.experts, "give Experts(count=8, chosen=2), say, or None")
@@ -133,9 +139,9 @@ class ModelConfig:
         require(not (self.norm_offset and self.layer_norm), "norm_offset", self.norm_offset, rms)
         remedy = "RMS norms have none: give layer_norm=True, or leave it out"
         require(self.norm_bias or self.layer_norm, "norm_bias", self.norm_bias, remedy)
-        remedy = "queries and keys have one norm: give qk_norm, or qk_norm_wide"
-        require(not (self.qk_norm and self.qk_norm_wide), "qk_norm_wide", self.qk_norm_wide, remedy)
-        remedy = "norms of queries and keys are read in the checkpoint's order: not built"
+        given = [name for name in ("qk_norm", "qk_norm_wide", "qk_layer_norm") if getattr(self, name)]
+        require(len(given) < 2, "qk_norm", given, "queries and keys have one norm: give one of them")
+        remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
         normed = self.qk_norm or self.qk_norm_wide
         require(not normed or self.channels is None, "interleaved", self.interleaved, remedy)
         remedy = "it is one of gated MLPs without experts"
@@ -145,8 +151,13 @@ class ModelConfig:
     def alternates(self) -> bool:
         """True if blocks alternate RMS norms with attention and SwiGLU MLPs as Llama's do, which fused steps need."""
         plain = self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
-        norms = self.norms == "before" and not (self.layer_norm or self.norm_offset or self.qk_norm_wide)
-        return plain and norms and not self.parallel
+        norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
+        return plain and norms and not (self.parallel or self.qk_gains)
+
+    @property
+    def qk_gains(self) -> bool:
+        """True if each channel of each head has a weight of its own in the norms of queries and keys."""
+        return self.qk_norm_wide or self.qk_layer_norm
 
     def spec_of(self, layer: int) -> LayerSpec:
         """`LayerSpec` of a layer: its rotary embedding and its attention scale.
@@ -185,6 +196,22 @@ class ModelConfig:
             vocab=self.vocab // model,
         )
 
+    def within(self, max_positions: int) -> ModelConfig:
+        """Config for sequences of at most `max_positions` tokens, whose LongRoPE takes the list for that length.
+
+        Args:
+            max_positions: tokens of the longest sequence, new ones included; at most those of this config.
+
+        Returns:
+            A copy. Other rotary embeddings, and LongRoPE's attention factor, are those of this config.
+
+        Raises:
+            ValueError: for no integer from 1 to this config's `max_positions`.
+        """
+        most = whole("max_positions", max_positions, most=self.max_positions)
+        kinds = tuple(dataclasses.replace(each, rope=_within(each.rope, most)) for each in self.kinds)
+        return dataclasses.replace(self, rope=_within(self.rope, most), kinds=kinds, max_positions=most)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Builds a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
@@ -201,3 +228,10 @@ class ModelConfig:
             ValueError: for a model type, activation, RoPE type or key that jaxkv does not build, by name.
         """
         return cls(**read(text_config(config)))
+
+
+def _within(rope: Rope, positions: int) -> Rope:
+    """The rotary embedding for sequences of at most `positions` tokens: another one for a LongRoPE's short texts."""
+    if not isinstance(rope, LongRope):
+        return rope
+    return dataclasses.replace(rope, long=positions > rope.original_max_position)

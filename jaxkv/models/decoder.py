@@ -42,8 +42,8 @@ class Attention(nnx.Module):
         kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "offset": float(config.norm_offset)}
         self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None
-        self.q_gain = empty(heads, group, dim, dtype=dtype) if config.qk_norm_wide else None
-        self.k_gain = empty(heads, dim, dtype=dtype) if config.qk_norm_wide else None
+        self.q_gain = empty(heads, group, dim, dtype=dtype) if config.qk_gains else None
+        self.k_gain = empty(heads, dim, dtype=dtype) if config.qk_gains else None
 
 
 class Block(nnx.Module):
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
         q = linear(self.attention, "q", normed, wide=norm is None and gain is None)
         if gain is not None:
-            q = self._normed_over_heads(q, gain[...], "H")
+            q = self._gained(q, gain[...], "H")
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
     def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
@@ -89,6 +89,15 @@ class Block(nnx.Module):
         if self.spec.scale is None:
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
+
+    def _gained(self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str) -> Float[Array, "B N *h"]:
+        """Queries or keys normed with a weight for each channel of each head: a layer norm per head, or over heads."""
+        if not self.config.qk_layer_norm:
+            return self._normed_over_heads(x, gain, letter)
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        variance = (centred * centred).mean(axis=-1, keepdims=True)
+        return (centred * lax.rsqrt(variance + self.config.norm_eps) * gain.astype(jnp.float32)).astype(x.dtype)
 
     def _normed_over_heads(self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str) -> Array:
         """RMS norm over all heads' channels of each token; on a mesh, over those of all devices along `letter`."""
@@ -102,7 +111,7 @@ class Block(nnx.Module):
         norm, gain = self.attention.k_norm, self.attention.k_gain
         kv = linear(self.attention, "kv", normed, wide=norm is None and gain is None)
         k, v = kv[:, :, 0], jnp.moveaxis(kv[:, :, 1], 1, 2)
-        k = jnp.moveaxis(k if gain is None else self._normed_over_heads(k, gain[...], "K"), 1, 2)
+        k = jnp.moveaxis(k if gain is None else self._gained(k, gain[...], "K"), 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
     def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:

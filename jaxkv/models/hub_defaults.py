@@ -153,6 +153,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 32_000,
         "max_position_embeddings": 4096,
         "num_key_value_heads": None,
+        "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },

@@ -65,10 +65,9 @@ def _falcon(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str
 
 
 def _cohere(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
-    """Dictionary with the `ModelConfig` field `logit_scale` of a Cohere config; ValueError for norms of queries."""
-    normed = keys.flag("use_qk_norm")
-    require(not normed, "use_qk_norm", normed, "layer norms of queries and keys (Command R+) are not built")
-    return {"logit_scale": positive("logit_scale", keys.take("logit_scale"))}
+    """Dictionary with the `ModelConfig` fields `logit_scale` and `qk_layer_norm` of a Cohere config."""
+    logit_scale = positive("logit_scale", keys.take("logit_scale"))
+    return {"logit_scale": logit_scale, "qk_layer_norm": keys.flag("use_qk_norm")}
 
 
 def _gemma(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:

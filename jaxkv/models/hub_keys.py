@@ -49,8 +49,15 @@ _IGNORED_BY = {
     "glm4": {"ignore_keys_at_rope_validation"},
     # The context before scaling stands among the numbers of the rotary embedding, too.
     "gpt_oss": {"initial_context_length"},
-    # The original context is that of longrope, which is refused.
-    "phi3": {"embd_pdrop", "ignore_keys_at_rope_validation", "original_max_position_embeddings", "resid_pdrop"},
+    # Of Phi-4-mini's own code; transformers reads none of the last three.
+    "phi3": {
+        "embd_pdrop",
+        "ignore_keys_at_rope_validation",
+        "resid_pdrop",
+        "full_attn_mod",
+        "interpolate_factor",
+        "lm_head_bias",
+    },
     "qwen3_moe": {"intermediate_size"},
 }
 

@@ -9,11 +9,22 @@ from typing import Any
 from jaxkv._checks import real
 from jaxkv._errors import require
 from jaxkv.models.hub_reader import Keys
-from jaxkv.models.values import READERS, LinearRope, Llama3Rope, Rope, YarnRope, positive
+from jaxkv.models.values import READERS, DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope, positive
 
-_ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+_ROPES = {
+    "default": Rope,
+    "dynamic": DynamicRope,
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "longrope": LongRope,
+    "yarn": YarnRope,
+}
+_KNOWN = "jaxkv builds default, dynamic, linear, llama3, longrope and yarn"
 # Scaling by default of transformers' class of a family.
 _USUAL = {"gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}}
+
+# Families of which some heads are rotated in part.
+_IN_PART = ("glm4", "phi3")
 
 # Types of layers: with windows, and without.
 _KINDS = ("sliding_attention", "full_attention")
@@ -33,45 +44,60 @@ def read_rope(keys: Keys, max_positions: int) -> Rope:
             value is None or isinstance(value, Mapping), key, value, "give an object with rope_type and its numbers"
         )
         given += [value] if value else []
-    parts = keys.family == "glm4"
-    ropes = [one_rope({**outer, **each}, max_positions, parts=parts) for each in given or [usual]]
+    parts, phi = keys.family in _IN_PART, keys.family == "phi3"
+    every = [{**outer, **each} for each in given or [usual]]
+    if phi:
+        original = {"original_max_position_embeddings": keys.take("original_max_position_embeddings")}
+        every = [_of_phi3(each, original) for each in every]
+    ropes = [one_rope(each, max_positions, parts=parts) for each in every]
     remedy = (
         "rope_parameters means another rotation, and transformers would follow rope_scaling alone: remove one of them"
     )
     require(len(set(ropes)) == 1, "rope_scaling", dict(*given[:1]), remedy)
     # transformers takes a Phi-3's "yarn" for longrope, too.
-    plain = keys.family != "phi3" or type(ropes[0]) is Rope
-    require(plain, "rope_scaling", dict(*given[:1]), "a Phi-3 has default RoPE or longrope, which is not built")
+    known = not phi or type(ropes[0]) in (Rope, LongRope)
+    require(known, "rope_scaling", dict(*given[:1]), "a Phi-3 has default RoPE or longrope")
     return ropes[0]
+
+
+def _of_phi3(keys: dict[str, Any], original: dict[str, Any]) -> dict[str, Any]:
+    """A Phi-3's RoPE keys with its config's original length, and with longrope for what older files call su."""
+    kind = keys.get("rope_type", keys.get("type"))
+    return keys | {"rope_type": "longrope", **original} if kind in ("longrope", "su") else keys
 
 
 def one_rope(keys: dict[str, Any], max_positions: int, *, parts: bool) -> Rope:
     """`Rope` config from one dictionary with `rope_theta`, whose keys it removes; ValueError for unknown ones."""
     theta, partial = positive("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
-    require(partial == 1.0 or parts, "partial_rotary_factor", partial, "only GLM-4's heads are rotated in part")
+    remedy = "only heads of GLM-4 and Phi-3 are rotated in part"
+    require(partial == 1.0 or parts, "partial_rotary_factor", partial, remedy)
     share = real("partial_rotary_factor", partial, "give a share of the channels above 0", high=1.0, open_low=True)
     kind = keys.pop("rope_type", keys.pop("type", "default"))
     keys.pop("type", None)
     known = isinstance(kind, str) and kind in _ROPES
-    require(known, "rope_type", kind, "jaxkv builds default, linear, llama3 and yarn")
+    require(known, "rope_type", kind, _KNOWN)
     if kind == "yarn":
         for key in ("mscale", "mscale_all_dim"):
             require(not keys.get(key), f"rope_scaling.{key}", keys.get(key), "DeepSeek's YaRN variant is not built")
             keys.pop(key, None)
     values: dict[str, Any] = {"theta": theta, "share": share}
     for field in dataclasses.fields(_ROPES[kind]):
-        if field.name in values:
+        if field.name in (*values, "long"):
             continue
         original = field.name == "original_max_position"
         key = "original_max_position_embeddings" if original else field.name
         default = max_positions if original else field.default
+        if kind == "longrope" and field.name == "factor":
+            default = max(1.0, max_positions / values["original_max_position"])
         given = keys.pop(key, default)
         needed = given is dataclasses.MISSING
         require(not needed, f"rope_scaling.{key}", None, f"rope type {kind!r} needs it")
-        # Null means the default for YaRN's optional numbers, and is refused for all others.
+        # Null means the default for optional numbers of YaRN and longrope, and is refused for all others.
         null = given is None and field.type.startswith("float") and default is not dataclasses.MISSING
-        values[field.name] = field.default if null else READERS[field.type](f"rope_scaling.{key}", given)
+        values[field.name] = default if null else READERS[field.type](f"rope_scaling.{key}", given)
     require(not keys, "rope_scaling", sorted(keys), f"these keys are not supported for rope type {kind!r}")
+    if kind == "longrope":
+        values["long"] = max_positions > values["original_max_position"]
     return _ROPES[kind](**values)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE): frequencies of the default, linear, llama3, yarn and no kind, and the rotation."""
+"""Rotary position embeddings (RoPE): frequencies of every kind, and the rotation."""
 
 import dataclasses
 import math
@@ -10,14 +10,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.values import LinearRope, Llama3Rope, NoRope, Rope, YarnRope, rotated_channels
+from jaxkv.models.values import LinearRope, Llama3Rope, LongRope, NoRope, Rope, YarnRope, rotated_channels
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """RoPE frequencies in radians per position `[D/2]`, float64, and factors on cosine and sine (1 except YaRN).
+    """RoPE frequencies in radians per position `[D/2]`, float64, and factors on cosine and sine.
+
+    The factors are 1 but for YaRN and LongRoPE.
 
     References:
-        RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3.
+        RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3; LongRoPE, arXiv:2402.13753.
     """
     dim = rotated_channels(rope, head_dim)
     plain, factor = rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim), 1.0
@@ -30,6 +32,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarr
             plain = _llama3(plain, rope)
         case YarnRope():
             plain, factor = _yarn(plain, rope, dim)
+        case LongRope():
+            plain, factor = _long(plain, rope)
     # Pairs of channels that are not rotated come last: their angles are 0, and nothing is multiplied.
     beyond = (0, (head_dim - dim) // 2)
     return np.pad(plain, beyond), np.pad(np.full(dim // 2, factor), beyond, constant_values=1.0)
@@ -61,6 +65,14 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
     if factor is None:
         factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
     return plain / rope.factor * interpolated + plain * (1 - interpolated), factor
+
+
+def _long(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
+    """RoPE frequencies `[D/2]` divided by the chosen list of a LongRoPE, and its factor on cosine and sine."""
+    factor = rope.attention_factor
+    if factor is None:
+        factor = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+    return plain / np.asarray(rope.long_factor if rope.long else rope.short_factor), factor
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=[])

@@ -79,8 +79,8 @@ class Source:
             that the parameter does not have, a range for a part; axes left out are taken whole.
         within: first index of these on the tensor's first axis, and that axis' size, where it holds other parameters,
             too.
-        order: the tensor's channels in the parameter's order, where that is another; they are the last axis of a
-            vector, else the last but one.
+        order: the tensor's channels in the parameter's order, where that is another.
+        along: the parameter's axis of these channels, -1 or, where widths follow, -2.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Source:
     pick: tuple[int | range, ...] = ()
     within: tuple[int, int] | None = None
     order: tuple[int, ...] = ()
+    along: int = -2
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -149,9 +150,10 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
         elif family in _ONE_GATE_UP and inner == "mlp.gate_up":
             found[path] = (_plain(f"model.layers.{index}.mlp.gate_up_proj.weight", shape),)
         elif family == "phi3" and inner in ("attention.q", "attention.kv"):
-            found[path] = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
+            of = tuple(_phi3(inner, f"model.layers.{index}.", shape, decoder.config))
+            found[path] = _ordered(of, inner, decoder.config)
         elif inner in _VECTORS:
-            found[path] = (Source(name=f"model.layers.{index}.{_VECTORS[inner]}", axes=(shape,)),)
+            found[path] = (_vector(inner, f"model.layers.{index}.", shape, decoder.config),)
         elif family == "gpt_oss" and inner.startswith("mlp."):
             found[path] = tuple(_gpt_oss(inner, f"model.layers.{index}.mlp.", shape))
         elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
@@ -167,9 +169,19 @@ def _ordered(of: tuple[Source, ...], inner: str, config: ModelConfig) -> tuple[S
     order = config.channels
     if order is None:
         return of
-    turned = {"attention.q": 1, "attention.q_bias": 1, "attention.kv": 1, "attention.kv_bias": 1}.get(inner, 0)
+    along = -1 if inner.endswith("_bias") else -2
+    turned = inner in ("attention.q", "attention.q_bias", "attention.kv", "attention.kv_bias")
     # Of keys and values the first are the keys.
-    return tuple(dataclasses.replace(each, order=order) if at < turned else each for at, each in enumerate(of))
+    first = (dataclasses.replace(of[0], order=order, along=along),) if turned else of[:1]
+    return first + of[1:]
+
+
+def _vector(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
+    """`Source` of a vector over heads; of weights of layer norms per head, which a checkpoint holds as a matrix."""
+    name = f"{prefix}{_VECTORS[inner]}"
+    if config.qk_layer_norm and inner != "attention.sink_logits":
+        return Source(name=name, axes=(shape[:-1], shape[-1:]), order=config.channels or (), along=-1)
+    return Source(name=name, axes=(shape,))
 
 
 def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:

@@ -23,12 +23,20 @@ def positive(name: str, value: Any, remedy: str = "give a positive, finite numbe
     return real(name, value, remedy, high=math.nextafter(1e38, 0), open_low=True)
 
 
+def factors(name: str, value: Any) -> tuple[float, ...]:
+    """Validates a list of positive numbers and returns them as a tuple of floats; raises ValueError for others."""
+    listed = isinstance(value, (list, tuple)) and len(value) > 0
+    require(listed, name, value, "give a list with a positive number for each pair of rotated channels")
+    return tuple(positive(name, each, "give positive, finite numbers alone") for each in value)
+
+
 # Check of a field by its declared type.
 READERS: dict[Any, Callable[..., Any]] = {
     "int": whole,
     "float": positive,
     "float | None": positive,
     "bool": flag,
+    "tuple[float, ...]": factors,
 }
 _REMEDIES = {
     "theta": "give a positive base, 10000.0 for Llama 1 and 2",
@@ -77,6 +85,19 @@ class LinearRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicRope(Rope):
+    """Static config of dynamic NTK scaling, of texts that are no longer than the model was made for: unscaled RoPE.
+
+    Beyond that length the base would grow with every token, which keys in a cache cannot follow.
+
+    Attributes:
+        factor: by it the base of longer texts would grow; it has no effect here.
+    """
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
     """Static config of Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones kept, a ramp between."""
 
@@ -105,6 +126,42 @@ class YarnRope(Rope):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope(Rope):
+    """Static config of LongRoPE scaling: each frequency has a divisor of its own, from one of two lists.
+
+    transformers takes the list anew at each forward pass, by the longest text of the batch, and reads the whole text
+    again when an answer grows beyond the original length. A compressed cache no longer has it, and keys in it stay as
+    they were rotated, so that here one list is chosen for all texts: `long`.
+
+    Attributes:
+        short_factor: divisors for texts of up to `original_max_position` tokens, one per pair of rotated channels.
+        long_factor: divisors for longer ones.
+        original_max_position: length of the texts that the model was first trained on.
+        factor: the model's longest text by that length; the attention factor follows from it.
+        attention_factor: factor on cosine and sine, with either list; None for sqrt(1 + ln(factor) / ln(original)).
+        long: `long_factor` divides the frequencies, otherwise `short_factor`.
+
+    References:
+        LongRoPE, arXiv:2402.13753.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int
+    factor: float
+    attention_factor: float | None = None
+    long: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        original = self.original_max_position
+        require(original > 1, "original_max_position", original, "give the tokens of a text, 2 or more")
+        remedy = f"give as many numbers as short_factor has: {len(self.short_factor)}"
+        same = len(self.long_factor) == len(self.short_factor)
+        require(same, "long_factor", f"{len(self.long_factor)} numbers", remedy)
 
 
 def rotated_channels(rope: Rope, head_dim: int) -> int:

@@ -12,6 +12,8 @@ It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archiv
 * ``NAME/input_ids`` int32 [2, 80]: a right-padded batch. The second row has 53 tokens, the rest are zeros.
 * ``NAME/logits0`` float32 [80, V] and ``NAME/logits1`` float32 [53, V]: logits at every position of each row. Each row
   was computed alone and without padding, so a batched run has to reproduce what the rows give on their own.
+* ``phi3_long/within`` float32 [32, V]: logits of the second row's first 32 tokens alone, which longrope
+  rotates otherwise.
 
 ``lengths`` int32 [2] is (80, 53).
 """
@@ -19,6 +21,7 @@ It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archiv
 import copy
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +69,7 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
@@ -137,6 +141,20 @@ def falcon(query, **more):
     own = {"intermediate_size": None, "ffn_hidden_size": 64, "rope_parameters": rope(10000.0)}
     return {"num_attention_heads": query, **own, **more}
 
+
+# Factors of 6 pairs of channels.
+LONGROPE = heads(
+    3,
+    1,
+    rope_parameters=rope(
+        10000.0,
+        rope_type="longrope",
+        short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+        long_factor=[1.0, 1.5, 2.5, 6.0, 11.0, 30.0],
+    ),
+    partial_rotary_factor=0.75,
+    tie_word_embeddings=True,
+)
 
 QWEN3_EXPERTS = dict(
     head_dim=16,
@@ -285,11 +303,28 @@ SPECS = {
     "gpt_oss": (GPT_OSS, GPT_OSS_EXPERTS),
     # Widths of whole blocks of 32, but not where four devices split them.
     "gpt_oss_mxfp4": (GPT_OSS, GPT_OSS_EXPERTS | {"hidden_size": 64, "intermediate_size": 96}),
+    # As Phi-4-mini: of 16 channels 12 are rotated. Both rows are longer than the original length, ...
+    "phi3_long": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 32}),
+    # ... or no text may be: short factors, and an attention factor of 1.
+    "phi3_short": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 128}),
+    # Texts up to 128 tokens do not change its base.
+    "llama_dynamic": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0, rope_type="dynamic", factor=4.0))),
+    "cohere_norms": (
+        COHERE,
+        heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True, use_qk_norm=True),
+    ),
+    # The scaling is that of the fourth layer, the one without a window.
+    "olmo3_yarn": (
+        OLMO3,
+        heads(3, 1, num_hidden_layers=4, sliding_window=12, rope_parameters=YARN | {"rope_theta": 500000.0}),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
+# Models of which a text of this length has other rotations than the two rows.
+WITHIN = {"phi3_long": 32}
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
-OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4")
+OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4", "llama_dynamic", "olmo3_yarn")
 # Experts as blocks of 4 bits, as the published files have them.
 MXFP4 = ("gpt_oss_mxfp4",)
 SHARDED = {"llama_gqa_sharded": "llama_gqa"}
@@ -372,10 +407,32 @@ def reload(folder):
     return model.float().eval()
 
 
+def unscale_windows(model):
+    """Gives an OLMo 3's layers with windows their unscaled rotary embedding.
+
+    transformers had it so when the model came out, and has it so again; 5.2.0 scales all layers.
+    """
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = rope(config.rope_parameters["rope_theta"])
+    rotary = Olmo3RotaryEmbedding(config)
+
+    def unscaled(layer, given, named):
+        return given, named | {"position_embeddings": rotary(given[0], named["position_ids"])}
+
+    for layer in model.model.layers:
+        if layer.self_attn.attention_type == "sliding_attention":
+            layer.register_forward_pre_hook(unscaled, with_kwargs=True)
+
+
 def logits_of(model, ids):
     """Returns float32 logits [S, V] of one unpadded row."""
     with torch.inference_mode():
         return model(input_ids=torch.from_numpy(ids[None]).long()).logits[0].float().numpy()
+
+
+def seed_of(name, index):
+    """Returns the seed of a model: its number for the oldest 34, for others one that no other model changes."""
+    return 1000 + index if index < 34 else zlib.crc32(name.encode())
 
 
 def main():
@@ -384,13 +441,13 @@ def main():
     shutil.rmtree(MODELS, ignore_errors=True)
     arrays = {"lengths": np.array(LENGTHS, np.int32)}
     for index, (name, ((config_class, model_class), fields)) in enumerate(SPECS.items()):
-        torch.manual_seed(1000 + index)
+        torch.manual_seed(seed_of(name, index))
         given = {**BASE, **fields}
         if given["intermediate_size"] is None:
             del given["intermediate_size"]
         model = model_class(config_class(**given)).eval()
         randomise(model)
-        stored = to_blocks(model, np.random.default_rng(2000 + index)) if name in MXFP4 else {}
+        stored = to_blocks(model, np.random.default_rng(1000 + seed_of(name, index))) if name in MXFP4 else {}
         folder = MODELS / name
         if name == "llama_bf16":
             with torch.no_grad():
@@ -406,14 +463,18 @@ def main():
             put_blocks(folder, stored)
 
         ids = np.zeros((2, LENGTHS[0]), np.int32)
-        rng = np.random.default_rng(1000 + index)
+        rng = np.random.default_rng(seed_of(name, index))
         for row, length in enumerate(LENGTHS):
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
         loaded = reload(folder)  # From the files, so that the stored logits belong to the stored weights.
+        for each in (model, loaded) if name == "olmo3_yarn" else ():
+            unscale_windows(each)
         arrays[f"{name}/input_ids"] = ids
         for row, length in enumerate(LENGTHS):
             arrays[f"{name}/logits{row}"] = logits_of(loaded, ids[row, :length])
+        if name in WITHIN:
+            arrays[f"{name}/within"] = logits_of(loaded, ids[1, : WITHIN[name]])
         in_memory = logits_of(model, ids[0])
         gap = float(np.abs(in_memory - arrays[f"{name}/logits0"]).max())
         spread = float(arrays[f"{name}/logits0"].std())
