@@ -56,6 +56,7 @@ LAYERS = (
     "jaxkv.weights",
     "jaxkv.loading",
     # Sizes: arguments are refused by them.
+    "jaxkv.engine.hadamard",
     "jaxkv.engine.lengths",
     "jaxkv.engine.prefill_bytes",
     "jaxkv.engine.plan",

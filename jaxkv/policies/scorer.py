@@ -168,19 +168,8 @@ class Needs:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("q", "q_positions", "k", "v", "length", "layer", "key"),
-        *(
-            "sums",
-            "norms",
-            "norm_totals",
-            "moments",
-            "replayed",
-            "blocks",
-            "unrotated",
-            "hidden",
-            "gate",
-            "sink_logits",
-        ),
+        *("q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals"),
+        *("moments", "replayed", "blocks", "unrotated", "hidden", "gate", "sink_logits"),
     ],
     meta_fields=["implementation", "axes", "group_axes"],
 )
