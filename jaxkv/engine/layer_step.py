@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -151,7 +152,7 @@ def run_layers(
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
     """Runs one block over N new tokens, appends their rows; returns `Stepped`: hidden states, rows, filter's choice."""
-    rows = dataclasses.replace(rows, window=block.spec.window)
+    rows, spec = dataclasses.replace(rows, window=block.spec.window), spec.at(block.spec)
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
@@ -240,6 +241,7 @@ def attend(
         widest=spec.widest,
         other=rows.likely,
         **token.sinks,
+        **spec.capping,
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
@@ -281,6 +283,7 @@ def _attend_fused(
         picks=picks,
         dtype=pool.store.dtype,
         **token.sinks,
+        **spec.capping,
     )
     scores = score[0] if scored else pool.score
     if scores is not None and not scored:
@@ -298,15 +301,15 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     """
     pool, scores = rows.pool, token.begun
     if rows.window is not None:
-        out = several_in_window(token, pool, rows.segments, new.count, rows.window)
+        out = several_in_window(spec, token, pool, rows.segments, new.count, rows.window)
         return out, dataclasses.replace(
             rows, pool=append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
         )
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    own = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
-    own, own_lse = token.with_sinks(*own)
+    causal = partial(attention.causal, first=jnp.int32(0), softcap=spec.softcap)
+    own, own_lse = token.with_sinks(*lax.map(lambda a: causal(a[0], a[1], a[2]), (token.q, token.k, token.v)))
     if spec.scored:
         assert pool.score is not None
         score, scores = _several_scores(spec, token, rows, new.count, jnp.logaddexp(lse, own_lse), pool.score)
@@ -342,9 +345,10 @@ def _several_scores(
         score,
         walk=spec.layout.walk,
         weight=1 / group,
+        softcap=spec.softcap,
     )
-    sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
-    return older, sums.mean(axis=2)
+    sums = partial(attention.column_sums, first=jnp.int32(0), softcap=spec.softcap)
+    return older, lax.map(lambda a: sums(a[0], a[1], a[2]), (token.q, token.k, whole)).mean(axis=2)
 
 
 def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail) -> tuple[Array, LayerRows]:

@@ -134,6 +134,7 @@ def observed(
         unrotated=None if blocks is None else out.unrotated,
         hidden=None if gate is None else out.hidden,
         sink_logits=out.sink_logits,
+        softcap=flat.config.spec_of(index).softcap,
         gate=None if gate is None else gate_weights(flat, gate, index),
         implementation=implementation,
         axes=flat.axes,

@@ -125,7 +125,7 @@ def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
-    attend = partial(spec.backend.attend, walk=spec.layout.walk)
+    attend = partial(spec.backend.attend, walk=spec.layout.walk, **spec.capping)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 

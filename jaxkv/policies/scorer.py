@@ -182,7 +182,7 @@ class Needs:
             "sink_logits",
         ),
     ],
-    meta_fields=["implementation", "axes", "group_axes"],
+    meta_fields=["softcap", "implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
@@ -209,6 +209,7 @@ class Observed:
         gate: weights of this layer of the scorer's gate, likewise.
         sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for models
             without such.
+        softcap: cap of the layer's attention logits, softcap * tanh(logits / softcap); None for none.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -232,6 +233,7 @@ class Observed:
     hidden: Float[Array, "B S E"] | None = None
     gate: Any = None
     sink_logits: Float[Array, "B K G"] | None = None
+    softcap: float | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None
