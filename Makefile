@@ -85,7 +85,7 @@ help:
 	@echo "make plan-requests requests an hour here, predicted and measured, for three policies"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-lowest  test readers, tokenizers and decoders with the oldest packages that pyproject.toml allows"
-	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
+	@echo "make test-foreign KerasHub's Llama and Gemma 3 over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make test-page    the page of jaxkv serve in a headless Chromium, driven from an environment of its own"
 	@echo "make test-ray     jaxkv.serving.ray and jaxkv batch --ray on a cluster of this machine, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
@@ -245,7 +245,7 @@ clean:
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
-	@$(FOREIGN)/python -m pytest -q tests/foreign/test_foreign.py
+	@$(FOREIGN)/python -m pytest -q tests/foreign
 
 # Chromium must be installed: it is no Python package.
 test-page: $(PAGE_STAMP)

@@ -14,16 +14,18 @@ from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import brief, shortened
-from jaxkv.attention.xla import over_pool
+from jaxkv.attention import with_sinks
+from jaxkv.attention.xla import Walk, over_pool
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
 from jaxkv.cache.pools import append as append_rows
+from jaxkv.engine.segments import in_window
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "pos", "start", "length", "seen", "left_out"],
-    meta_fields=["layout"],
+    data_fields=["k", "v", "pos", "start", "length", "seen", "left_out", "sink_logits"],
+    meta_fields=["layout", "windows"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -39,7 +41,9 @@ class Rows:
             way.
         left_out: `i32[L, B]` tokens that `append` had no room for while numbers were traced: 0 in a cache that lacks
             nothing. Look at it after a `jit`.
+        sink_logits: `f[H]` learned logits of each layer's query heads, which take part in the softmax; None without.
         layout: how segments lie in their pool.
+        windows: number of last tokens that each layer's tokens attend to; None for all.
     """
 
     k: tuple[Array, ...]
@@ -49,7 +53,9 @@ class Rows:
     length: Array
     seen: Array
     left_out: Array
+    sink_logits: tuple[Array | None, ...]
     layout: Layout
+    windows: tuple[int | None, ...]
 
     def __repr__(self) -> str:
         pools = ", ".join(dict.fromkeys(shown(each) if hasattr(each, "dtype") else repr(each) for each in self.k))
@@ -183,9 +189,14 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
     if tokens > 1 and known(pool.pos, start, length, taken):
         _require_last(pool.pos, start, length, last, taken)
 
+    window, sinks = rows.windows[layer], as_sinks(rows.sink_logits[layer], heads, grouped.shape[2])
+    # What a window leaves of segments begins at no stride.
+    walk = rows.layout.walk if window is None else Walk.WINDOWS
+
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
-        held = jnp.maximum(length - after[:, None], 0)
-        return over_pool(q, pool.k, pool.v, start, held, walk=rows.layout.walk)[0]
+        lies = in_window(start, jnp.maximum(length - after[:, None], 0), window)
+        out, lse = over_pool(q, pool.k, pool.v, *lies, walk=walk)
+        return with_sinks(out[..., None, :], lse[..., None], sinks)[0][..., 0, :]
 
     if tokens == 1:
         out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]
@@ -237,6 +248,23 @@ def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float
     require(fits, field, shape, f"give [B, H, N, D] with B = {batch}, D = {dim}, and H a multiple of K = {heads}")
     require(q.dtype == rows.dtype, field, str(q.dtype), f"keys are {rows.dtype}: give queries of it")
     return q.reshape(batch, heads, -1, *q.shape[2:])
+
+
+def as_floats(field: str, given: Any) -> Float[Array, "..."]:
+    """Validates numbers of a floating dtype and returns them as a JAX array; ValueError for others."""
+    array = jnp.asarray(given)
+    require(jnp.issubdtype(array.dtype, jnp.floating), field, shown(array), "give floating-point numbers")
+    return array
+
+
+def as_sinks(given: Any, heads: int, group: int) -> Float[Array, "K G"] | None:
+    """Validates sink logits `[H]` of K kv heads' groups and returns them as `[K, G]`, or None; else ValueError."""
+    if given is None:
+        return None
+    array = as_floats("sink_logits", given)
+    remedy = f"give one number for each of {heads * group} query heads, f[H]"
+    require(array.shape == (heads * group,), "sink_logits", list(array.shape), remedy)
+    return array.reshape(heads, group)
 
 
 def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> Int[Array, " B"]:

@@ -12,7 +12,7 @@ lengths. The engine compresses each layer, here as in prefill; this file checks 
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,10 @@ from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.arguments import as_key
-from jaxkv.attention import Implementation, backend_of
+from jaxkv.attention import Implementation, backend_of, with_sinks
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.stores import Dense
-from jaxkv.engine.choosing import Candidates, of_prompt
+from jaxkv.engine.choosing import Candidates, last_rows, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, ranked_first, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.lengths import by_length, rows_by_claims
@@ -37,7 +37,7 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, order_hint, shown
+from jaxkv.rows import Rows, as_counts, as_floats, as_grouped, as_keys_values, as_sinks, known, order_hint, shown
 
 
 @settled
@@ -51,6 +51,8 @@ def compress(
     room: int = 0,
     layer: int = 0,
     layers: int | None = None,
+    window: int | None = None,
+    sink_logits: ArrayLike | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> Rows:
     """Compresses one layer's keys and values by a policy; returns the kept rows as `Rows`.
@@ -74,6 +76,10 @@ def compress(
         room: tokens that will be appended at most.
         layer: index of this layer, for policies whose budget, scores or draws differ by layer.
         layers: L of the model, for policies whose budget or scores do.
+        window: number of last tokens, its own included, that a token of this layer attends to; None for all. The last
+            `window` rows are kept then, whatever the policy, and `layer` and `layers` count the other layers alone.
+        sink_logits: `[H]` learned logits that take part in the softmax of each query head, without a value; scores and
+            `attend` count them.
         key: random key or seed, for policies that draw; 0 by default.
 
     Returns:
@@ -96,7 +102,8 @@ def compress(
     below = "" if layers is None else f", below layers={layers}"
     layer = whole("layer", layer, f"give the layer's index{below}", least=0)
     require(layers is None or layer < layers, "layer", layer, f"give the layer's index{below}")
-    return _compressed([(k, v, queries)], parts, length, room, key, first=layer, layers=layers or layer + 1)
+    given = _Layer(k, v, queries, _as_window(window), sink_logits)
+    return _compressed([given], parts, length, room, key, first=layer, layers=layers or layer + 1)
 
 
 @settled
@@ -108,6 +115,8 @@ def compress_layers(
     queries: Sequence[ArrayLike] | None = None,
     length: ArrayLike | None = None,
     room: int = 0,
+    windows: Sequence[int | None] | None = None,
+    sink_logits: Sequence[ArrayLike | None] | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> Rows:
     """Compresses all layers' keys and values by a policy, as `Rows`; for budgets that depend on several layers.
@@ -122,6 +131,8 @@ def compress_layers(
         queries: each layer's queries.
         length: as for `compress`.
         room: as for `compress`.
+        windows: each layer's window, as for `compress`; the budget is spread over the layers without one.
+        sink_logits: each layer's, as for `compress`.
         key: as for `compress`.
 
     Returns:
@@ -131,11 +142,31 @@ def compress_layers(
         ValueError: naming the argument that is missing or does not fit.
     """
     layers = len(k)
-    for field, given in (("v", v), ("queries", queries)):
-        count = layers if given is None else len(given)
+    every = {"v": v, "queries": queries, "windows": windows, "sink_logits": sink_logits}
+    for field, of_layers in every.items():
+        count = layers if of_layers is None else len(of_layers)
         require(layers > 0 and count == layers, field, f"{count} layers", f"give as many as there are of k: {layers}")
-    arrays = [(k[i], v[i], None if queries is None else queries[i]) for i in range(layers)]
-    return _compressed(arrays, _as_taken(policy).parts(), length, room, key, first=0, layers=layers)
+    beside = [[None] * layers if given is None else given for given in (queries, windows, sink_logits)]
+    given = [_Layer(k, v, q, _as_window(width), sinks) for k, v, q, width, sinks in zip(k, v, *beside, strict=True)]
+    parts, widths = _as_taken(policy).parts(), tuple(each.window for each in given)
+    if any(widths):
+        parts.require_fits_windows(widths)
+    return _compressed(given, parts, length, room, key, first=0, layers=layers)
+
+
+class _Layer(NamedTuple):
+    """A user's arrays of one layer: keys, values, maybe queries, the layer's window, and its sink logits."""
+
+    k: Any
+    v: Any
+    queries: Any
+    window: int | None
+    sink_logits: Any
+
+
+def _as_window(given: Any) -> int | None:
+    """Validates a window's number of tokens, or None; ValueError below 1."""
+    return None if given is None else whole("window", given, "give 1 or more tokens, or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,10 +189,14 @@ class _Sizes:
 
 
 @lru_cache(maxsize=256)
-def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
+def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
-    lengths = np.arange(1, slots + 1)
-    told = by_length(parts, lengths, (None,) * layers, strict=False)
+    lengths, layers = np.arange(1, slots + 1), len(windows)
+    if None not in windows:
+        none = np.zeros(slots + 1, np.int32)
+        rows = np.stack([np.minimum(np.arange(slots + 1, dtype=np.int32), width or 0) for width in windows])
+        return _Sizes(capacity=tuple(rows.max(axis=1).tolist()), budget=none, forced=none, rows=rows, recent=rows)
+    told = by_length(parts, lengths, windows, strict=False)
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
         """Table indexed by length, with a 0 for length 0 added at the front; int32."""
@@ -185,7 +220,7 @@ class _Given(Source):
 
     def __init__(
         self,
-        arrays: list[tuple[Any, Any, Any]],
+        given: list[_Layer],
         parts: Parts,
         length: Any,
         *,
@@ -195,12 +230,14 @@ class _Given(Source):
         layers: int,
     ):
         """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
-        self.arrays, self.parts, self.room, self.key, self.first = arrays, parts, room, key, first
-        self.indices = range(first, first + len(arrays))
-        self.like = as_keys_values(*arrays[0][:2])[0]
+        self.given, self.parts, self.room, self.key, self.first = given, parts, room, key, first
+        self.indices = range(first, first + len(given))
+        self.like = as_keys_values(*given[0][:2])[0]
         batch, _, slots, _ = self.like.shape
         self.length = as_counts("length", length, batch, slots, order_hint(self.like))
-        self.sizes = _sizes(parts, layers, slots)
+        widths = tuple(each.window for each in given)
+        # One layer alone stands for all layers of its kind.
+        self.sizes = _sizes(parts, widths if len(given) == layers or any(widths) else (None,) * layers, slots)
         self.forced = parts.keep.mask(self.length, slots)
         self.prompts = of_prompt(None, self.forced, self.length)
         self.held: dict[int, Unpacked] = {}
@@ -211,14 +248,15 @@ class _Given(Source):
 
     def candidates(self, index: int) -> Candidates:
         """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""
-        parts, scorer, length = self.parts, self.parts.scorer, self.length
-        k, v = as_keys_values(*self.arrays[index - self.first][:2])
+        parts, scorer, length, given = self.parts, self.parts.scorer, self.length, self.given[index - self.first]
+        k, v = as_keys_values(given.k, given.v)
         like = self.like
         require(k.shape == like.shape and k.dtype == like.dtype, "k", shown(k), f"the first layer's is {shown(like)}")
         rows = Unpacked(k, v, self.prompts.inside)
-        if scorer is None:
+        if scorer is None or given.window is not None:
             self.held[index] = rows
-            return dataclasses.replace(self.prompts, inside=jnp.broadcast_to(self.prompts.inside, k.shape[:3]))
+            everything = jnp.broadcast_to(self.prompts.inside, k.shape[:3])
+            return last_rows(dataclasses.replace(self.prompts, inside=everything), given.window)
         seen = self._observed(index, scorer, k, v)
         scores, mass, claim = observe(lax.stop_gradient(seen), self.forced, scorer=scorer, layers=parts.layers)
         if known(scores, length):
@@ -234,14 +272,16 @@ class _Given(Source):
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
         queries, sums, length, (batch, heads, slots, dim) = scorer.queries, None, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-        q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
+        q, given, sinks = jnp.zeros((batch, heads, 1, 0, dim), k.dtype), self.given[index - self.first], None
         if queries or self.parts.needs.sums:
-            q = _queries(self.arrays[index - self.first][2], k, self.parts)
+            q = _queries(given.queries, k, self.parts)
+            sinks = as_sinks(given.sink_logits, heads, q.shape[2])
             if self.parts.needs.sums:
                 all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
                 backend = backend_of(Implementation.XLA)
-                _, lse = backend.prefill(all_q, all_k, all_v, length)
+                out, lse = backend.prefill(all_q, all_k, all_v, length)
                 assert lse is not None
+                _, lse = with_sinks(out, lse, sinks)
                 sums = backend.column_sums(all_q, all_k, lse, length)
             if q.shape[3] == slots:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
@@ -249,7 +289,15 @@ class _Given(Source):
             q = q[..., q.shape[3] - queries :, :]
             q = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
         return Observed(
-            q=q, q_positions=positions, k=k, v=v, sums=sums, length=length, layer=jnp.int32(index), key=self.key
+            q=q,
+            q_positions=positions,
+            k=k,
+            v=v,
+            sums=sums,
+            length=length,
+            layer=jnp.int32(index),
+            key=self.key,
+            sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
         )
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
@@ -272,7 +320,7 @@ class _Given(Source):
 
 
 def _compressed(
-    arrays: list[tuple[Any, Any, Any]], parts: Parts, length: Any, room: Any, key: Any, *, first: int, layers: int
+    layers_given: list[_Layer], parts: Parts, length: Any, room: Any, key: Any, *, first: int, layers: int
 ) -> Rows:
     """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
@@ -280,9 +328,10 @@ def _compressed(
     made_for = _layers_of(parts.scorer)
     remedy = f"the policy was made for a model of {made_for} layers"
     require(made_for in (None, layers), "layers", layers, remedy)
-    given = _Given(arrays, parts, length, room=room, key=key, first=first, layers=layers)
+    given = _Given(layers_given, parts, length, room=room, key=key, first=first, layers=layers)
     made = finished(compress_all(given, parts, key=key))
-    seen = jnp.broadcast_to(given.length, (len(arrays), len(given.length)))
+    seen = jnp.broadcast_to(given.length, (len(layers_given), len(given.length)))
+    sinks = tuple(each.sink_logits for each in layers_given)
     return Rows(
         k=tuple(pool.k for pool in made.pools),
         v=tuple(pool.v for pool in made.pools),
@@ -291,7 +340,9 @@ def _compressed(
         length=made.length,
         seen=seen,
         left_out=jnp.zeros_like(seen),
+        sink_logits=tuple(None if each is None else as_floats("sink_logits", each) for each in sinks),
         layout=parts.layout,
+        windows=tuple(each.window for each in layers_given),
     )
 
 

@@ -155,14 +155,14 @@ def test_forced_rows_are_the_hosts_for_every_length():
     lengths = np.arange(SLOTS + 1)
     mask = jax.jit(lambda n: policy.parts().keep.mask(n, SLOTS))(jnp.asarray(lengths, jnp.int32))
     np.testing.assert_array_equal(mask, policy.parts().keep.mask(lengths, SLOTS))
-    np.testing.assert_array_equal(_sizes(policy.parts(), 1, SLOTS).forced, mask.sum(axis=1))
+    np.testing.assert_array_equal(_sizes(policy.parts(), (None,), SLOTS).forced, mask.sum(axis=1))
 
 
 @pytest.mark.parametrize("allocation", [LinearLayers(), KVPressLayers(beta=1.5)], ids=["linear", "kvpress"])
 @pytest.mark.parametrize("budget", [20, 0.3])
 def test_schedules_are_the_hosts_for_every_length(allocation, budget):
     policy = PyramidKV(budget=budget, window=4, allocation=allocation, min_budget="clamp")
-    sizes = _sizes(policy.parts(), 4, SLOTS)
+    sizes = _sizes(policy.parts(), (None,) * 4, SLOTS)
     for n in range(1, SLOTS + 1):
         length = np.asarray([n])
         forced = policy.parts().keep.mask(length, SLOTS).sum(axis=1)

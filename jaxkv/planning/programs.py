@@ -155,13 +155,17 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: Work) -> Iterator[Call]:
-    """Yields the recorded `Call`s of a prefill's programs, the largest of each purpose; tiny programs are left out."""
+    """Yields the recorded `Call`s of a prefill's programs, the largest of each purpose; tiny programs are left out.
+
+    Layers of different specs are different purposes: one of a window runs another program, with other temporaries.
+    """
     heaviest = dict[Any, Call]()
     for call in work.prefill.calls:
         if call.name not in SMALL:
-            kind = call_name(call), jax.tree.structure(call.arguments)
+            graphs = call.options.get("graphs")
+            kind = call_name(call), jax.tree.structure(call.arguments), None if graphs is None else graphs.spec
             heaviest[kind] = max(heaviest.get(kind, call), call, key=_live_bytes)
-    for (name, _), call in heaviest.items():
+    for (name, *_), call in heaviest.items():
         yield dataclasses.replace(call, name=name)
 
 

@@ -199,9 +199,9 @@ class Parts(Value):
         for part in (self.scorer, self.layers, self.heads):
             getattr(part, "require_fits", lambda config: None)(config)
         if any(config.windows):
-            self._require_fits_windows(config.windows)
+            self.require_fits_windows(config.windows)
 
-    def _require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
+    def require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
         """Raises ValueError if a policy does more than choose a layer's rows and evict: what fits beside windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"

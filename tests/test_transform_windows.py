@@ -1,0 +1,133 @@
+"""`compress` of layers with windows and with sink logits: attention by an oracle, what is kept, what is refused."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_sinks import attended
+
+import jaxkv
+
+HEADS, GROUP, DIM, SLOTS, LENGTHS, NEW = 2, 3, 8, 40, (40, 17), 12
+
+
+@functools.cache
+def arrays(seed=0):
+    """Keys and values of prompts and of what follows, queries of both, and sink logits of a layer."""
+    rng = np.random.default_rng(seed)
+    shape = (2, HEADS, SLOTS + NEW, DIM)
+    k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    q = 2 * rng.standard_normal((2, HEADS * GROUP, SLOTS + NEW, DIM)).astype(np.float32)
+    return k, v, q, rng.standard_normal(HEADS * GROUP).astype(np.float32) + 1
+
+
+def oracle(rows, q, sinks, window, last):
+    """Output of one query head over the rows of a head up to position `last`, its window's alone if it has one."""
+    pos, k, v = rows
+    near = (pos <= last) & (pos > last - (window or 10**9))
+    if sinks is not None:
+        return attended(q, k[near], v[near], sinks)[0]
+    logits = k[near].astype(np.float64) @ q / math.sqrt(DIM)
+    weights = np.exp(logits - logits.max())
+    return weights @ v[near] / weights.sum()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("window", [None, 6, 100])
+def test_attention_by_an_oracle(window, sunk, tokens):
+    """A prompt compressed, then tokens one by one and several at a time, past the window."""
+    k, v, q, sinks = arrays()
+    sinks, policy = sinks if sunk else None, jaxkv.SnapKV(budget=12, window=4)
+    of_prompt = [a[:, :, :SLOTS] for a in (k, v, q)]
+    given = {"queries": of_prompt[2], "length": np.asarray(LENGTHS), "room": NEW, "window": window}
+    rows = jaxkv.compress(*of_prompt[:2], policy=policy, sink_logits=sinks, **given)
+    for row, length in enumerate(LENGTHS):
+        held = min(length, window or 12)
+        assert np.asarray(rows.length)[0, row].tolist() == [held] * HEADS
+        if window is not None:
+            assert rows.positions()[row][0].tolist() == list(range(length - held, length))
+    for first in range(0, NEW, tokens):
+        new = slice(SLOTS + first, SLOTS + first + tokens)
+        rows = jaxkv.append(rows, k[:, :, new], v[:, :, new])
+        out = np.asarray(jaxkv.attend(q[:, :, new], rows))
+        for row, head, at in np.ndindex(2, HEADS * GROUP, tokens):
+            kv, pos = head // GROUP, rows.positions()[row][head // GROUP]
+            start, length = (int(np.asarray(each)[0, row, kv]) for each in (rows.start, rows.length))
+            held = tuple(np.asarray(each[0])[row, start : start + length] for each in (rows.k, rows.v))
+            one = None if sinks is None else sinks[head]
+            want = oracle((pos, *held), q[row, head, SLOTS + first + at], one, window, LENGTHS[row] + first + at)
+            np.testing.assert_allclose(out[row, head, at], want, atol=2e-5)
+
+
+def test_sinks_enter_scores():
+    """What the window's queries pay is less where more of it goes to a sink: heads of a group weigh differently."""
+    k, v, q, _ = arrays(3)
+    given = {"policy": jaxkv.SnapKV(budget=10, window=4), "queries": q[:, :, :SLOTS]}
+    heavy = np.asarray([20.0, -20.0, -20.0] * HEADS, np.float32)
+    plain, sunk = (
+        jaxkv.compress(k[:, :, :SLOTS], v[:, :, :SLOTS], **given, sink_logits=each).positions()
+        for each in (None, heavy)
+    )
+    without = q[:, :, :SLOTS].reshape(2, HEADS, GROUP, SLOTS, DIM)[:, :, 1:].reshape(2, -1, SLOTS, DIM)
+    given["queries"] = without
+    others = jaxkv.compress(k[:, :, :SLOTS], v[:, :, :SLOTS], **given).positions()
+    same = [
+        np.array_equal(a, b) for mine, its in zip(sunk, others, strict=True) for a, b in zip(mine, its, strict=True)
+    ]
+    assert all(same)
+    assert any(
+        not np.array_equal(a, b) for mine, its in zip(sunk, plain, strict=True) for a, b in zip(mine, its, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [jaxkv.PyramidKV(budget=12, window=4), jaxkv.AdaKV(base=jaxkv.SnapKV(budget=12, window=4))]
+)
+def test_layers_with_and_without(policy):
+    """Windows hold their last rows, the others what they hold in a model of these alone; under jit as without."""
+    k, v, q, sinks = (
+        [each[:, :, :SLOTS] if each.ndim == 4 else each for each in pair]
+        for pair in zip(*(arrays(s) for s in range(4)), strict=True)
+    )
+    windows, length = (6, None, 6, None), jnp.asarray(LENGTHS)
+
+    def run(k, v, q, sinks, length):
+        return jaxkv.compress_layers(
+            k, v, policy=policy, queries=q, length=length, room=3, windows=windows, sink_logits=sinks
+        )
+
+    found, again = run(k, v, q, sinks, length), jax.jit(run)(k, v, q, sinks, length)
+    few = [[each[at] for at in (1, 3)] for each in (k, v, q, sinks)]
+    alone = jaxkv.compress_layers(few[0], few[1], policy=policy, queries=few[2], length=length, sink_logits=few[3])
+    for at, layer in enumerate((1, 3)):
+        for mine, its in zip(found.positions(layer), alone.positions(at), strict=True):
+            assert [each.tolist() for each in mine] == [each.tolist() for each in its]
+    for layer in range(4):
+        for mine, its in zip(found.positions(layer), again.positions(layer), strict=True):
+            assert [each.tolist() for each in mine] == [each.tolist() for each in its]
+    for layer in (0, 2):
+        assert [each.tolist() for row in found.positions(layer) for each in row] == [
+            list(range(n - 6, n)) for n in LENGTHS for _ in range(HEADS)
+        ]
+    out = jaxkv.attend(q[0][:, :, -1:], jaxkv.append(found, k[0][:, :, -1:], v[0][:, :, -1:], layer=0), layer=0)
+    assert out.shape == (2, HEADS * GROUP, 1, DIM)
+
+
+def test_what_is_refused():
+    k, v, q, sinks = ([each[:, :, :SLOTS] if each.ndim == 4 else each] * 2 for each in arrays())
+    policy = jaxkv.SnapKV(budget=12, window=4)
+    for given, told in (
+        ({"window": 0}, "window=0: give 1 or more tokens, or None"),
+        ({"sink_logits": sinks[0][:4]}, r"sink_logits=\[4\]: give one number for each of 6 query heads"),
+        ({"sink_logits": np.arange(6)}, r"sink_logits='int32\[6\]': give floating-point numbers"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)
+    with pytest.raises(ValueError, match="windows='1 layers': give as many as there are of k: 2"):
+        jaxkv.compress_layers(k, v, policy=policy, queries=q, windows=[6])
+    with pytest.raises(ValueError, match="some layers of this model have windows, and this is not built for them"):
+        jaxkv.compress_layers(k, v, policy=jaxkv.GlobalBudget(base=policy), queries=q, windows=[6, None])
