@@ -153,8 +153,8 @@ def by_page(
     """Upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over all query heads of a kv head.
 
     Tang et al., Quest, algorithm 1: sum over channels of max(q * low, q * high). `low` and `high` are the element-wise
-    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads. Caps of
-    logits leave their order.
+    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads. A cap
+    of logits leaves their order.
     """
     wide = q.astype(jnp.float32)
 

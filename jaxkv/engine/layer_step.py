@@ -269,7 +269,8 @@ def _attend_fused(
     elif rows.pages is not None and dealt.picked is not None and dealt.rest is not None:
         picks = (rows.pages.rows, dealt.picked, rows.pages.held, dealt.rest, dealt.start)
     out, k, v, pos, *score = spec.backend.decode_token(
-        *parts,
+        parts[0],
+        parts[1],
         angles,
         new.positions[:, 0],
         new.count,

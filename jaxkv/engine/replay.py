@@ -4,7 +4,6 @@ What remains of it is the largest attention that each row received, from which a
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -174,8 +173,8 @@ def _layer_again(
     def attend(part: Array) -> tuple[Array, Array]:
         """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
         backend, flat = backend_of(implementation), part.reshape(batch, heads, -1, dim)
-        over = partial(backend.attend, walk=Walk.STRIDES, **graphs.spec.capping)
-        out, lse = over(flat, keys.reshape(pool), values.reshape(pool), start, held)
+        mine, how = (keys.reshape(pool), values.reshape(pool)), graphs.spec.capping
+        out, lse = backend.attend(flat, *mine, start, held, walk=Walk.STRIDES, **how)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -1,7 +1,6 @@
 """Sparse reads (OmniKV): filter layers choose tokens by attention, and the layers above them attend to these alone."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -222,8 +221,8 @@ def over_chosen(
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
         count = jnp.broadcast_to(chosen.count[:, None], (batch, heads))
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
-    attend = partial(spec.backend.attend, walk=Walk.STRIDES, **spec.capping)
-    return in_blocks(lambda part: attend(part, k, v, start, count), q)
+    attend, how = spec.backend.attend, spec.capping
+    return in_blocks(lambda part: attend(part, k, v, start, count, walk=Walk.STRIDES, **how), q)
 
 
 def over_rest(
@@ -240,5 +239,5 @@ def over_rest(
     reading, choosable = _filtered(spec, segments)
     first = segments.length if reading.include_generated else choosable
     # Few rows at places known only at run time: a walk in windows reads them and no others.
-    attend = partial(spec.backend.attend, walk=Walk.WINDOWS, **spec.capping)
-    return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)
+    attend, how, start = spec.backend.attend, spec.capping, segments.start + first
+    return in_blocks(lambda part: attend(part, pool.k, pool.v, start, length - first, walk=Walk.WINDOWS, **how), q)

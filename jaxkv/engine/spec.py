@@ -119,7 +119,7 @@ class Spec:
         return self.graphs.spec.softcap
 
     @property
-    def capping(self) -> dict[str, float]:
+    def capping(self) -> dict[str, Any]:
         """Argument `softcap` of the backend's functions in that layer; empty without."""
         return self.graphs.spec.capping
 

@@ -95,7 +95,7 @@ def _cohere2(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[st
 
 
 def _capped(keys: Keys, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of Gemma 2 and 3: attention's scale and cap, of `LayerSpec`; scale of embeddings, cap of the last logits."""
+    """Fields of Gemma 2 and 3: attention's scale and cap, of `LayerSpec`; scale of embeddings, cap of last logits."""
     both = keys.take("use_bidirectional_attention")
     require(not both, "use_bidirectional_attention", both, "only causal attention is built")
 

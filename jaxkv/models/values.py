@@ -155,7 +155,7 @@ class LayerSpec:
         require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
 
     @property
-    def capping(self) -> dict[str, float]:
+    def capping(self) -> dict[str, Any]:
         """Argument `softcap` of a backend's functions; empty without, for backends that know none."""
         return {} if self.softcap is None else {"softcap": self.softcap}
 

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -213,7 +213,7 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            more = {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
+            more: dict[str, Any] = {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
             more |= {} if seen.softcap is None else {"softcap": seen.softcap}
             backend = backend_of(seen.implementation)
             return backend.window_mean(seen.q, seen.k, seen.q_positions, seen.length, **more)
