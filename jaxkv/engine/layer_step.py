@@ -309,8 +309,9 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    causal = partial(attention.causal, first=jnp.int32(0), softcap=spec.softcap)
-    own, own_lse = token.with_sinks(*lax.map(lambda a: causal(a[0], a[1], a[2]), (token.q, token.k, token.v)))
+    causal = partial(attention.causal, softcap=spec.softcap)
+    own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
+    own, own_lse = token.with_sinks(*own)
     if spec.scored:
         assert pool.score is not None
         score, scores = _several_scores(spec, token, rows, new.count, jnp.logaddexp(lse, own_lse), pool.score)
@@ -348,8 +349,9 @@ def _several_scores(
         weight=1 / group,
         softcap=spec.softcap,
     )
-    sums = partial(attention.column_sums, first=jnp.int32(0), softcap=spec.softcap)
-    return older, lax.map(lambda a: sums(a[0], a[1], a[2]), (token.q, token.k, whole)).mean(axis=2)
+    received = partial(attention.column_sums, softcap=spec.softcap)
+    sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
+    return older, sums.mean(axis=2)
 
 
 def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail) -> tuple[Array, LayerRows]:

@@ -239,5 +239,11 @@ def over_rest(
     reading, choosable = _filtered(spec, segments)
     first = segments.length if reading.include_generated else choosable
     # Few rows at places known only at run time: a walk in windows reads them and no others.
-    attend, how, start = spec.backend.attend, spec.capping, segments.start + first
-    return in_blocks(lambda part: attend(part, pool.k, pool.v, start, length - first, walk=Walk.WINDOWS, **how), q)
+    attend, how = spec.backend.attend, spec.capping
+
+    def one(part: Array) -> tuple[Array, Array]:
+        """Output and log-sum-exp of one block of queries."""
+        lies = segments.start + first, length - first
+        return attend(part, pool.k, pool.v, *lies, walk=Walk.WINDOWS, **how)
+
+    return in_blocks(one, q)
