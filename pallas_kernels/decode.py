@@ -28,7 +28,7 @@ from .rows import How, Logits, Picks, Token, pass_rows
 from .tuning import DecodeTiles
 
 
-@partial(jax.jit, static_argnames=("layer", "widest", "tiles", "interpret"))
+@partial(jax.jit, static_argnames=("layer", "widest", "tiles", "softcap", "interpret"))
 def attend(
     q: jax.Array,
     k: Rows,
@@ -43,6 +43,7 @@ def attend(
     chunks: Chunks | None = None,
     layer: int = 0,
     tiles: DecodeTiles | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of R queries per kv head over that head's segment; returns output, log-sum-exp, and scores if given.
@@ -60,6 +61,7 @@ def attend(
         chunks: table dealt from these segments; by default it is made here.
         layer: of the chunks, where they are given.
         tiles: block sizes and launch; by default by the shape and the device.
+        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
@@ -74,7 +76,7 @@ def attend(
         programs = max(1, programs // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
     logits = None if score is None else _logits(start[None], widest, shape_of(k)[1])
-    how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret)
+    how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
     out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=q.dtype, how=how)
     if score is None or logits is None or passed.logits is None:
@@ -84,7 +86,7 @@ def attend(
     return out, lse, score
 
 
-@partial(jax.jit, static_argnames=("layer", "widest", "dtype", "tiles", "interpret"))
+@partial(jax.jit, static_argnames=("layer", "widest", "dtype", "tiles", "softcap", "interpret"))
 def decode_token(
     q: jax.Array,
     kv: jax.Array,
@@ -106,6 +108,7 @@ def decode_token(
     dtype: Any = None,
     sink_logits: jax.Array | None = None,
     tiles: DecodeTiles | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
     """Rotates one new token per sequence, appends its row to the pool, attends; returns output, pool, scores if given.
@@ -133,6 +136,7 @@ def decode_token(
         dtype: the model's; by default that of `k`, which has to be given with codes.
         sink_logits: `[K, G]` learned logits that take part in the softmax, without a value; by default none.
         tiles: block sizes and launch; by default by the shape and the device.
+        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
@@ -153,7 +157,7 @@ def decode_token(
     if score is not None and picks is not None:
         raise ValueError("picks: rows that are not read get no attention to be added: leave the score out")
     logits = None if score is None else _logits(start, widest, shape_of(k)[1])
-    how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret)
+    how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret, softcap=softcap)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
     passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
     out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=dtype, how=how, sequences=q.shape[1])

@@ -7,11 +7,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import tuning
-from ._compat import LOG2E, MASKED, BlockSpec, call, dot, exp2_of, load, pad_dim, program_id, put_rows, store, take_rows
+from ._compat import (
+    LOG2E,
+    MASKED,
+    BlockSpec,
+    call,
+    capped,
+    dot,
+    exp2_of,
+    load,
+    pad_dim,
+    program_id,
+    put_rows,
+    store,
+    take_rows,
+)
 from .tuning import PrefillTiles
 
 
-@partial(jax.jit, static_argnames=("tiles", "interpret"))
+@partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
 def flash(
     q: jax.Array,
     k: jax.Array,
@@ -20,6 +34,7 @@ def flash(
     length: jax.Array,
     *,
     tiles: PrefillTiles | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of T consecutive queries per sequence; returns the output and its log-sum-exp.
@@ -31,6 +46,7 @@ def flash(
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
         tiles: block sizes and launch; by default by the shape and the device.
+        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
@@ -42,6 +58,8 @@ def flash(
     tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_q, block_k = tiles.queries, tiles.keys
     scale, exp2 = LOG2E / dim**0.5, partial(exp2_of, interpret=interpret)
+    # Of products, before the scale.
+    cap = None if softcap is None else softcap * dim**0.5
 
     # Blocks of a program (i, h, b), h over H query heads: q [T, D] of head h; k, v [S, D] of its kv head; first and
     # length of sequence b, scalars; out [T, D], lse [T] of head h, of which it writes rows i * block_q on.
@@ -58,7 +76,7 @@ def flash(
             top, total, acc = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
             keys = take_rows(k_ref, key, key < slots if masked else None, dim)
-            s = dot(rows, keys, transpose_b=True)
+            s = capped(dot(rows, keys, transpose_b=True), cap, interpret=interpret)
             if masked:
                 s = jnp.where((key[None, :] <= position[:, None]) & (key < tokens)[None, :], s, MASKED)
             new_top = jnp.maximum(top, s.max(axis=1))
@@ -109,7 +127,7 @@ def flash(
     )
 
 
-@partial(jax.jit, static_argnames=("per_query_head", "tiles", "interpret"))
+@partial(jax.jit, static_argnames=("per_query_head", "tiles", "softcap", "interpret"))
 def column_sums(
     q: jax.Array,
     k: jax.Array,
@@ -119,6 +137,7 @@ def column_sums(
     *,
     per_query_head: bool = False,
     tiles: PrefillTiles | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention that each key receives, summed over queries of known log-sum-exp; mean over query heads by default.
@@ -133,6 +152,7 @@ def column_sums(
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
         per_query_head: True keeps the group's query heads apart; False takes their mean.
         tiles: block sizes and launch; by default by the shape and the device.
+        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
@@ -144,6 +164,7 @@ def column_sums(
     block_k = tiles.keys
     block_q = min(tiles.queries, pad_dim(queries))
     scale = LOG2E / dim**0.5
+    cap = None if softcap is None else softcap * dim**0.5
 
     # Blocks of a program (j, h, b), h over H query heads: q [T, D] and shift [T] of head h; k [S, D] of its kv head;
     # first and length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
@@ -161,7 +182,7 @@ def column_sums(
             rows = take_rows(q_ref, row, counts if masked else None, dim)
             shift = load(shift_ref.at[row], mask=counts, other=0.0) if masked else load(shift_ref.at[row])
             # Keys down, queries across: a key's sum stays with the threads that hold its row.
-            s = dot(keys, rows, transpose_b=True)
+            s = capped(dot(keys, rows, transpose_b=True), cap, interpret=interpret)
             if masked:
                 s = jnp.where((key[:, None] <= position[None, :]) & counts[None, :], s, MASKED)
             return acc + exp2_of(s, scale, shift[None, :], interpret=interpret).sum(axis=1)

@@ -17,6 +17,7 @@ from ._compat import (
     MASKED,
     BlockSpec,
     call_named,
+    capped,
     load,
     program_id,
     store,
@@ -91,12 +92,14 @@ class How(NamedTuple):
         tile: queries of one program of the first kernel.
         dtype: the model's, in which queries meet keys, and weights values, unless these are codes.
         interpret: True runs them on any device.
+        softcap: of the scaled logits; None for none.
     """
 
     tiles: DecodeTiles
     tile: int
     dtype: Any
     interpret: bool
+    softcap: float | None = None
 
 
 class Passed(NamedTuple):
@@ -155,6 +158,7 @@ def pass_rows(
     width = chunks.segment.shape[1]
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
+    cap = None if how.softcap is None else how.softcap * math.log2(math.e)
 
     # Rows' places are loaded first: one stage for them and one for the loads that wait for them, with two in flight.
     launch = how.tiles.launch
@@ -193,7 +197,7 @@ def pass_rows(
                 turned = row_new.turned(refs.q, segment * rows + query, real, heads * rows)
                 rotated = tuple(each.astype(how.dtype) for each in turned)
                 new_key, new_value, of_value = row_new.put(refs, lies(row + here), tile_index == 0, keys, values)
-                own = row_new.product(rotated, new_key) * scale
+                own = capped(row_new.product(rotated, new_key) * scale, cap, interpret=how.interpret)
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
                 own, weight = values.lifted_new(own, of_value)
                 queries = keys.queries(rotated)
@@ -205,7 +209,7 @@ def pass_rows(
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = (offset < here) & holds(row + offset)
                 at = lies(row + offset, inside)
-                s = keys.logits(queries, at, inside, scale)
+                s = capped(keys.logits(queries, at, inside, scale), cap, interpret=how.interpret)
                 keep(cell + offset, s, inside[None, :])
                 s, factor = values.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
                 new_top = jnp.maximum(top, s.max(axis=1))

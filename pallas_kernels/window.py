@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import tuning
-from ._compat import LOG2E, MASKED, BlockSpec, call, dot, exp2_of, load, program_id, store, take_rows
+from ._compat import LOG2E, MASKED, BlockSpec, call, capped, dot, exp2_of, load, program_id, store, take_rows
 from .tuning import WindowTiles
 
 
-@partial(jax.jit, static_argnames=("tiles", "interpret"))
+@partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
 def window_sums(
     q: jax.Array,
     k: jax.Array,
@@ -19,6 +19,7 @@ def window_sums(
     length: jax.Array,
     *,
     tiles: WindowTiles | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention that each key receives from w consecutive queries, summed; mean over query heads (SnapKV, unpooled).
@@ -31,6 +32,7 @@ def window_sums(
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
         tiles: block sizes and launch; by default by the shape and the device.
+        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
@@ -45,13 +47,15 @@ def window_sums(
     real = (row < group * window) & (position >= 0) & (position < length[:, None])
     position = jnp.where(real, position, -1)
     q = q.reshape(batch, heads, group * window, dim)
-    parts = _log_sum_exps(q, k, position, length, tiles, interpret)
+    # Of products, before the scale.
+    cap = None if softcap is None else softcap * dim**0.5
+    parts = _log_sum_exps(q, k, position, length, cap, tiles, interpret)
     lse = jax.nn.logsumexp(parts, axis=2)
     shift = jnp.where(real[:, None], -lse * LOG2E, MASKED)
-    return _sums(q, k, position, shift, length, tiles, interpret) / group
+    return _sums(q, k, position, shift, length, cap, tiles, interpret) / group
 
 
-def _log_sum_exps(q, k, position, length, tiles, interpret):
+def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
     """Log-sum-exp `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf if it sees none of them."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
@@ -72,7 +76,7 @@ def _log_sum_exps(q, k, position, length, tiles, interpret):
             top, total = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
             keys = take_rows(k_ref, key, key < slots if masked else None, dim)
-            s = dot(queries, keys, transpose_b=True)
+            s = capped(dot(queries, keys, transpose_b=True), cap, interpret=interpret)
             if masked:
                 s = jnp.where(key[None, :] <= at[:, None], s, MASKED)
             new_top = jnp.maximum(top, s.max(axis=1))
@@ -115,7 +119,7 @@ def _log_sum_exps(q, k, position, length, tiles, interpret):
     return parts
 
 
-def _sums(q, k, position, shift, length, tiles, interpret):
+def _sums(q, k, position, shift, length, cap, tiles, interpret):
     """Attention `f32[B, K, S]` that each key receives, summed over queries with known log-sum-exps."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
@@ -133,7 +137,7 @@ def _sums(q, k, position, shift, length, tiles, interpret):
         def step(tile, acc):
             row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
             queries = take_rows(q_ref, row, row < rows, dim)
-            s = dot(keys, queries, transpose_b=True)
+            s = capped(dot(keys, queries, transpose_b=True), cap, interpret=interpret)
             s = jnp.where(key[:, None] <= load(position_ref.at[row])[None, :], s, MASKED)
             return acc + exp2_of(s, scale, load(shift_ref.at[row])[None, :], interpret=interpret).sum(axis=1)
 

@@ -11,6 +11,7 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -36,6 +37,7 @@ CLASSES = (
     Cohere2Config,
     CohereConfig,
     FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -234,6 +236,24 @@ COHERE: dict[str, Verdict] = (
         "tie_word_embeddings": Read(lambda c: c.tied, False),
     }
 )
+# Gemma 2's and 3's.
+CAPPED: dict[str, Verdict] = (
+    BASE
+    | ALL
+    | {key: GATED[key] for key in ("intermediate_size", "num_key_value_heads", "rms_norm_eps")}
+    | {
+        "attention_bias": BIAS,
+        "attn_logit_softcapping": Read(lambda c: c.spec_of(0).softcap, 25.0),
+        "final_logit_softcapping": Read(lambda c: c.logit_softcap, 15.0),
+        "head_dim": HEAD_DIM,
+        "hidden_activation": Refused("silu"),
+        "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
+        "query_pre_attn_scalar": Read(lambda c: c.spec_of(0).scale, 64, lambda c: c.query_pre_attn_scalar**-0.5),
+        "sliding_window": Read(widths, 64),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+        "use_bidirectional_attention": Refused(True),
+    }
+)
 FIELDS: dict[str, dict[str, Verdict]] = {
     "cohere": COHERE | {"use_qk_norm": Read(lambda c: c.qk_layer_norm, True)},
     "cohere2": COHERE
@@ -273,22 +293,9 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "tie_word_embeddings": Read(lambda c: c.tied, False),
         "use_bidirectional_attention": Refused(True),
     },
-    "gemma3_text": BASE
-    | {key: verdict for key, verdict in ALL.items() if key != "_attn_implementation"}
-    | {key: GATED[key] for key in ("intermediate_size", "num_key_value_heads", "rms_norm_eps")}
-    | {
-        "attention_bias": BIAS,
-        "attn_logit_softcapping": Refused(50.0),
-        "final_logit_softcapping": Refused(30.0),
-        "head_dim": HEAD_DIM,
-        "hidden_activation": Refused("silu"),
-        "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
-        "query_pre_attn_scalar": Read(lambda c: c.spec_of(0).scale, 64, lambda c: c.query_pre_attn_scalar**-0.5),
-        "rope_parameters": Read(two_ropes, SCALED, theirs_two_ropes),
-        "sliding_window": Read(widths, 64),
-        "tie_word_embeddings": Read(lambda c: c.tied, False),
-        "use_bidirectional_attention": Refused(True),
-    },
+    "gemma2": CAPPED,
+    "gemma3_text": {key: verdict for key, verdict in CAPPED.items() if key != "_attn_implementation"}
+    | {"rope_parameters": Read(two_ropes, SCALED, theirs_two_ropes)},
     "glm4": BASE
     | ALL
     | GATED

@@ -92,6 +92,7 @@ class Backend(abc.ABC):
         first: Int[Array, " B"] | None = None,
         *,
         lse: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
         """Causal attention of T consecutive queries of each prompt; returns output and log-sum-exp (None unless `lse`).
 
@@ -102,6 +103,7 @@ class Backend(abc.ABC):
             length: tokens of each prompt; outputs of later queries are padding: finite, without meaning.
             first: position of each sequence's first query, a multiple of T; 0 by default.
             lse: True to return the log-sum-exp, too.
+            softcap: of the scaled logits, softcap * tanh(logits / softcap); given for layers that have one.
 
         Returns:
             The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32; None if not asked for.
@@ -115,6 +117,8 @@ class Backend(abc.ABC):
         lse: Float[Array, "B K G T"],
         length: Int[Array, " B"],
         first: Int[Array, " B"] | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Float[Array, "B K G S"]:
         """Attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries of each prompt.
 
@@ -124,6 +128,7 @@ class Backend(abc.ABC):
             lse: from `prefill`.
             length: tokens of each prompt; later queries are padding, and do not count.
             first: position of each sequence's first query, a multiple of T; 0 by default.
+            softcap: of the scaled logits, as in `prefill`.
 
         Returns:
             Sums of probabilities, float32.
@@ -137,6 +142,8 @@ class Backend(abc.ABC):
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
         sink_logits: Float[Array, "B K G"] | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Float[Array, "B K S"]:
         """Mean attention `f32[B, K, S]` that keys receive from a prompt's last w queries, over a kv head's query heads.
 
@@ -146,6 +153,7 @@ class Backend(abc.ABC):
             positions: of the queries; negative ones are padding (of a prompt shorter than w), and do not count.
             length: tokens of each prompt.
             sink_logits: learned logits that take part in the softmax; given for models that have some.
+            softcap: of the scaled logits, as in `prefill`.
 
         Returns:
             The means, float32.
@@ -161,6 +169,7 @@ class Backend(abc.ABC):
         length: Int[Array, "B K"],
         *,
         walk: Walk,
+        softcap: float | None = None,
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
         """Attention of R queries per kv head over that head's segment of a pool; returns output and log-sum-exp.
 
@@ -171,6 +180,7 @@ class Backend(abc.ABC):
             start: first row of each segment.
             length: rows of each segment; 0 gives output 0 and lse -inf.
             walk: how rows are read, for backends whose formulation depends on it.
+            softcap: of the scaled logits, as in `prefill`.
 
         Returns:
             The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
@@ -191,6 +201,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         other: Float[Array, "B K D"] | None = None,
         sink_logits: Float[Array, "K G"] | None = None,
+        softcap: float | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
         """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`.
 
@@ -206,6 +217,7 @@ class Backend(abc.ABC):
             widest: the most rows a segment of a shared pool can have; None if unknown.
             other: one more row per segment to multiply with the keys; None unless `keeps_norms`.
             sink_logits: learned logits that take part in the softmax; given for models that have some.
+            softcap: of the scaled logits, as in `prefill`.
 
         Returns:
             The output, and the scores, or a `Received` from which `columns.add_received` computes them later.
@@ -265,6 +277,7 @@ class Backend(abc.ABC):
         picks: tuple[Array, ...] | None = None,
         dtype: jnp.dtype | None = None,
         sink_logits: Float[Array, "K G"] | None = None,
+        softcap: float | None = None,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row, attends; returns output, pool, scores; NotImplementedError in base class.
 
@@ -284,6 +297,7 @@ class Backend(abc.ABC):
             picks: rows that are read, if not all: the fields of `pallas_kernels.Picks`.
             dtype: the model's; by default that of the keys, which has to be given with codes.
             sink_logits: learned logits that take part in the softmax; given for models that have some.
+            softcap: of the scaled logits, as in `prefill`.
 
         Returns:
             The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.

@@ -15,6 +15,7 @@ from jaxkv.attention.xla import (
     MASKED,
     WALK_BLOCK,
     Walk,
+    capped,
     inside_segments,
     logit_divisor,
     rows_dot,
@@ -44,16 +45,18 @@ def column_sums(
     k: Float[Array, "K S D"],
     lse: Float[Array, "K G T"],
     first: Int[Array, ""],
+    *,
+    softcap: float | None = None,
 ) -> Float[Array, "K G S"]:
     """Attention `f32[K, G, S]` that each key receives, summed over T consecutive queries of known log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
-    queries that do not count. Runs in blocks of O(S) memory.
+    queries that do not count. Runs in blocks of O(S) memory. Logits are `xla.capped`.
     """
     heads, group, queries, dim = q.shape
     slots = k.shape[1]
     block = min(KEY_BLOCK, slots)
-    scaled = scale_queries(q, LOG2E).reshape(heads, group * queries, dim)
+    scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(heads, group * queries, dim)
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
@@ -63,7 +66,8 @@ def column_sums(
         def step(index, sums, *, masked):
             """Loop body: column sums `f32[G, S]` with one more block of keys added."""
             begin = jnp.minimum(index * block, slots - block)
-            logits = rows_dot(q_head, lax.dynamic_slice_in_dim(k_head, begin, block)) - total[:, None]
+            products = rows_dot(q_head, lax.dynamic_slice_in_dim(k_head, begin, block))
+            logits = capped(products, softcap, LOG2E) - total[:, None]
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
                 seen = (position >= index * block) & (position <= query_positions[:, None])
@@ -102,15 +106,16 @@ def probabilities(
     k: Float[Array, "S D"],
     position: Int[Array, " w"],
     sink_logits: Float[Array, " G"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "G w S"]:
     """Attention probabilities `f32[G, w, S]` of w queries of one kv head over all keys; 0 for later keys.
 
     `position` is that of each query; the probabilities of a negative one, which is padding, are undefined. With
-    `sink_logits` they sum to less than 1.
+    `sink_logits` they sum to less than 1. Logits are `xla.capped`.
     """
     group, window, dim = q.shape
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
-    logits = logits * (1.0 / logit_divisor(dim))
+    logits = capped(logits * (1.0 / logit_divisor(dim)), softcap)
     seen = jnp.arange(k.shape[0], dtype=jnp.int32) <= position[:, None]
     return softmax(jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None])
 
@@ -122,19 +127,20 @@ def window_mass(
     reduce: Callable[..., Float[Array, "*n"]],
     *rows: Shaped[Array, "B K ..."],
     sink_logits: Float[Array, "B K G"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B K *n"]:
     """Applies `reduce` to each kv head's attention probabilities `[G, w, S]`; returns results stacked to `[B, K, ...]`.
 
     `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
     array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. `sink_logits` take part
-    in the softmax, and have no share in it.
+    in the softmax, and have no share in it. Logits are `xla.capped`.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
         """Mapped over all kv heads of all sequences: `reduce` applied to one head's attention probabilities."""
         (q_head, k_head, position, *others), sinks = inputs
-        return reduce(probabilities(q_head, k_head, position, sinks), position, *others)
+        return reduce(probabilities(q_head, k_head, position, sinks, softcap), position, *others)
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
     given = (q, k, spread, *rows), sink_logits
@@ -177,10 +183,11 @@ def pool_sums(
     *,
     walk: Walk,
     weight: float,
+    softcap: float | None = None,
 ) -> Float[Array, "B P"]:
     """Scores `f32[B, P]` of pool rows plus `weight` times the attention received from R queries with known log-sum-exp.
 
-    R folds the group and the tokens; `lse` is +inf for queries that do not count.
+    R folds the group and the tokens; `lse` is +inf for queries that do not count. Logits are `xla.capped`.
     """
     batch, heads, rows, dim = q.shape
     scaled = scale_queries(q)
@@ -190,16 +197,17 @@ def pool_sums(
         case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
             logits = lax.dot_general(padded, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+            logits = capped(logits, softcap)
             inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
             return score + weight * _summed(logits[:, :, :rows], lse, inside).reshape(score.shape)
         case Walk.WHOLE:
             flat = padded.reshape(batch, -1, dim)
             logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-            logits = logits.reshape(batch, heads, -1, k.shape[1])[:, :, :rows]
+            logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)[:, :, :rows]
             inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
             return score + weight * _summed(logits, lse, inside).sum(axis=1)
         case Walk.WINDOWS:
-            return _walk_sums(padded, k, lse, start, length, score, rows, weight)
+            return _walk_sums(padded, k, lse, start, length, score, rows, weight, softcap)
 
 
 def walk_scored(
@@ -211,11 +219,12 @@ def walk_scored(
     *,
     widest: int,
     other: Float[Array, "B K D"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
     """Attention of one token over a shared pool; returns output, and a `Received` to update row scores from later.
 
     Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
-    the keys while they are read.
+    the keys while they are read. Logits are `xla.capped`.
     """
     batch, heads, group, dim = q.shape
     block = walk_block(k, heads)
@@ -236,7 +245,7 @@ def walk_scored(
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
         every = dot(scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        logits = jnp.where(mine, every[:, :, :group], MASKED)
+        logits = jnp.where(mine, capped(every[:, :, :group], softcap), MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
         if products is not None:
             products = lax.dynamic_update_slice_in_dim(products, every[:, :, group], index * block, axis=2)
@@ -295,7 +304,7 @@ def _summed(logits, lse, inside):
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
-def _walk_sums(q, k, lse, start, length, score, rows, weight):
+def _walk_sums(q, k, lse, start, length, score, rows, weight, softcap):
     """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
@@ -308,7 +317,8 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight):
         inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
         keys = windows(k, clamped, block)
         logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        return add_windows(score, clamped, weight * _summed(logits[:, :, :rows], lse, inside))
+        mine = capped(logits[:, :, :rows], softcap)
+        return add_windows(score, clamped, weight * _summed(mine, lse, inside))
 
     return lax.fori_loop(0, (length.max() + block - 1) // block, step, score)
 

@@ -29,11 +29,22 @@ class Cudnn(Kernels):
         return f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {dim}: use auto"
 
     def prefill(
-        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        lse: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Array, Array | None]:
-        """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None."""
-        if first is not None:
-            return super().prefill(q, k, v, length, first, lse=lse)
+        """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None.
+
+        Layers that cap their logits take the Pallas kernel, too.
+        """
+        if first is not None or softcap is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap)
         return causal(q, k, v, length, lse=lse)
 
 

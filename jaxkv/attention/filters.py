@@ -1,13 +1,14 @@
 """Scores of what layers read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.xla import MASKED, exact_einsum, inside_segments, scale_queries
+from jaxkv.attention.xla import MASKED, capped, exact_einsum, inside_segments, scale_queries
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -15,7 +16,11 @@ from jaxkv.sharding.mesh import Axes
 _LOGITS = 1 << 24
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "positions", "weights", "sink_logits"],
+    meta_fields=["softcap"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
     """Dataclass of a filter layer's queries, their positions and weights, to score token positions by (OmniKV).
@@ -25,12 +30,14 @@ class Asking:
         positions: `i32[B, w]` of the queries; negative ones are padding, and see nothing.
         weights: `f32[B, w]` of the queries in the sum.
         sink_logits: learned logits of the query heads that take part in the softmax; None for models without such.
+        softcap: cap of the layer's logits; None for none.
     """
 
     q: Float[Array, "B K G w D"]
     positions: Int[Array, "B w"]
     weights: Float[Array, "B w"]
     sink_logits: Float[Array, "K G"] | None = None
+    softcap: float | None = None
 
     @property
     def sinks(self) -> Float[Array, "K G one one"] | None:
@@ -53,6 +60,7 @@ def by_row(
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and mask of keys each query sees."""
         logits = lax.dot_general(queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = capped(logits, asked.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
         return logits.reshape(batch, heads, group, window, -1), seen[:, None, None]
@@ -126,7 +134,7 @@ def by_position(
 
         queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(asked.positions, 1)
         logits = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-        logits = logits.reshape(batch, heads, group, size, -1)
+        logits = capped(logits.reshape(batch, heads, group, size, -1), asked.softcap)
         seen = inside[:, :, None, None] & (pos[:, None, None, None] <= positions[:, None, None, :, None])
         by_row = _softmax(logits, seen, asked.sinks).max(axis=(1, 2))
         query = jnp.arange(size, dtype=jnp.int32)[:, None]
@@ -145,7 +153,8 @@ def by_page(
     """Upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over all query heads of a kv head.
 
     Tang et al., Quest, algorithm 1: sum over channels of max(q * low, q * high). `low` and `high` are the element-wise
-    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads.
+    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads. A cap
+    of logits leaves their order.
     """
     wide = q.astype(jnp.float32)
 

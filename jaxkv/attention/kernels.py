@@ -1,5 +1,6 @@
 """Backend of the Pallas kernels of `pallas_kernels`, compiled for a GPU or interpreted anywhere."""
 
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -42,32 +43,69 @@ class Kernels(Backend):
         return None if setting.gpu else f"these kernels need a GPU, this is {setting.platform}: use xla"
 
     def prefill(
-        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        lse: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
-        out, found = self._kernels.flash(q, k, v, _firsts(first, length), length, interpret=self.interpret)
+        out, found = self._kernels.flash(
+            q, k, v, _firsts(first, length), length, softcap=softcap, interpret=self.interpret
+        )
         return out, found if lse else None
 
-    def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
+    def column_sums(
+        self,
+        q: Array,
+        k: Array,
+        lse: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        softcap: float | None = None,
+    ) -> Array:
         """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
-        first = _firsts(first, length)
-        return self._kernels.column_sums(q, k, lse, first, length, per_query_head=True, interpret=self.interpret)
+        sums = partial(self._kernels.column_sums, softcap=softcap, per_query_head=True, interpret=self.interpret)
+        return sums(q, k, lse, _firsts(first, length), length)
 
     def window_mean(
-        self, q: Array, k: Array, positions: Array, length: Array, sink_logits: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        positions: Array,
+        length: Array,
+        sink_logits: Array | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel.
 
         That kernel knows no sink logits: models that have some take XLA's.
         """
         if sink_logits is not None:
-            return Xla().window_mean(q, k, positions, length, sink_logits)
-        sums = self._kernels.window_sums(q, k, positions[:, 0], length, interpret=self.interpret)
+            return Xla().window_mean(q, k, positions, length, sink_logits, softcap=softcap)
+        first = positions[:, 0]
+        sums = self._kernels.window_sums(q, k, first, length, softcap=softcap, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
-    def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        start: Array,
+        length: Array,
+        *,
+        walk: Walk,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp. `walk` is ignored."""
-        return self._kernels.attend(q, k, v, start, length, interpret=self.interpret)
+        return self._kernels.attend(q, k, v, start, length, softcap=softcap, interpret=self.interpret)
 
     def attend_scored(
         self,
@@ -83,6 +121,7 @@ class Kernels(Backend):
         widest: int | None = None,
         other: Array | None = None,
         sink_logits: Array | None = None,
+        softcap: float | None = None,
     ) -> tuple[Array, Array]:
         """One token per sequence attends to pool rows; returns output, row scores plus attention. Ignores `other`."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
@@ -93,6 +132,7 @@ class Kernels(Backend):
             start,
             length,
             sink_logits=sink_logits,
+            softcap=softcap,
             score=score,
             counts=counts,
             widest=widest,
@@ -127,6 +167,7 @@ class Kernels(Backend):
         picks: tuple[Array, ...] | None = None,
         dtype: jnp.dtype | None = None,
         sink_logits: Array | None = None,
+        softcap: float | None = None,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
         k, v, pos = pool
@@ -149,6 +190,7 @@ class Kernels(Backend):
             picks=None if picks is None else self._kernels.Picks(*picks),
             dtype=dtype,
             sink_logits=sink_logits,
+            softcap=softcap,
             interpret=self.interpret,
         )
 

@@ -42,8 +42,21 @@ class Mosaic(Kernels):
         return known and self.refusal(setting) is None and self._mosaic.refused_cuda() is None
 
     def prefill(
-        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        lse: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`)."""
+        """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`).
+
+        That kernel caps no logits: layers that have a cap take Triton's.
+        """
+        if softcap is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap)
         out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
         return out, found if lse else None

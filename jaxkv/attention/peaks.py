@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.xla import MASKED, logit_divisor, rows_dot
+from jaxkv.attention.xla import MASKED, capped, logit_divisor, rows_dot
 
 
 def chunk_peaks(
@@ -15,6 +15,8 @@ def chunk_peaks(
     count: Int[Array, " B"],
     inside: Bool[Array, "B m"],
     weights: tuple[Float[Array, "B N"], Float[Array, "B K G m"]] | None = None,
+    *,
+    softcap: float | None = None,
 ) -> Float[Array, "B K m"]:
     """Largest attention `f32[B, K, m]` that each of m rows receives, over N queries and a kv head's query heads.
 
@@ -28,6 +30,7 @@ def chunk_peaks(
         count: number of real queries of each sequence.
         inside: mask of the rows that exist.
         weights: factors of attention by query, and by query head and row; None for none.
+        softcap: of the logits, see `xla.capped`.
 
     Returns:
         0 for rows that do not exist, and where a sequence has no query.
@@ -40,7 +43,7 @@ def chunk_peaks(
         """Mapped over all kv heads of all sequences: largest attention `f32[m]` that each of a head's rows receives."""
         queries, lse, key, row_weight, real, there, query_weight = inputs
         logits = rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
-        logits = jnp.where(there, logits, MASKED)
+        logits = jnp.where(there, capped(logits, softcap), MASKED)
         whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse) - jnp.log(query_weight)
         # The largest of exponentials is that of the largest: one for each row, not for each logit.
         off = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < real, whole, jnp.inf)

@@ -54,6 +54,11 @@ def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n 
     return (q.astype(jnp.float32) * (by / logit_divisor(q.shape[-1]))).astype(q.dtype)
 
 
+def capped(logits: Float[Array, "*n"], softcap: float | None, unit: float = 1.0) -> Float[Array, "*n"]:
+    """Logits as they are without a `softcap`; with one softcap * tanh(logits / softcap), times `unit`."""
+    return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * (softcap * unit)
+
+
 def causal(
     q: Float[Array, "K G T D"],
     k: Float[Array, "K S D"],
@@ -61,16 +66,18 @@ def causal(
     first: Int[Array, ""],
     *,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
     """Causal attention of T consecutive queries of one sequence: output in q's dtype, and float32 log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. Keys
     are read in blocks up to the diagonal, with a `window` from the first block on that holds one of its last keys.
+    Logits are `capped`.
     """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
-    # exp2 with the scale folded into q saves a multiplication per logit.
-    scaled = scale_queries(q, LOG2E).reshape(heads, group * queries, dim)
+    # exp2 with the scale folded into q saves a multiplication per logit. A cap needs logits to base e.
+    scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(heads, group * queries, dim)
     # In 16 bits a matrix product is cheaper than a sum over rows: a column of ones in the values sums the weights.
     summed = v.dtype.itemsize == 2
     if summed:
@@ -94,7 +101,7 @@ def causal(
             # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
             keys, values = rows(all_keys, begin, k.dtype), rows(all_values, begin, v.dtype)
-            logits = rows_dot(q_head, keys)
+            logits = capped(rows_dot(q_head, keys), softcap, LOG2E)
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
                 seen = (position >= index * block) & (position <= query_positions[:, None])
@@ -136,12 +143,14 @@ def masked(
     v: Float[Array, "m D"],
     seen: Bool[Array, "N m"],
     sink_logits: Float[Array, " G"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "G N D"]:
     """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none.
 
-    `sink_logits` take part in the softmax, with a value of zero.
+    `sink_logits` take part in the softmax, with a value of zero. Logits are `capped`.
     """
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
+    logits = capped(logits, softcap)
     weights = softmax(jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None])
     out = exact_einsum("gnm,md->gnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
@@ -175,32 +184,36 @@ def over_pool(
     length: Int[Array, "B K"],
     *,
     walk: Walk,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of R queries per kv head over its segment, read by `walk` (by WINDOWS if R >= 48): output and lse."""
+    """Attention of R queries per kv head over its segment, read by `walk` (by WINDOWS if R >= 48): output and lse.
+
+    Logits are `capped`.
+    """
     rows, scaled = q.shape[2], scale_queries(q)
     if rows == 1 and q.dtype.itemsize == 2:
         # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
     match Walk.WINDOWS if rows >= _MANY_QUERIES else walk:
         case Walk.STRIDES:
-            out, lse = _equal(scaled, k, v, length)
+            out, lse = _equal(scaled, k, v, length, softcap)
         case Walk.WHOLE:
             # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
             # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32 (benchmarks/cpu.py).
-            out, lse = masked_product(scaled, k, v, start, length)
+            out, lse = masked_product(scaled, k, v, start, length, softcap)
         case Walk.WINDOWS:
-            out, lse = by_windows(scaled, k, v, start, length)
+            out, lse = by_windows(scaled, k, v, start, length, softcap)
     return out[:, :, :rows].astype(q.dtype), lse[:, :, :rows]
 
 
-def _equal(q, k, v, length):
+def _equal(q, k, v, length, softcap):
     """Attention over segments of equal capacity, by one batched product: float32 output and log-sum-exp."""
     batch, heads = q.shape[:2]
     keys = k.reshape(batch, heads, -1, k.shape[-1])
     values = v.reshape(keys.shape)
     logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
     inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
-    weights, total, lse = _softmax(logits, inside[:, :, None])
+    weights, total, lse = _softmax(capped(logits, softcap), inside[:, :, None])
     return _weighted(weights.astype(v.dtype), values) / total[..., None], lse
 
 
@@ -224,13 +237,14 @@ def masked_product(
     v: Float[Array, "B P D"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of scaled queries by one product with all pool rows, masked to segments: float32 output and lse."""
     batch, heads, rows, dim = q.shape
     flat = q.reshape(batch, heads * rows, dim)
     logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
-    logits = logits.reshape(batch, heads, rows, -1)
+    logits = capped(logits.reshape(batch, heads, rows, -1), softcap)
     weights, total, lse = _softmax(logits, inside[:, :, None])
     weights = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
     out = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
@@ -243,6 +257,7 @@ def by_windows(
     v: Float[Array, "B P D"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of scaled queries over each segment, block by block, not over all P rows: float32 output and lse."""
     batch, heads, rows, dim = q.shape
@@ -258,7 +273,7 @@ def by_windows(
         row = clamped[..., None] + offsets
         inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
         logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        logits = jnp.where(inside[:, :, None], logits, MASKED)
+        logits = jnp.where(inside[:, :, None], capped(logits, softcap), MASKED)
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)

@@ -1,6 +1,7 @@
 """Backend in plain XLA: runs everywhere, and is the oracle of the others."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,41 +23,75 @@ class Xla(Backend):
     keeps_norms = True
 
     def prefill(
-        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        lse: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
-            return xla.causal(q, k, v, jnp.int32(0) if first is None else first)
+            return xla.causal(q, k, v, jnp.int32(0) if first is None else first, softcap=softcap)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None
 
-    def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
+    def column_sums(
+        self,
+        q: Array,
+        k: Array,
+        lse: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        softcap: float | None = None,
+    ) -> Array:
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, given the queries' log-sum-exp."""
 
         def one(q, k, lse, length, first=None):
             """Mapped over prompts: attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
-            return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin)
+            return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin, softcap=softcap)
 
         return _each(one, q, k, lse, length, *([] if first is None else [first]))
 
     def window_mean(
-        self, q: Array, k: Array, positions: Array, length: Array, sink_logits: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        positions: Array,
+        length: Array,
+        sink_logits: Array | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, head by head."""
 
         def mean(p: Array, at: Array) -> Array:
             return columns.mean_over_window(p, at).mean(axis=0)
 
-        return columns.window_mass(q, k, positions, mean, sink_logits=sink_logits)
+        return columns.window_mass(q, k, positions, mean, sink_logits=sink_logits, softcap=softcap)
 
-    def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        start: Array,
+        length: Array,
+        *,
+        walk: Walk,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its segment, read by `walk`; returns output and log-sum-exp."""
-        return xla.over_pool(q, k, v, start, length, walk=walk)
+        return xla.over_pool(q, k, v, start, length, walk=walk, softcap=softcap)
 
     def attend_scored(
         self,
@@ -72,6 +107,7 @@ class Xla(Backend):
         widest: int | None = None,
         other: Array | None = None,
         sink_logits: Array | None = None,
+        softcap: float | None = None,
     ) -> tuple[Array, Array | Received]:
         """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
 
@@ -81,12 +117,13 @@ class Xla(Backend):
             return out[..., 0, :], lse[..., 0]
 
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
+            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, other=other, softcap=softcap)
             out, lse = joined(out, received.lse)
             return out, received._replace(lse=lse)
-        out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk))
+        out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk, softcap=softcap))
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)
-        return out, columns.pool_sums(q, k, lse, start, length, score, walk=walk, weight=1 / q.shape[2])
+        shares = partial(columns.pool_sums, walk=walk, weight=1 / q.shape[2], softcap=softcap)
+        return out, shares(q, k, lse, start, length, score)
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:

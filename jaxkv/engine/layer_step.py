@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -151,7 +152,7 @@ def run_layers(
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
     """Runs one block over N new tokens, appends their rows; returns `Stepped`: hidden states, rows, filter's choice."""
-    rows = dataclasses.replace(rows, window=block.spec.window)
+    rows, spec = dataclasses.replace(rows, window=block.spec.window), spec.at(block.spec)
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
@@ -240,6 +241,7 @@ def attend(
         widest=spec.widest,
         other=rows.likely,
         **token.sinks,
+        **spec.capping,
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
@@ -267,7 +269,8 @@ def _attend_fused(
     elif rows.pages is not None and dealt.picked is not None and dealt.rest is not None:
         picks = (rows.pages.rows, dealt.picked, rows.pages.held, dealt.rest, dealt.start)
     out, k, v, pos, *score = spec.backend.decode_token(
-        *parts,
+        parts[0],
+        parts[1],
         angles,
         new.positions[:, 0],
         new.count,
@@ -281,6 +284,7 @@ def _attend_fused(
         picks=picks,
         dtype=pool.store.dtype,
         **token.sinks,
+        **spec.capping,
     )
     scores = score[0] if scored else pool.score
     if scores is not None and not scored:
@@ -298,14 +302,15 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     """
     pool, scores = rows.pool, token.begun
     if rows.window is not None:
-        out = several_in_window(token, pool, rows.segments, new.count, rows.window)
+        out = several_in_window(spec, token, pool, rows.segments, new.count, rows.window)
         return out, dataclasses.replace(
             rows, pool=append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
         )
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    own = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
+    causal = partial(attention.causal, softcap=spec.softcap)
+    own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     own, own_lse = token.with_sinks(*own)
     if spec.scored:
         assert pool.score is not None
@@ -342,8 +347,10 @@ def _several_scores(
         score,
         walk=spec.layout.walk,
         weight=1 / group,
+        softcap=spec.softcap,
     )
-    sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
+    received = partial(attention.column_sums, softcap=spec.softcap)
+    sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return older, sums.mean(axis=2)
 
 

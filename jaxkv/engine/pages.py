@@ -123,5 +123,5 @@ def over_pages(
     source = jnp.where(slot < count[..., None], start[..., None] + offset, -1)
     k, v, _ = spec.backend.packed(pool.k[:, None], pool.v[:, None], source.reshape(batch, -1))
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slot.shape[0], start.shape)
-    out, lse = spec.backend.attend(q[..., 0, :], k, v, first, count, walk=Walk.STRIDES)
+    out, lse = spec.backend.attend(q[..., 0, :], k, v, first, count, walk=Walk.STRIDES, **spec.capping)
     return out[..., None, :], lse[..., None]

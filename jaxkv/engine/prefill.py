@@ -98,9 +98,10 @@ def run_layer(
 def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
     """Generator: runs right-padded prompts through the model, no compression, and yields each layer's `LayerOut`.
 
-    A layer's hidden states are donated to the next one; `needs` adds to keys and values; no models with windows.
+    A layer's hidden states are donated to the next one; `needs` adds to keys and values; no windows, no caps.
     """
-    require(not any(flat.config.windows), "model", flat.config.windows, "attention within windows is not analysed")
+    special = [each for each in flat.config.kinds if each.window or each.softcap]
+    require(not special, "model", special, "attention within windows, or of capped logits, is not analysed")
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = angles_by_rope(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
@@ -134,6 +135,7 @@ def observed(
         unrotated=None if blocks is None else out.unrotated,
         hidden=None if gate is None else out.hidden,
         sink_logits=out.sink_logits,
+        softcap=flat.config.spec_of(index).softcap,
         gate=None if gate is None else gate_weights(flat, gate, index),
         implementation=implementation,
         axes=flat.axes,

@@ -1,6 +1,7 @@
 """One decoder block over whole prompts: the program that prefill runs layer by layer, in blocks of tokens."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,7 @@ def layer(
                 reach,
             ),
             walk=Walk.STRIDES if reach is None else Walk.WINDOWS,
+            **block.spec.capping,
         )
         out, _ = with_sinks(out[..., None, :], lse[..., None], block.sink_logits)
         x = block.finish(final, out)[:, 0]
@@ -147,7 +149,7 @@ def _by_sequence(
     For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
     (`last`) come back unchanged; unrotated keys and sums are None unless `needs` asks for them.
     """
-    config, (batch, slots, width) = block.config, x.shape
+    config, (batch, slots, width), spec = block.config, x.shape, block.spec
     size = block_size(slots, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
@@ -172,15 +174,17 @@ def _by_sequence(
             first = index * size
             mine = take_slice(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
             alone = (length[row][None], first[None])
-            if block.spec.window is None:
-                out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone)
+            if spec.window is None:
+                out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone, **spec.capping)
             else:
-                out, lse = (a[None] for a in causal(mine, k_row, v_row, first, window=block.spec.window))
+                near = partial(causal, window=spec.window, softcap=spec.softcap)
+                out, lse = (a[None] for a in near(mine, k_row, v_row, first))
             if block.sink_logits is not None:
                 assert lse is not None
                 out, lse = with_sinks(out, lse, block.sink_logits)
             if sums is not None:
-                sums = sums.at[row].add(backend.column_sums(mine[None], k_row[None], lse, *alone)[0])
+                mass = backend.column_sums(mine[None], k_row[None], lse, *alone, **spec.capping)
+                sums = sums.at[row].add(mass[0])
             if not last:
                 part = take_slice(x, (row, first, 0), (1, size, width))
                 x = put_slice(x, block.finish(part, out), (row, first, 0))
@@ -231,11 +235,12 @@ def _at_once(
     if needs.sums or not last:
         shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
         q = lax.fori_loop(0, slots // size, queries, jnp.zeros(shape, x.dtype))
-        out, lse = backend.prefill(q, k, v, length, lse=needs.sums or block.sink_logits is not None)
+        wanted, capping = needs.sums or block.sink_logits is not None, block.spec.capping
+        out, lse = backend.prefill(q, k, v, length, lse=wanted, **capping)
         if block.sink_logits is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, block.sink_logits)
-        sums = backend.column_sums(q, k, lse, length) if needs.sums and lse is not None else None
+        sums = backend.column_sums(q, k, lse, length, **capping) if needs.sums and lse is not None else None
     if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
     return x, k, v, unrotated[0] if unrotated else None, sums

@@ -371,6 +371,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         norm_totals=None if totals is None else flat(totals),
         moments=jax.tree.map(flat, moments),
         sink_logits=None if sinks is None else flat(jnp.broadcast_to(sinks, (batch, *sinks.shape))),
+        softcap=static.graphs.spec.softcap,
         axes=None if fold else static.axes,
         group_axes=static.axes,
     )

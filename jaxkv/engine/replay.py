@@ -154,7 +154,7 @@ def _layer_again(
 
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
     """
-    block, (keys, values) = graphs.block(leaves), rows
+    block, (keys, values), softcap = graphs.block(leaves), rows, graphs.spec.softcap
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
     size = tokens // -(-tokens // MOST)
@@ -173,7 +173,8 @@ def _layer_again(
     def attend(part: Array) -> tuple[Array, Array]:
         """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
         backend, flat = backend_of(implementation), part.reshape(batch, heads, -1, dim)
-        out, lse = backend.attend(flat, keys.reshape(pool), values.reshape(pool), start, held, walk=Walk.STRIDES)
+        mine, how = (keys.reshape(pool), values.reshape(pool)), graphs.spec.capping
+        out, lse = backend.attend(flat, *mine, start, held, walk=Walk.STRIDES, **how)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -185,11 +186,11 @@ def _layer_again(
         turn = by.block(at, size)
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
         k, v = put_slice(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put_slice(v, new, (0, 0, at, 0))
-        out, lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], at), (q, k, v))
+        out, lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], at, softcap=softcap), (q, k, v))
         own, own_lse = attention.with_sinks(out, lse, block.sink_logits)
         x = put_slice(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
         weights = None if by_row is None else (1 / _norm(normed), by_row)
-        found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights)
+        found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights, softcap=softcap)
         return x, k, v, jnp.maximum(most, found)
 
     buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)

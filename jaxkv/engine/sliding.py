@@ -24,7 +24,7 @@ def over_window(
 
 
 def several_in_window(
-    token: Token, pool: Pool, segments: Segments, count: Int[Array, " B"], window: int
+    spec: Spec, token: Token, pool: Pool, segments: Segments, count: Int[Array, " B"], window: int
 ) -> Float[Array, "B K G N D"]:
     """Attention of N new tokens, the first `count` of them real, to the last `window` rows up to their own."""
     q, (k, v), tokens = token.q, pool.store.view(), token.q.shape[3]
@@ -41,7 +41,7 @@ def several_in_window(
         q, k_new, v_new, at, held, sinks = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        return masked(q, keys, values, near & there, sinks)
+        return masked(q, keys, values, near & there, sinks, spec.softcap)
 
     def of_sequence(given: tuple[Array, ...]) -> Float[Array, "K G N D"]:
         """Output of one sequence, kv head by kv head."""

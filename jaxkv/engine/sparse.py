@@ -1,7 +1,6 @@
 """Sparse reads (OmniKV): filter layers choose tokens by attention, and the layers above them attend to these alone."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +67,7 @@ def asking(
     new: NewTokens,
     reading: Reading,
     sink_logits: Float[Array, "K G"] | None = None,
+    softcap: float | None = None,
 ) -> Asking:
     """Makes `Asking`: queries (of the ring, or new) by which a filter layer chooses, with positions and weights.
 
@@ -78,13 +78,14 @@ def asking(
     if ring is None or tokens > 1:
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
         positions, weights = jnp.where(real, new.positions, -1), real.astype(jnp.float32)
-        return Asking(q=q, positions=positions, weights=weights, sink_logits=sink_logits)
+        return Asking(q=q, positions=positions, weights=weights, sink_logits=sink_logits, softcap=softcap)
     rows, now = ring.shape[3], new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
     mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
     weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
-    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights, sink_logits=sink_logits)
+    mine = mine.astype(q.dtype)
+    return Asking(q=mine, positions=stands, weights=weights, sink_logits=sink_logits, softcap=softcap)
 
 
 def chosen_at(
@@ -99,7 +100,7 @@ def chosen_at(
     """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
     reading, choosable = _filtered(spec, segments)
     assert new.candidates is not None
-    asked, below = asking(q, ring, new, reading, sink_logits), new.candidates.below
+    asked, below = asking(q, ring, new, reading, sink_logits, spec.softcap), new.candidates.below
     # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
     if reading.every_row:
         scores = by_row(asked, pool.k, below, spec.axes)
@@ -220,8 +221,8 @@ def over_chosen(
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
         count = jnp.broadcast_to(chosen.count[:, None], (batch, heads))
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
-    attend = partial(spec.backend.attend, walk=Walk.STRIDES)
-    return in_blocks(lambda part: attend(part, k, v, start, count), q)
+    attend, how = spec.backend.attend, spec.capping
+    return in_blocks(lambda part: attend(part, k, v, start, count, walk=Walk.STRIDES, **how), q)
 
 
 def over_rest(
@@ -238,5 +239,11 @@ def over_rest(
     reading, choosable = _filtered(spec, segments)
     first = segments.length if reading.include_generated else choosable
     # Few rows at places known only at run time: a walk in windows reads them and no others.
-    attend = partial(spec.backend.attend, walk=Walk.WINDOWS)
-    return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)
+    attend, how = spec.backend.attend, spec.capping
+
+    def one(part: Array) -> tuple[Array, Array]:
+        """Output and log-sum-exp of one block of queries."""
+        lies = segments.start + first, length - first
+        return attend(part, pool.k, pool.v, *lies, walk=Walk.WINDOWS, **how)
+
+    return in_blocks(one, q)

@@ -25,6 +25,7 @@ from jaxkv.engine.plan import widest
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
@@ -107,6 +108,20 @@ class Spec:
     def backend(self) -> Backend:
         """Backend whose functions compute attention over the pool, from `implementation`."""
         return backend_of(self.implementation)
+
+    def at(self, kind: LayerSpec) -> "Spec":
+        """The same config with the graphs of a layer of spec `kind`, whose attention functions of this package run."""
+        return dataclasses.replace(self, graphs=self.graphs.of(kind))
+
+    @property
+    def softcap(self) -> float | None:
+        """Cap of attention logits in the layer whose graphs these are; None for none."""
+        return self.graphs.spec.softcap
+
+    @property
+    def capping(self) -> dict[str, Any]:
+        """Argument `softcap` of the backend's functions in that layer; empty without."""
+        return self.graphs.spec.capping
 
     @property
     def axes(self) -> Axes | None:

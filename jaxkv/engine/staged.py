@@ -133,7 +133,8 @@ def run_stretch(
     if given.filter is not None:
         q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new)
         ring = given.rings[-1] if given.rings[-1] is None else remembered(given.rings[-1], q, new)
-        choice = chosen_at(spec, given.filter, segments_of(mine, len(pools)), q, ring, new, blocks[-1].sink_logits)
+        rest, asked = segments_of(mine, len(pools)), blocks[-1]
+        choice = chosen_at(spec.at(asked.spec), given.filter, rest, q, ring, new, asked.sink_logits)
     return x, tuple(each.rows.pool for each in done), tuple(each.rows.ring for each in done), choice
 
 

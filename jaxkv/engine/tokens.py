@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ class Token:
         return with_sinks(out, lse, self.sink_logits)
 
     @property
-    def sinks(self) -> dict[str, Float[Array, "K G"]]:
+    def sinks(self) -> dict[str, Any]:
         """Argument `sink_logits` of a backend's functions; empty without, for backends that know none."""
         return {} if self.sink_logits is None else {"sink_logits": self.sink_logits}
 
@@ -125,8 +125,8 @@ def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
-    attend = partial(spec.backend.attend, walk=spec.layout.walk)
-    return in_blocks(lambda part: attend(part, keys, values, start, length), q)
+    attend, how = spec.backend.attend, spec.capping
+    return in_blocks(lambda part: attend(part, keys, values, start, length, walk=spec.layout.walk, **how), q)
 
 
 @partial(jax.jit, static_argnames=("slots", "rope", "dim"))

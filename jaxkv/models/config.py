@@ -52,6 +52,7 @@ class ModelConfig:
         embedding_scale: factor on embeddings.
         residual_scale: factor on what attention and MLP add to the residual stream (Granite).
         logit_scale: factor on logits.
+        logit_softcap: c, for scaled logits that become c * tanh(logit / c); None for none (Gemma 2).
         experts: the mixture of experts that every block's MLP is, or None (Mixtral, Qwen3-MoE, gpt-oss).
         bos: id of the beginning-of-sequence token, if any.
         eos: ids that end a generation.
@@ -88,6 +89,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
     experts: Experts | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -160,7 +162,7 @@ class ModelConfig:
         return self.qk_norm_wide or self.qk_layer_norm
 
     def spec_of(self, layer: int) -> LayerSpec:
-        """`LayerSpec` of a layer: its rotary embedding and its attention scale.
+        """`LayerSpec` of a layer: its rotary embedding, its attention's scale, window and cap.
 
         Args:
             layer: index of the layer.

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxkv.attention.xla import capped
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, add_linear, empty, linear, linear_parts, project
 from jaxkv.models.mixture import MixtureMLP
@@ -209,6 +210,7 @@ class Ends(nnx.Module):
             setattr(self, each, getattr(decoder, each, None))
         self.axes: Axes | None = None
         self.embedding_scale, self.logit_scale = decoder.config.embedding_scale, decoder.config.logit_scale
+        self.logit_softcap = decoder.config.logit_softcap
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them."""
@@ -236,7 +238,8 @@ class Ends(nnx.Module):
         """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
         logits = project(normed, Stored(self.embedding[...])) if self.head is None else linear(self, "head", normed)
         logits = logits.astype(jnp.float32)
-        return logits if self.logit_scale == 1 else logits * self.logit_scale
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
+        return capped(logits, self.logit_softcap)
 
 
 class Took(NamedTuple):

@@ -39,6 +39,20 @@ _OLMO = _COMMON | {
     "num_key_value_heads": None,
     "rms_norm_eps": 1e-5,
 }
+# Gemma 2 and 3.
+_GEMMA: dict[str, Any] = {
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": None,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 
 # By the family's own names of keys. None: no value, or a value computed from other keys. Sizes that are missing here
 # (vocabulary, widths, layers, query heads) must be given in `config.json`.
@@ -74,23 +88,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "use_bidirectional_attention": None,
     },
-    "gemma3_text": {
-        "attention_bias": False,
+    "gemma2": _GEMMA
+    | {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 8192,
+        "rope_theta": 10_000.0,
+        "use_bidirectional_attention": None,
+    },
+    "gemma3_text": _GEMMA
+    | {
         "attn_logit_softcapping": None,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
         "final_logit_softcapping": None,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": None,
         "max_position_embeddings": 131_072,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
         "rope_local_base_freq": 10_000.0,
         "rope_theta": 1e6,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
         "use_bidirectional_attention": False,
     },
     "glm4": _COMMON

@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"interleaved": True, "layer_norm": True, "norm_bias": False, "parallel": True, "shared_norm": True},
     "falcon": {"layer_norm": True, "gated": False},
     "gemma": {"norm_offset": True, "tanh_gelu": True},
+    "gemma2": {"norm_offset": True, "norms": "both", "tanh_gelu": True},
     "gemma3_text": {"norm_offset": True, "norms": "both", "qk_norm": True, "tanh_gelu": True},
     "glm4": {"interleaved": True, "norms": "both", "out_bias": False},
     "gpt_oss": {"sink_logits": True},
@@ -40,7 +41,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Names of a family's activation, where its MLP is no SwiGLU. The first Gemmas' files say "gelu" and mean the GELU by a
 # hyperbolic tangent.
-ACTIVATIONS = {"falcon": ("gelu",), "gemma": ("gelu_pytorch_tanh", "gelu"), "gemma3_text": ("gelu_pytorch_tanh",)}
+ACTIVATIONS = {
+    "falcon": ("gelu",),
+    "gemma": ("gelu_pytorch_tanh", "gelu"),
+    "gemma2": ("gelu_pytorch_tanh",),
+    "gemma3_text": ("gelu_pytorch_tanh",),
+}
 
 
 def _falcon(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
@@ -87,16 +93,33 @@ def _cohere2(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[st
     return {"rope": Rope(), "kinds": period_of(kinds), "logit_scale": logit_scale}
 
 
-def _gemma3(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
-    """`ModelConfig` fields of a Gemma 3 text config: two rotary embeddings, attention's scale, that of embeddings."""
-    both = keys.flag("use_bidirectional_attention")
+def _capped(keys: Keys, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of Gemma 2 and 3: attention's scale and cap, of `LayerSpec`; scale of embeddings, cap of last logits."""
+    both = keys.take("use_bidirectional_attention")
     require(not both, "use_bidirectional_attention", both, "only causal attention is built")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        require(keys.take(name) is None, name, keys.raw.get(name), "logits are not capped: give null")
-    local, everywhere = read_two_ropes(keys, fields["max_positions"])
+
+    def cap(name: str) -> float | None:
+        """Cap of a key; None for null."""
+        given = keys.take(name)
+        return None if given is None else positive(name, given, "give a positive number, or null for no cap")
+
     scale = positive("query_pre_attn_scalar", keys.take("query_pre_attn_scalar")) ** -0.5
-    kinds = [LayerSpec(rope=local if each else everywhere, scale=scale) for each in sliding]
-    return {"rope": Rope(), "kinds": period_of(kinds), "embedding_scale": math.sqrt(fields["embed"])}
+    model = {"embedding_scale": math.sqrt(fields["embed"]), "logit_softcap": cap("final_logit_softcapping")}
+    return {"scale": scale, "softcap": cap("attn_logit_softcapping")}, model
+
+
+def _gemma2(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
+    """`ModelConfig` fields of a Gemma 2 config: attention's scale and cap, embeddings' scale, and the logits' cap."""
+    layer, model = _capped(keys, fields)
+    return {"rope": Rope(), "kinds": (LayerSpec(rope=fields["rope"], **layer),), **model}
+
+
+def _gemma3(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
+    """`ModelConfig` fields of a Gemma 3 text config: two rotary embeddings, and what Gemma 2's has."""
+    layer, model = _capped(keys, fields)
+    local, everywhere = read_two_ropes(keys, fields["max_positions"])
+    kinds = [LayerSpec(rope=local if each else everywhere, **layer) for each in sliding]
+    return {"rope": Rope(), "kinds": period_of(kinds), **model}
 
 
 def _olmo3(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
@@ -176,6 +199,7 @@ OWN: dict[str, Callable[[Keys, Mapping[str, Any], Sliding], dict[str, Any]]] = {
     "cohere2": _cohere2,
     "falcon": _falcon,
     "gemma": _gemma,
+    "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "glm4": _glm4,
     "gpt_oss": _gpt_oss,

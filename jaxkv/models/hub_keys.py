@@ -44,6 +44,8 @@ _IGNORED_BY = {
         "use_parallel_block",
         "use_parallel_embedding",
     },
+    # Beside the keys that transformers reads, hidden_activation and sliding_window.
+    "gemma2": {"_sliding_window_pattern", "cache_implementation", "hidden_act", "sliding_window_size"},
     "gemma3_text": {"_sliding_window_pattern", "cache_implementation"},
     # Written by transformers 5 for every model with rotary embeddings by parts.
     "glm4": {"ignore_keys_at_rope_validation"},

@@ -21,6 +21,7 @@ _CALLED = {
         "num_key_value_heads": "num_kv_heads",
         "rms_norm_eps": "layer_norm_epsilon",
     },
+    "gemma2": {"hidden_act": "hidden_activation"},
     "gemma3_text": {"hidden_act": "hidden_activation"},
     # `intermediate_size` is the width of dense blocks, of which there are none.
     "qwen3_moe": {"intermediate_size": "moe_intermediate_size"},

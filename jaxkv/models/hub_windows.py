@@ -13,7 +13,7 @@ from jaxkv.models.values import LayerSpec, Rope
 
 _TYPES = ("full_attention", "sliding_attention")
 # One layer in so many attends to the whole prompt where a config of the family has no `layer_types`.
-_EVERY = {"cohere2": 4, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 
 
 def read_windows(keys: Keys, layers: int, max_positions: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:

@@ -28,12 +28,14 @@ _LLAMA = {
     "mlp.down": ("mlp.down_proj",),
 }
 # What families beside Llama's call their norms, and norms behind attention and MLP.
+_GEMMA_NORMS = {
+    "attention_out_norm.scale": ("post_attention_layernorm",),
+    "mlp_norm.scale": ("pre_feedforward_layernorm",),
+    "mlp_out_norm.scale": ("post_feedforward_layernorm",),
+}
 _OTHER_NORMS = {
-    "gemma3_text": {
-        "attention_out_norm.scale": ("post_attention_layernorm",),
-        "mlp_norm.scale": ("pre_feedforward_layernorm",),
-        "mlp_out_norm.scale": ("post_feedforward_layernorm",),
-    },
+    "gemma2": _GEMMA_NORMS,
+    "gemma3_text": _GEMMA_NORMS,
     "glm4": {
         "attention_out_norm.scale": ("post_self_attn_layernorm",),
         "mlp_out_norm.scale": ("post_mlp_layernorm",),

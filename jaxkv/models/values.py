@@ -197,17 +197,24 @@ class LayerSpec:
         rope: the rotary embedding of its queries and keys.
         scale: factor on products of queries and keys; None for 1 / sqrt(D).
         window: number of last tokens, its own included, that a token attends to; None for all.
+        softcap: c, for logits of attention that become c * tanh(logit / c) before the softmax (Gemma 2); None for none.
     """
 
     rope: Rope = Rope()
     scale: float | None = None
     window: int | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)
         if self.window is not None:
             object.__setattr__(self, "window", whole("window", self.window, "give 1 or more tokens, or None"))
         require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
+
+    @property
+    def capping(self) -> dict[str, Any]:
+        """Argument `softcap` of a backend's functions; empty without, for backends that know none."""
+        return {} if self.softcap is None else {"softcap": self.softcap}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

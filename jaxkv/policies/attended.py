@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -152,7 +152,12 @@ class LastAttention(Scorer, Value):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention probabilities `[B, K, S]` of the last query, averaged over the group's query heads."""
         return attention.window_mass(
-            seen.q, seen.k, seen.q_positions, lambda p, _: p.mean(axis=(0, 1)), sink_logits=seen.sink_logits
+            seen.q,
+            seen.k,
+            seen.q_positions,
+            lambda p, _: p.mean(axis=(0, 1)),
+            sink_logits=seen.sink_logits,
+            softcap=seen.softcap,
         )
 
 
@@ -208,9 +213,10 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            sinks = {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
+            more: dict[str, Any] = {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
+            more |= {} if seen.softcap is None else {"softcap": seen.softcap}
             backend = backend_of(seen.implementation)
-            return backend.window_mean(seen.q, seen.k, seen.q_positions, seen.length, **sinks)
+            return backend.window_mean(seen.q, seen.k, seen.q_positions, seen.length, **more)
         return self.reduced(seen, mean_over_window)
 
     def reduced(
@@ -232,7 +238,9 @@ class WindowAttention(WindowScorer):
             heads = over_queries(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
-        return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce, sink_logits=seen.sink_logits)
+        return attention.window_mass(
+            seen.q, seen.k, seen.q_positions, reduce, sink_logits=seen.sink_logits, softcap=seen.softcap
+        )
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: observations pooled over neighbours; unchanged (pooled before) with `PoolOrder.FIRST`."""

@@ -48,7 +48,9 @@ class LazyLayers(LayerBudgets, Value):
             return jnp.where(between, mean_over_window(p, position), 0.0).sum(axis=-1)
 
         length = jnp.broadcast_to(seen.length[:, None], seen.k.shape[:2])
-        return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce, length, sink_logits=seen.sink_logits)
+        return attention.window_mass(
+            seen.q, seen.k, seen.q_positions, reduce, length, sink_logits=seen.sink_logits, softcap=seen.softcap
+        )
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced rows."""

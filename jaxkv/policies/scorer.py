@@ -171,7 +171,7 @@ class Needs:
         *("q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals"),
         *("moments", "replayed", "blocks", "unrotated", "hidden", "gate", "sink_logits"),
     ],
-    meta_fields=["implementation", "axes", "group_axes"],
+    meta_fields=["softcap", "implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
@@ -186,8 +186,7 @@ class Observed:
         layer: `i32[]` index of the layer.
         key: random key of this call.
         sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
-        norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean over the group, if the scorer
-            needs them.
+        norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group, if needed.
         norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
         moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
         replayed: `f32[B, K, S]` largest attention that any query of the second pass paid the row, 0 for the first
@@ -196,8 +195,8 @@ class Observed:
         unrotated: `[B, K, S, D]` keys before RoPE, likewise.
         hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm, if the scorer has a gate.
         gate: weights of this layer of the scorer's gate, likewise.
-        sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for models
-            without such.
+        sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for none.
+        softcap: c, if the layer's attention has c * tanh(logits / c) in place of its logits; None if not.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -221,6 +220,7 @@ class Observed:
     hidden: Float[Array, "B S E"] | None = None
     gate: Any = None
     sink_logits: Float[Array, "B K G"] | None = None
+    softcap: float | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None

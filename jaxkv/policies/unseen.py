@@ -183,7 +183,9 @@ class WorstAttention(Scorer, Value):
             ratio = p.sum(axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
             return (pooled * ratio).max(axis=(0, 1))
 
-        most = attention.window_mass(seen.q, seen.k, seen.q_positions, worst, sink_logits=seen.sink_logits)
+        most = attention.window_mass(
+            seen.q, seen.k, seen.q_positions, worst, sink_logits=seen.sink_logits, softcap=seen.softcap
+        )
         # Reduced before the mean over the row, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
@@ -201,7 +203,9 @@ class WorstAttention(Scorer, Value):
             return mean_over_window(p, position).mean(axis=0)
 
         paid = mean_of_devices(
-            attention.window_mass(seen.q, seen.k, seen.q_positions, mean, sink_logits=seen.sink_logits),
+            attention.window_mass(
+                seen.q, seen.k, seen.q_positions, mean, sink_logits=seen.sink_logits, softcap=seen.softcap
+            ),
             "G",
             seen.group_axes,
         )

@@ -36,6 +36,8 @@ from transformers import (
     CohereForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -130,6 +132,7 @@ QWEN3_MOE = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
 GEMMA, GLM4 = (GemmaConfig, GemmaForCausalLM), (Glm4Config, Glm4ForCausalLM)
 GRANITE, OLMO2 = (GraniteConfig, GraniteForCausalLM), (Olmo2Config, Olmo2ForCausalLM)
 COHERE, COHERE2 = (CohereConfig, CohereForCausalLM), (Cohere2Config, Cohere2ForCausalLM)
+GEMMA2 = (Gemma2Config, Gemma2ForCausalLM)
 GEMMA3, OLMO3 = (Gemma3TextConfig, Gemma3ForCausalLM), (Olmo3Config, Olmo3ForCausalLM)
 GEMMA3_IMAGES = (with_images, Gemma3ForConditionalGeneration)
 GPT_OSS = (GptOssConfig, GptOssForCausalLM)
@@ -318,6 +321,24 @@ SPECS = {
         OLMO3,
         heads(3, 1, num_hidden_layers=4, sliding_window=12, rope_parameters=YARN | {"rope_theta": 500000.0}),
     ),
+    # Caps that most logits reach, of attention and at the end.
+    "gemma2": (
+        GEMMA2,
+        heads(
+            4,
+            2,
+            head_dim=16,
+            num_hidden_layers=3,
+            sliding_window=12,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=3.0,
+            # PyTorch's own attention caps nothing.
+            attn_implementation="eager",
+            rope_parameters=rope(10000.0),
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
@@ -333,7 +354,7 @@ SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
     # Gemma's norms multiply by 1 plus their weights.
-    gemmas = (GemmaForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration)
+    gemmas = (GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration)
     middle = 0.0 if isinstance(model, gemmas) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():

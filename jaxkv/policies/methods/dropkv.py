@@ -34,7 +34,9 @@ class OutputChange(WindowScorer):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Squared change `[B, K, S]` of the window's attention outputs if a row is dropped, mean over query heads."""
-        return attention.window_mass(seen.q, seen.k, seen.q_positions, _changes, seen.v, sink_logits=seen.sink_logits)
+        return attention.window_mass(
+            seen.q, seen.k, seen.q_positions, _changes, seen.v, sink_logits=seen.sink_logits, softcap=seen.softcap
+        )
 
 
 def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]) -> Float[Array, " S"]:
