@@ -80,11 +80,11 @@ def test_the_matrix_is_hadamards(dim):
     np.testing.assert_allclose(own.transformed(own.transformed(jnp.asarray(x))), x, atol=1e-5)
 
 
-def test_centres_are_means_of_real_tokens():
-    """Over a prompt's own tokens and 16 zeros, padding left out."""
-    k = np.random.default_rng(0).standard_normal((2, 3, 10, 8)).astype(np.float32)
-    found = own.centre_of(jnp.asarray(k), jnp.asarray([10, 4], jnp.int32))
-    want = np.stack([k[0].sum(axis=1) / 26, k[1, :, :4].sum(axis=1) / 20])
+def test_centres_are_means_of_the_last_real_tokens():
+    """Over a prompt's last 1,024 tokens and 16 zeros, padding and older tokens left out."""
+    k = np.random.default_rng(0).standard_normal((2, 3, 1500, 8)).astype(np.float32)
+    found = own.centre_of(jnp.asarray(k), jnp.asarray([1400, 4], jnp.int32))
+    want = np.stack([k[0, :, 376:1400].sum(axis=1) / 1040, k[1, :, :4].sum(axis=1) / 20])
     np.testing.assert_allclose(found, want, atol=1e-6)
     stored = own.stored_keys(jnp.asarray(k), found)
     np.testing.assert_allclose(own.keys_of(stored, found), k, atol=1e-5)

@@ -48,11 +48,12 @@ def room_for(
         # The same for every part of an answer, its last and shortest one too.
         period = parts.every or 1
         room = growing + (period if period <= MOST_AHEAD else ahead)
-    if not slides:
-        return room
-    most = [
-        max(_LEAST_BEYOND, bucket(width), parts.every or 1) if width else ahead + int(room.max()) for width in windows
-    ]
+    return _sliding(room, windows, parts.every or 1) if slides else room
+
+
+def _sliding(room: Int[np.ndarray, " L"], windows: tuple[int | None, ...], least: int) -> Int[np.ndarray, " L"]:
+    """Rows of room `[L]`: of window layers no more than their window's rows, or 256, or the `least` that are needed."""
+    most = [max(_LEAST_BEYOND, bucket(width), least) if width else int(room.max()) for width in windows]
     return np.minimum(room, most)
 
 
@@ -129,12 +130,12 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     Policies that only append leave room for `new` tokens, too. The given cache holds `batch` sequences, or one that is
     repeated. Raises MemoryError if the copy does not fit.
     """
-    goes_on = given.policy.parts().ongoing is not None
+    goes_on, windows = given.policy.parts().ongoing is not None, given.config.windows
     wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
     # has grown grows twofold, so that turn after turn meets few shapes.
     grown = int(beyond(given).max())
-    fits = grown > 0 and given.free().min() >= wanted
+    fits = grown > 0 and bool((given.free() >= _sliding(np.full(len(windows), wanted), windows, longest + 1)).all())
     room = 0 if fits else bucket(wanted)
     twofold = room if fits or goes_on else bucket(max(wanted, grown))
     mesh = None if given.axes is None else given.axes.mesh
@@ -145,7 +146,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
     with hosts.together("copying a cache", mesh):
         memory.check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
-    return repack(given, room=room, batch=batch)
+    return repack(given, room=_sliding(np.full(len(windows), room), windows, bucket(longest + 1)), batch=batch)
 
 
 def _copy_bytes(given: KVCache, batch: int, room: int) -> int:

@@ -17,8 +17,9 @@ from jaxkv.policies.parts import Parts
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
-# Zeros that count as keys in the mean: few tokens say little about the keys to come.
-_PRIOR = 16
+# Tokens of a prompt's end whose keys' mean is taken off: rotary embeddings turn means with the position, and near rows
+# are attended to most. And zeros that count as keys in it: few tokens say little about the keys to come.
+_LAST, _PRIOR = 1024, 16
 
 
 def transforms(parts: Parts) -> bool:
@@ -59,10 +60,11 @@ def keys_of(stored: Float[Array, "B K N D"], centre: Float[Array, "B K D"]) -> F
 def centre_of(
     k: Float[Array, "B K S D"], length: Int[Array, " B"], *, axes: Axes | None = None
 ) -> Float[Array, "B K D"]:
-    """Compiled: float32 mean of each kv head's keys over a prompt's tokens, and over 16 zeros."""
-    real = jnp.arange(k.shape[2], dtype=jnp.int32) < length[:, None]
-    total = jnp.where(real[:, None, :, None], k.astype(jnp.float32), 0).sum(axis=2)
-    return total / (length[:, None, None] + _PRIOR).astype(jnp.float32)
+    """Compiled: float32 mean of each kv head's keys over a prompt's last 1,024 tokens, and over 16 zeros."""
+    position = jnp.arange(k.shape[2], dtype=jnp.int32)
+    last = (position < length[:, None]) & (position >= length[:, None] - _LAST)
+    total = jnp.where(last[:, None, :, None], k.astype(jnp.float32), 0).sum(axis=2)
+    return total / (jnp.minimum(length, _LAST)[:, None, None] + _PRIOR).astype(jnp.float32)
 
 
 @program(static=("axes",))

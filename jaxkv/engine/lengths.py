@@ -124,7 +124,9 @@ def by_length(
     )
 
 
-def beside_windows(table: Table, length: Numbers, windows: tuple[int | None, ...]) -> Table:
+def beside_windows(
+    table: Int[np.ndarray, "n B"] | Int[Array, "n B"], length: Numbers, windows: tuple[int | None, ...]
+) -> Table:
     """Row counts `[L, B]` of all layers: of window layers their window's, of the others those in `table`."""
     xp, others = namespace(table), iter(table)
     return xp.stack([next(others) if each is None else xp.minimum(length, each) for each in windows])
