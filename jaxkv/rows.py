@@ -25,7 +25,7 @@ from jaxkv.engine.segments import in_window
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["k", "v", "pos", "start", "length", "seen", "left_out", "sink_logits"],
-    meta_fields=["layout", "windows"],
+    meta_fields=["layout", "windows", "softcap"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -44,6 +44,7 @@ class Rows:
         sink_logits: `f[H]` learned logits of each layer's query heads, which take part in the softmax; None without.
         layout: how segments lie in their pool.
         windows: number of last tokens that each layer's tokens attend to; None for all.
+        softcap: cap of the layers' logits; None for none.
     """
 
     k: tuple[Array, ...]
@@ -56,6 +57,7 @@ class Rows:
     sink_logits: tuple[Array | None, ...]
     layout: Layout
     windows: tuple[int | None, ...]
+    softcap: float | None
 
     def __repr__(self) -> str:
         pools = ", ".join(dict.fromkeys(shown(each) if hasattr(each, "dtype") else repr(each) for each in self.k))
@@ -195,7 +197,7 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         lies = in_window(start, jnp.maximum(length - after[:, None], 0), window)
-        out, lse = over_pool(q, pool.k, pool.v, *lies, walk=walk)
+        out, lse = over_pool(q, pool.k, pool.v, *lies, walk=walk, softcap=rows.softcap)
         return with_sinks(out[..., None, :], lse[..., None], sinks)[0][..., 0, :]
 
     if tokens == 1:
@@ -250,8 +252,10 @@ def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float
     return q.reshape(batch, heads, -1, *q.shape[2:])
 
 
-def as_floats(field: str, given: Any) -> Float[Array, "..."]:
-    """Validates numbers of a floating dtype and returns them as a JAX array; ValueError for others."""
+def as_floats(field: str, given: Any) -> Float[Array, "..."] | None:
+    """Validates numbers of a floating dtype and returns them as a JAX array, or None; ValueError for others."""
+    if given is None:
+        return None
     array = jnp.asarray(given)
     require(jnp.issubdtype(array.dtype, jnp.floating), field, shown(array), "give floating-point numbers")
     return array
@@ -259,9 +263,9 @@ def as_floats(field: str, given: Any) -> Float[Array, "..."]:
 
 def as_sinks(given: Any, heads: int, group: int) -> Float[Array, "K G"] | None:
     """Validates sink logits `[H]` of K kv heads' groups and returns them as `[K, G]`, or None; else ValueError."""
-    if given is None:
-        return None
     array = as_floats("sink_logits", given)
+    if array is None:
+        return None
     remedy = f"give one number for each of {heads * group} query heads, f[H]"
     require(array.shape == (heads * group,), "sink_logits", list(array.shape), remedy)
     return array.reshape(heads, group)

@@ -32,6 +32,7 @@ from jaxkv.engine.choosing import Candidates, last_rows, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, ranked_first, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.lengths import by_length, rows_by_claims
+from jaxkv.models.values import positive
 from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -53,6 +54,7 @@ def compress(
     layers: int | None = None,
     window: int | None = None,
     sink_logits: ArrayLike | None = None,
+    softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> Rows:
     """Compresses one layer's keys and values by a policy; returns the kept rows as `Rows`.
@@ -80,6 +82,7 @@ def compress(
             `window` rows are kept then, whatever the policy, and `layer` and `layers` count the other layers alone.
         sink_logits: `[H]` learned logits that take part in the softmax of each query head, without a value; scores and
             `attend` count them.
+        softcap: cap of the layer's logits, which are softcap * tanh(logits / softcap), likewise.
         key: random key or seed, for policies that draw; 0 by default.
 
     Returns:
@@ -102,7 +105,7 @@ def compress(
     below = "" if layers is None else f", below layers={layers}"
     layer = whole("layer", layer, f"give the layer's index{below}", least=0)
     require(layers is None or layer < layers, "layer", layer, f"give the layer's index{below}")
-    given = _Layer(k, v, queries, _as_window(window), sink_logits)
+    given = _Layer(k, v, queries, _as_window(window), sink_logits, _as_softcap(softcap))
     return _compressed([given], parts, length, room, key, first=layer, layers=layers or layer + 1)
 
 
@@ -117,6 +120,7 @@ def compress_layers(
     room: int = 0,
     windows: Sequence[int | None] | None = None,
     sink_logits: Sequence[ArrayLike | None] | None = None,
+    softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> Rows:
     """Compresses all layers' keys and values by a policy, as `Rows`; for budgets that depend on several layers.
@@ -133,6 +137,7 @@ def compress_layers(
         room: as for `compress`.
         windows: each layer's window, as for `compress`; the budget is spread over the layers without one.
         sink_logits: each layer's, as for `compress`.
+        softcap: of all layers, as for `compress`.
         key: as for `compress`.
 
     Returns:
@@ -147,7 +152,8 @@ def compress_layers(
         count = layers if of_layers is None else len(of_layers)
         require(layers > 0 and count == layers, field, f"{count} layers", f"give as many as there are of k: {layers}")
     beside = [[None] * layers if given is None else given for given in (queries, windows, sink_logits)]
-    given = [_Layer(k, v, q, _as_window(width), sinks) for k, v, q, width, sinks in zip(k, v, *beside, strict=True)]
+    cap, each = _as_softcap(softcap), zip(k, v, *beside, strict=True)
+    given = [_Layer(k, v, q, _as_window(width), sinks, cap) for k, v, q, width, sinks in each]
     parts, widths = _as_taken(policy).parts(), tuple(each.window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
@@ -155,18 +161,24 @@ def compress_layers(
 
 
 class _Layer(NamedTuple):
-    """A user's arrays of one layer: keys, values, maybe queries, the layer's window, and its sink logits."""
+    """A user's arrays of one layer: keys, values, maybe queries; the layer's window, sink logits and cap of logits."""
 
     k: Any
     v: Any
     queries: Any
     window: int | None
     sink_logits: Any
+    softcap: float | None
 
 
 def _as_window(given: Any) -> int | None:
     """Validates a window's number of tokens, or None; ValueError below 1."""
     return None if given is None else whole("window", given, "give 1 or more tokens, or None")
+
+
+def _as_softcap(given: Any) -> float | None:
+    """Validates a cap of logits, or None; ValueError unless it is positive and finite."""
+    return None if given is None else positive("softcap", given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,10 +291,10 @@ class _Given(Source):
             if self.parts.needs.sums:
                 all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
                 backend = backend_of(Implementation.XLA)
-                out, lse = backend.prefill(all_q, all_k, all_v, length)
+                out, lse = backend.prefill(all_q, all_k, all_v, length, softcap=given.softcap)
                 assert lse is not None
                 _, lse = with_sinks(out, lse, sinks)
-                sums = backend.column_sums(all_q, all_k, lse, length)
+                sums = backend.column_sums(all_q, all_k, lse, length, softcap=given.softcap)
             if q.shape[3] == slots:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)
@@ -298,6 +310,7 @@ class _Given(Source):
             layer=jnp.int32(index),
             key=self.key,
             sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
+            softcap=given.softcap,
         )
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
@@ -331,7 +344,6 @@ def _compressed(
     given = _Given(layers_given, parts, length, room=room, key=key, first=first, layers=layers)
     made = finished(compress_all(given, parts, key=key))
     seen = jnp.broadcast_to(given.length, (len(layers_given), len(given.length)))
-    sinks = tuple(each.sink_logits for each in layers_given)
     return Rows(
         k=tuple(pool.k for pool in made.pools),
         v=tuple(pool.v for pool in made.pools),
@@ -340,9 +352,10 @@ def _compressed(
         length=made.length,
         seen=seen,
         left_out=jnp.zeros_like(seen),
-        sink_logits=tuple(None if each is None else as_floats("sink_logits", each) for each in sinks),
+        sink_logits=tuple(as_floats("sink_logits", each.sink_logits) for each in layers_given),
         layout=parts.layout,
         windows=tuple(each.window for each in layers_given),
+        softcap=layers_given[0].softcap,
     )
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sinks import attended
 
 import jaxkv
 
@@ -24,26 +23,25 @@ def arrays(seed=0):
     return k, v, q, rng.standard_normal(HEADS * GROUP).astype(np.float32) + 1
 
 
-def oracle(rows, q, sinks, window, last):
+def oracle(rows, q, sinks, window, last, cap):
     """Output of one query head over the rows of a head up to position `last`, its window's alone if it has one."""
     pos, k, v = rows
     near = (pos <= last) & (pos > last - (window or 10**9))
-    if sinks is not None:
-        return attended(q, k[near], v[near], sinks)[0]
     logits = k[near].astype(np.float64) @ q / math.sqrt(DIM)
-    weights = np.exp(logits - logits.max())
-    return weights @ v[near] / weights.sum()
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    weights = np.exp(logits)
+    return weights @ v[near] / (weights.sum() + (0 if sinks is None else math.exp(sinks)))
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(("sunk", "cap"), [(False, None), (True, None), (False, 1.5), (True, 0.7)])
 @pytest.mark.parametrize("window", [None, 6, 100])
-def test_attention_by_an_oracle(window, sunk, tokens):
+def test_attention_by_an_oracle(window, sunk, cap, tokens):
     """A prompt compressed, then tokens one by one and several at a time, past the window."""
     k, v, q, sinks = arrays()
     sinks, policy = sinks if sunk else None, jaxkv.SnapKV(budget=12, window=4)
     of_prompt = [a[:, :, :SLOTS] for a in (k, v, q)]
-    given = {"queries": of_prompt[2], "length": np.asarray(LENGTHS), "room": NEW, "window": window}
+    given = {"queries": of_prompt[2], "length": np.asarray(LENGTHS), "room": NEW, "window": window, "softcap": cap}
     rows = jaxkv.compress(*of_prompt[:2], policy=policy, sink_logits=sinks, **given)
     for row, length in enumerate(LENGTHS):
         held = min(length, window or 12)
@@ -59,7 +57,7 @@ def test_attention_by_an_oracle(window, sunk, tokens):
             start, length = (int(np.asarray(each)[0, row, kv]) for each in (rows.start, rows.length))
             held = tuple(np.asarray(each[0])[row, start : start + length] for each in (rows.k, rows.v))
             one = None if sinks is None else sinks[head]
-            want = oracle((pos, *held), q[row, head, SLOTS + first + at], one, window, LENGTHS[row] + first + at)
+            want = oracle((pos, *held), q[row, head, SLOTS + first + at], one, window, LENGTHS[row] + first + at, cap)
             np.testing.assert_allclose(out[row, head, at], want, atol=2e-5)
 
 
@@ -122,6 +120,7 @@ def test_what_is_refused():
     policy = jaxkv.SnapKV(budget=12, window=4)
     for given, told in (
         ({"window": 0}, "window=0: give 1 or more tokens, or None"),
+        ({"softcap": 0.0}, r"softcap=0\.0: give a positive, finite number"),
         ({"sink_logits": sinks[0][:4]}, r"sink_logits=\[4\]: give one number for each of 6 query heads"),
         ({"sink_logits": np.arange(6)}, r"sink_logits='int32\[6\]': give floating-point numbers"),
     ):
