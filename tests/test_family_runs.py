@@ -37,6 +37,16 @@ SHAPES = {
         SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, interleaved=True, qk_layer_norm=True
     ),
     "gemma": dataclasses.replace(SMALL, norm_offset=True, tanh_gelu=True, embedding_scale=5.0, tied=True),
+    "gemma2": dataclasses.replace(
+        SMALL,
+        norms="both",
+        norm_offset=True,
+        tanh_gelu=True,
+        kinds=(LayerSpec(scale=0.5, softcap=1.0),),
+        embedding_scale=5.0,
+        logit_softcap=0.5,
+        tied=True,
+    ),
     "glm4": dataclasses.replace(SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True),
     "granite": dataclasses.replace(
         SMALL,
@@ -78,7 +88,13 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     "name, policy",
-    [("falcon-40b", "criticalkv"), ("glm4", "criticalkv"), ("command-r-plus", "expected"), ("olmo2", "expected")],
+    [
+        ("falcon-40b", "criticalkv"),
+        ("glm4", "criticalkv"),
+        ("command-r-plus", "expected"),
+        ("gemma2", "pyramidkv"),
+        ("olmo2", "expected"),
+    ],
 )
 def test_policies_keep_their_promises(name, policy):
     """With norms of values at the output projection, budgets of their own for heads and layers, mean rotations."""
@@ -93,6 +109,7 @@ def test_policies_keep_their_promises(name, policy):
         ("glm4", "snapkv"),
         ("phi-4-mini", "snapkv"),
         ("command-r-plus", "snapkv"),
+        ("gemma2", "snapkv"),
     ],
 )
 def test_kernels_generate_what_xla_does(name, policy):
@@ -115,6 +132,7 @@ def test_kernels_generate_what_xla_does(name, policy):
         ("glm4", 2),
         ("granite", 2),
         ("olmo2", 2),
+        ("gemma2", 2),
     ],
 )
 def test_meshes(name, sums):

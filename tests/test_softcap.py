@@ -16,9 +16,11 @@ import jaxkv
 from jaxkv import attention
 from jaxkv.attention import Implementation, backend_of, chunk_peaks, columns, filters, xla
 from jaxkv.attention.xla import Walk
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import linear
 from jaxkv.models.rope import angles, rotate
 from jaxkv.models.values import LayerSpec
+from jaxkv.planning.catalog import catalog
 
 # So small that it changes most logits; alternate layers of a window, as in Gemma 2, and a model without any.
 CAP = 1.5
@@ -34,14 +36,15 @@ OPTIONS = {"max_new_tokens": 12, "stop_at_eos": False}
 POLICIES = {
     "full": jaxkv.FullKV(),
     "snapkv": jaxkv.SnapKV(budget=16, window=6),
-    "snapkv, int8": jaxkv.SnapKV(budget=16, window=6, store="int8"),
-    "snapkv, int4": jaxkv.SnapKV(budget=16, window=6, store="int4"),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=6)),
     "h2o": jaxkv.H2O(budget=16),
     "tova": jaxkv.TOVA(budget=16),
 }
-# What is not built beside windows.
+# With the fused step, and what is not built beside windows.
 MORE = {
+    "scores": jaxkv.H2O(budget=16),
+    "int8": jaxkv.SnapKV(budget=16, window=6, store="int8"),
+    "int4": jaxkv.SnapKV(budget=16, window=6, store="int4"),
     "every": jaxkv.SnapKV(budget=16, window=6, every=3),
     "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=16, window=6)),
     "variance": jaxkv.D2O(budget=16),
@@ -237,7 +240,7 @@ def test_drawn_tokens_are_those_of_the_longer_prompt(dtype):
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [*((CAPPED, name) for name in POLICIES), *((WHOLE, name) for name in POLICIES | MORE)],
+    [*((CAPPED, name) for name in POLICIES), *((WHOLE, name) for name in MORE)],
     ids=lambda each: str(each)[:12] if isinstance(each, str) else "windows" if any(each.windows) else "whole",
 )
 def test_kernels_and_meshes(config, name):
@@ -269,6 +272,22 @@ def test_caps_change_what_is_drawn_and_kept():
     low, high, none = (np.asarray(each.logits) for each in caches)
     np.testing.assert_allclose(high, none, atol=1e-4)
     assert np.abs(low - none).max() > 1e-2
+
+
+def test_published_configs():
+    """Of all three sizes: caps, scales, and windows of layers 0, 2, 4 and so on; keys of older files beside them."""
+    for size, scale in (("2b", 256), ("9b", 256), ("27b", 144)):
+        raw = catalog()[f"gemma-2-{size}"].raw
+        config = ModelConfig.from_hf(raw | {"sliding_window_size": 4096})
+        assert config.windows == (4096, None) * (config.layers // 2) and config.tied and config.tanh_gelu
+        assert {config.spec_of(layer).softcap for layer in range(config.layers)} == {50.0}
+        assert (config.logit_softcap, config.spec_of(1).scale) == (30.0, scale**-0.5)
+        assert (config.embedding_scale, config.norms) == (config.embed**0.5, "both")
+        plain = ModelConfig.from_hf(raw | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+        assert (plain.spec_of(0).softcap, plain.logit_softcap) == (None, None)
+        for change in ({"hidden_activation": "gelu"}, {"use_bidirectional_attention": True}):
+            with pytest.raises(ValueError, match=f"{next(iter(change))}="):
+                ModelConfig.from_hf(raw | change)
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
