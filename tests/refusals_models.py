@@ -186,7 +186,11 @@ CONFIGS = [
         ((SMOLLM3_3B, {"no_rope_layers": [2] * 36}), "no_rope_layers=.*a 0 for each without"),
         ((SMOLLM3_3B, {"no_rope_layers": "1" * 36}), "no_rope_layers=.*a 0 for each without"),
         ((SMOLLM3_3B, {"no_rope_layer_interval": 0}), "no_rope_layer_interval=0: give an integer from 1"),
-        ((QWEN3_30B, {"model_type": "gemma2"}), "model_type='gemma2': jaxkv builds cohere, .*falcon, gemma"),
+        ((QWEN3_30B, {"model_type": "gpt2"}), "model_type='gpt2': jaxkv builds cohere, .*falcon, gemma"),
+        (
+            (QWEN3_30B, {"model_type": "deepseek_v3"}),
+            "model_type='deepseek_v3': it has multi-head latent attention.*not built; jaxkv builds cohere",
+        ),
     ),
     *calls(
         "kinds of layers",

@@ -104,7 +104,7 @@ def test_corrupt_and_truncated_weights(tmp_path):
         ({"sliding_window": 0, "model_type": "mistral"}, "sliding_window=0: give an integer from 1"),
         ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window=64: no llama has windows"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*give as many as num_hidden"),
-        ({"model_type": "gemma2"}, "model_type='gemma2': jaxkv builds cohere, .*smollm3"),
+        ({"model_type": "gpt2"}, "model_type='gpt2': jaxkv builds cohere, .*smollm3"),
         ({"num_local_experts": 8}, r"config=\['num_local_experts'\]"),
         ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_scaling\.short_factor=None: .*'longrope' needs it"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional': jaxkv builds default, dynamic"),

@@ -64,6 +64,17 @@ _IGNORED_BY = {
 }
 
 
+# What families have that many ask for and that are refused.
+_LATENTS = "multi-head latent attention, whose cache is one latent row for all heads"
+_MISSING = {
+    "deepseek_v2": _LATENTS,
+    "deepseek_v3": _LATENTS,
+    "llama4": "attention within chunks",
+    "llama4_text": "attention within chunks",
+    "qwen3_next": "linear attention, whose cache has no rows",
+}
+
+
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values.
 
@@ -74,7 +85,9 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = raw.get("model_type")
     known = isinstance(family, str) and family in FAMILIES
-    require(known, "model_type", family, f"jaxkv builds {', '.join(sorted(FAMILIES))}")
+    missing = _MISSING.get(str(family))
+    why = "" if missing is None else f"it has {missing}, not built; "
+    require(known, "model_type", family, f"{why}jaxkv builds {', '.join(sorted(FAMILIES))}")
     keys = Keys(raw, str(family))
     embed, heads, layers = (keys.whole(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     max_positions = keys.whole("max_position_embeddings")
