@@ -112,7 +112,9 @@ class Xla(Backend):
         """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
 
         def joined(out: Array, lse: Array) -> tuple[Array, Array]:
-            """Output and log-sum-exp with the learned sink logits."""
+            """Output and log-sum-exp with the learned sink logits, if there are any."""
+            if sink_logits is None:
+                return out, lse
             out, lse = with_sinks(out[..., None, :], lse[..., None], sink_logits)
             return out[..., 0, :], lse[..., 0]
 
