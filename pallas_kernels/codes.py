@@ -9,8 +9,8 @@ from jax import lax
 
 from ._compat import store
 
-# As jaxkv's stores have them: float16 scales, rounded up, so that no code lies beyond the largest one.
-_LARGEST, SMALLEST_SCALE, _UP = 127, 2.0**-24, 1 + 2.0**-11
+# As jaxkv's stores have them: float16 scales.
+_LARGEST, SMALLEST_SCALE = 127, 2.0**-24
 # Columns that share a scale and a least value in 4 bits, and the largest such code.
 GROUP, _LARGEST_4 = 32, 15
 
@@ -105,9 +105,9 @@ def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
 
 
 def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
-    """Float16 scale by which code `most` stands for `largest`, rounded up to at least 2**-24; 0 for 0."""
+    """Float16 scale by which code `most` stands for `largest`, at least 2**-24; 0 for 0."""
     scale = largest / most
-    return jnp.where(scale > 0, jnp.maximum(scale * _UP, SMALLEST_SCALE), scale).astype(jnp.float16)
+    return jnp.where(scale > 0, jnp.maximum(scale, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
 def codes_of(numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST) -> jax.Array:

@@ -25,10 +25,9 @@ PROMPTS = (61, 40)
 POOLS = ("full", "snapkv", "adakv", "h2o", "d2o")
 
 
-def rounded_up(width):
-    """A scale in float16 that is no smaller than `width` as float32 computes it."""
-    wide = np.float32(width) * np.float32(1 + 2.0**-11)
-    return np.where(width > 0, np.maximum(wide, np.float32(2.0**-24)), width).astype(np.float16)
+def scale_for(width):
+    """The float16 scale for steps of `width`, at least the smallest one."""
+    return np.where(width > 0, np.maximum(np.float32(width), np.float32(2.0**-24)), width).astype(np.float16)
 
 
 def bytes_of(rows):
@@ -36,7 +35,7 @@ def bytes_of(rows):
     codes, scales = np.zeros(rows.shape, np.int8), np.zeros(rows.shape[:-1], np.float16)
     for at in np.ndindex(*rows.shape[:-1]):
         row = rows[at].astype(np.float32)
-        scales[at] = rounded_up(np.abs(row).max() / np.float32(127))
+        scales[at] = scale_for(np.abs(row).max() / np.float32(127))
         if scales[at]:
             codes[at] = np.clip(np.rint(row / np.float32(scales[at])), -127, 127)
     return codes, scales
@@ -52,7 +51,7 @@ def nibbles_of(rows, size):
         part = rows[own].astype(np.float32)
         leasts[at] = np.float16(part.min())
         off = part - np.float32(leasts[at])
-        scales[at] = rounded_up(np.maximum(part.max() - np.float32(leasts[at]), 0) / np.float32(15))
+        scales[at] = scale_for(np.maximum(part.max() - np.float32(leasts[at]), 0) / np.float32(15))
         if scales[at]:
             codes[own] = np.clip(np.rint(off / np.float32(scales[at])), 0, 15)
     return codes, scales, leasts
@@ -200,8 +199,17 @@ def test_saved_caches_engines_and_exports_hold_the_same_rows(store, tmp_path):
     assert tokens == alone.tokens.tolist() and answer == alone.text
 
 
+@pytest.mark.parametrize("store", KINDS)
+def test_decoded_rows_have_the_same_codes_and_scales_again(store):
+    rows = jax.random.normal(jax.random.key(1), (2, 300, 64)) * jnp.exp(
+        jax.random.normal(jax.random.key(2), (2, 300, 1))
+    )
+    held = KINDS[store].of(rows, rows + 0.3)
+    chex.assert_trees_all_equal(KINDS[store].of(*held.view()), held)
+
+
 def test_compressing_again_rounds_no_row_twice():
-    """Ten times over 80 tokens: what is still there of the prompt has the codes that it was first held in."""
+    """Ten times over 80 tokens: what is still there of the prompt has the codes and scales it was first held in."""
     model = tiny.tiny(tiny.MODELS["gqa4"])
     session = jaxkv.Session(model, jaxkv.KeyDiff(budget=24, every=8, store="int4"))
     first = session.prefill(tiny.prompts(3, PROMPTS), new=80)
@@ -210,10 +218,12 @@ def test_compressing_again_rounds_no_row_twice():
     for cache in (first, last):
         for layer, pool in enumerate(cache.pools):
             start, length = np.asarray(cache.start)[layer], np.asarray(cache.length)[layer]
-            codes, pos = np.asarray(pool.store.k.code), np.asarray(pool.pos)
+            codes, scales, leasts = (np.asarray(each) for each in jax.tree.leaves(pool.store.k))
+            pos = np.asarray(pool.pos)
             for row, head in np.ndindex(*start.shape):
                 for at in range(start[row, head], start[row, head] + length[row, head]):
-                    key, code = (layer, row, head, pos[row, at]), codes[row, at].tobytes()
+                    key = (layer, row, head, pos[row, at])
+                    code = codes[row, at].tobytes() + scales[row, at].tobytes() + leasts[row, at].tobytes()
                     compared += key in held
                     assert held.setdefault(key, code) == code
     assert compared > 50

@@ -16,15 +16,16 @@ from jaxtyping import Array, Float, Int, UInt
 from jaxkv._errors import require
 from jaxkv.cache.stores import Dense, Store, put_cells
 
-# Scales and least values are float16; scales are rounded up, so that no code lies beyond the largest one.
-_SCALE, _SMALLEST, _UP = jnp.float16, 2.0**-24, 1 + 2.0**-11
+# Scales and least values are float16. The largest number keeps the largest code, by less than half a code, so that
+# decoded vectors have the same codes and scales again.
+_SCALE, _SMALLEST = jnp.float16, 2.0**-24
 # Elements that share a scale in 4 bits: the most, and the fewest for which it pays.
 _MOST_SHARED, _FEWEST_SHARED = 32, 8
 
 
 def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Float16 quantisation scales for steps of `width`, rounded up to at least 2**-24; 0 where the width is 0."""
-    return jnp.where(width > 0, jnp.maximum(width * _UP, _SMALLEST), width).astype(_SCALE)
+    """Float16 quantisation scales for steps of `width`, at least 2**-24; 0 where the width is 0."""
+    return jnp.where(width > 0, jnp.maximum(width, _SMALLEST), width).astype(_SCALE)
 
 
 def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Array, "*n m"]:
