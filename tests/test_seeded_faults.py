@@ -69,9 +69,9 @@ def window_not_forced(patch):
 def window_sees_the_future(patch):
     real = columns.window_mass
 
-    def mass(q, k, positions, reduce):
+    def mass(q, k, positions, reduce, **options):
         last = jnp.where(positions < 0, positions, positions.max(axis=1, keepdims=True))
-        return real(q, k, last, reduce)
+        return real(q, k, last, reduce, **options)
 
     for module in (columns, attention):
         patch.setattr(module, "window_mass", mass)

@@ -162,8 +162,9 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = dataclasses.replace(token, sink_logits=block.sink_logits)
     if spec.gate is not None:
         token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
-    # What looks at a row itself comes before its transform.
-    token = dataclasses.replace(token, begun=scores_of(token, spec)).transformed(rows.centre)
+    if rows.centre is not None:
+        # What looks at a row itself comes before its transform.
+        token = dataclasses.replace(token, begun=scores_of(token, spec)).transformed(rows.centre)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
     paged = rows.pool.bounds is not None
@@ -209,7 +210,7 @@ def attend(
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
     # A single token's row is appended first; attention then reads it like the others.
-    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, token.begun)
+    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec))
     norms = rows.norms
     if norms is not None:
         norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
@@ -257,7 +258,7 @@ def _attend_fused(
     `parts` are split-K partial sums of the token's queries, and of its keys and values.
     """
     pool, heads = rows.pool, rows.segments.start.shape[1]
-    begun, angles = token.begun, (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0])
+    begun, angles = scores_of(token, spec), (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0])
     if rows.centre is not None:
         # Rotated and transformed already: the kernel would do the former alone.
         parts = token.parts(parts[0].shape[1])
@@ -300,7 +301,7 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
 
     The two are merged by log-sum-exp.
     """
-    pool, scores = rows.pool, token.begun
+    pool, scores = rows.pool, scores_of(token, spec)
     if rows.window is not None:
         out = several_in_window(spec, token, pool, rows.segments, new.count, rows.window)
         return out, dataclasses.replace(

@@ -57,10 +57,8 @@ class Token:
     begun: Float[Array, "B K N"] | None = None
     sink_logits: Float[Array, "K G"] | None = None
 
-    def transformed(self, centre: Float[Array, "B K D"] | None) -> "Token":
-        """Token for caches of transformed rows; the token itself if `centre` is None, where rows are as they are."""
-        if centre is None:
-            return self
+    def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
+        """Token for caches of transformed rows, whose keys are less `centre`."""
         k = stored_keys(self.k, centre)
         return dataclasses.replace(self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k)
 
