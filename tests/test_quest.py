@@ -103,9 +103,9 @@ def record(monkeypatch):
         return chosen
 
     def over_pages(*given):
-        out = over(*given)
-        jax.debug.callback(lambda a: seen[-1].append(np.asarray(a)), out, ordered=True)
-        return out
+        out, lse = over(*given)
+        jax.debug.callback(lambda a: seen[-1].append(np.asarray(a)), out[..., 0, :], ordered=True)
+        return out, lse
 
     monkeypatch.setattr(layer_step, "chosen_pages", chosen_pages)
     monkeypatch.setattr(layer_step, "over_pages", over_pages)
