@@ -84,7 +84,7 @@ def test_a_prompt_of_text_fits_a_plan(tmp_path):
         ({"top": {"text_config": [1]}}, r"text_config=\[1\]: a gemma3 has the keys"),
         ({"text": {"model_type": "gemma2"}}, "text_config.model_type='gemma2': the text model of a gemma3"),
         ({"top": {"audio_config": {}}}, r"config=\['audio_config'\]: these keys are not supported"),
-        ({"text": {"attn_logit_softcapping": 50.0}}, "attn_logit_softcapping=50.0: logits are not capped"),
+        ({"text": {"attn_logit_softcapping": 0.0}}, "attn_logit_softcapping=0.0: give a positive"),
         ({"renamed": lambda name: name.replace("vision_tower", "audio_tower")}, "weights=.*audio_tower.*no place"),
         ({"renamed": lambda name: name.replace("language_model.model.norm", "norm")}, "lacks these tensors"),
     ],
