@@ -123,7 +123,7 @@ def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> St
 def _dequantised(
     blocks: UInt8[np.ndarray, "*out g 16"], scales: UInt8[np.ndarray, "*out g"]
 ) -> Float[np.ndarray, "*out n"]:
-    """What MXFP4 blocks stand for, as bfloat16: codes times 2 to the power of their group's scale less 127."""
+    """Dequantises MXFP4 blocks to bfloat16: codes times 2 to the power of their group's scale less 127."""
     flat, powers = blocks.reshape(-1, _GROUP_BYTES), scales.reshape(-1)
     array = np.empty((len(flat), _GROUP), ml_dtypes.bfloat16)
     step = _AT_ONCE // _GROUP
