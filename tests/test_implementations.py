@@ -112,11 +112,15 @@ def test_kernels_generate_what_xla_does(name):
     for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
-    # Least values of rows in 4 bits are float16, and numbers half way between two of them are rounded up or down.
-    apart = 4e-3 if wide else 1e-4
     for ours, theirs in zip(kernels.cache.pools, plain.cache.pools, strict=True):
-        np.testing.assert_allclose(np.asarray(ours.k), np.asarray(theirs.k), atol=apart)
-        np.testing.assert_allclose(np.asarray(ours.v), np.asarray(theirs.v), atol=apart)
+        for one, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+            one, other = np.asarray(one), np.asarray(other)
+            apart = np.abs(one - other)
+            if not wide:
+                assert apart.max() <= 1e-4
+                continue
+            # A number half way between two codes is rounded up by one backend and down by the other: rarely, one step.
+            assert (apart > 4e-3).mean() < 1e-3 and apart.max() <= np.ptp(other) / 15
 
 
 def test_kernels_answer_a_question_on_a_cache():
