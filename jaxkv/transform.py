@@ -203,7 +203,7 @@ class _Sizes:
 @lru_cache(maxsize=256)
 def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
-    lengths, layers = np.arange(1, slots + 1), len(windows)
+    lengths, layers = np.arange(1, slots + 1), windows.count(None)
     if None not in windows:
         none = np.zeros(slots + 1, np.int32)
         rows = np.stack([np.minimum(np.arange(slots + 1, dtype=np.int32), width or 0) for width in windows])
@@ -217,8 +217,8 @@ def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     budget, forced = from_none(told.budget), from_none(told.forced)
     if told.rows is None or told.recent is None:
         reach = parts.layers.bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
-        most = int(reach.max())
-        return _Sizes(capacity=(min(most, layers * slots),), budget=budget, forced=forced)
+        near = sum(min(slots, width or 0) for width in windows)
+        return _Sizes(capacity=(min(int(reach.max()), layers * slots) + near,), budget=budget, forced=forced)
     capacity = tuple(told.rows.max(axis=1).tolist())
     if parts.layout.one_pool:
         capacity = (sum(capacity),)
@@ -249,7 +249,8 @@ class _Given(Source):
         self.length = as_counts("length", length, batch, slots, order_hint(self.like))
         widths = tuple(each.window for each in given)
         # One layer alone stands for all layers of its kind.
-        self.sizes = _sizes(parts, widths if len(given) == layers or any(widths) else (None,) * layers, slots)
+        self.windows = widths if len(given) == layers or any(widths) else (None,) * layers
+        self.sizes = _sizes(parts, self.windows, slots)
         self.forced = parts.keep.mask(self.length, slots)
         self.prompts = of_prompt(None, self.forced, self.length)
         self.held: dict[int, Unpacked] = {}
@@ -317,7 +318,7 @@ class _Given(Source):
         """Numbers of rows to keep per kv head, and of most recent ones among them, each `[L, B]`, for some layers."""
         sizes = self.sizes
         if self.parts.claims:
-            return _by_claims(self.parts, sizes, self.length, claims)
+            return _by_claims(self.parts, sizes, self.length, claims, self.windows)
         assert sizes.rows is not None and sizes.recent is not None
         of = slice(group[0], group[-1] + 1)
         rows, recent = (jnp.asarray(table[of])[:, self.length] for table in (sizes.rows, sizes.recent))
@@ -365,13 +366,15 @@ def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Ar
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
-def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
+def _by_claims(
+    parts: Parts, sizes: _Sizes, length, claims, windows: tuple[int | None, ...]
+) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
     """Numbers of rows to keep and of most recent rows, each `[L, B]`, from the layers' claims; computed on the host."""
-    layers = len(claims)
+    layers, claims = len(windows), [each for each in claims if each is not None]
 
     def on_host(claims, budget, length, forced):
         claims, budget, length, forced = (np.asarray(each) for each in (claims, budget, length, forced))
-        return np.stack(rows_by_claims(parts, budget, length, forced, claims))
+        return np.stack(rows_by_claims(parts, budget, length, forced, claims, windows))
 
     given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
     if known(*given):

@@ -173,7 +173,9 @@ class _Choices:
             self._choose([self.waiting], rows[:1], recent[:1])
         elif self.waiting:
             claims = np.stack([host(layer.claim) for layer in self.waiting])
-            rows, recent = rows_by_claims(self.parts, self.told.budget, self.lengths, self.told.forced, claims)
+            rows, recent = rows_by_claims(
+                self.parts, self.told.budget, self.lengths, self.told.forced, claims, (None,) * len(claims)
+            )
             self._choose([[layer] for layer in self.waiting], rows, recent)
         return np.stack(self.chosen)
 

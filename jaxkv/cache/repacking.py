@@ -43,6 +43,13 @@ def _repacked(
     return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
 
 
+def _rows_for(length: Int[np.ndarray, "n B K"], cache: KVCache) -> int:
+    """Fewest rows of a pool, equal parts on all devices, that hold segments of these lengths in n layers."""
+    layers, _, heads = length.shape
+    each = length.reshape(layers, -1, heads // cache.stretches)
+    return cache.stretches * int(cache.layout.takes(each).max())
+
+
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:
@@ -73,17 +80,18 @@ def repack(
     pools, placed, lengths = [], [], length
     for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
         of = slice(group[0], group[-1] + 1)
-        room_of, width = tuple(rooms[of].tolist()), cache.config.windows[group[0]]
+        room_of, widths = tuple(rooms[of].tolist()), cache.config.windows[of]
         if release and not copies and not any(room_of):
             # Pools that stay as they are belong to the new cache.
             pools.append(pool)
             placed.append(start[of])
             continue
         first, held, rows = start[of], length[of], pool.rows + heads * sum(room_of)
-        if width is not None:
-            held = jnp.minimum(held, width)
+        if any(widths):
+            most = np.asarray([np.iinfo(np.int32).max if width is None else width for width in widths], np.int32)
+            held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
-            rows = max(pool.rows, heads * (int(host(held).max()) + room_of[0]))
+            rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
         copied, first = _repacked(
             source, first, held, layout=cache.layout, rows=rows // cache.stretches, room=room_of, axes=cache.axes

@@ -69,10 +69,12 @@ def within_limits(
     foreseen = None if scratch is None else scratch.likely
     pools, norms, lengths, taus, likely = [], [], [], [], []
     for index, (pool, part) in enumerate(zip(cache.pools, parts, strict=True)):
-        if spec.config.windows[part.start] is not None:
-            # A window layer has a pool of its own, with no limit and no scores.
+        if spec.config.windows[part.start] is not None and not spec.layout.one_pool:
+            # A window layer's own pool has no limit and no scores; in a shared pool its limit is never reached.
             pools.append(pool)
             lengths.append(tables.length[part])
+            norms += [] if scratch is None else [scratch.norms[index]]
+            taus += [] if tables.state.tau is None else [tables.state.tau[part]]
             continue
         left = evict(
             pool,

@@ -118,7 +118,7 @@ def compress(
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
     for group in layout.groups(source.indices):
-        masks, more = yield from _chosen(source, group, parts, below, due)
+        masks, with_scores, more = yield from _chosen(source, group, parts, below, due)
         tally, below = tally.plus(more), masks[-1][:, 0] if parts.nested else None
         kept = _counted(masks)
         size, pool, start = source.pool_rows(group, kept), None, None
@@ -128,7 +128,11 @@ def compress(
         for at, index in enumerate(group):
             rows = source.rows(index)
             if parts.merge is not None:
-                rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge, axes=axes)
+                if with_scores[at]:
+                    rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge, axes=axes)
+                else:
+                    # What leaves a window is seen no more, in other rows neither.
+                    rows = with_thresholds(rows, parts.merge, axes)
                 taus += [] if rows.tau is None else [rows.tau]
             if start is None:
                 pool, first = pack(
@@ -173,9 +177,10 @@ def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
 
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
-) -> Walk[tuple[list[Array], Tally]]:
-    """Generator: scores a group's layers, yielding 1 after each; returns masks of rows to keep, `Tally` counts.
+) -> Walk[tuple[list[Array], list[bool], Tally]]:
+    """Generator: scores a group's layers, yields 1 after each; returns masks of rows to keep, scored layers, `Tally`.
 
+    Layers without scores, such as those with windows, keep their candidates and compete with no other.
     `below` are the positions that the layer below kept, of which a nested policy chooses.
     """
     seen = list[Candidates]()
@@ -183,9 +188,13 @@ def _chosen(
         seen.append(source.candidates(index))
         yield 1.0
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
-    if parts.layers.joint:
-        choice = choose(seen, rows[0], recent[0], due=due, heads=parts.heads, axes=source.axes)
-        return list(choice.masks), choice.tally
+    with_scores = [layer.scores is not None for layer in seen]
+    if parts.layers.joint and any(with_scores):
+        of, heads = with_scores.index(True), parts.heads
+        compete = [layer for layer in seen if layer.scores is not None]
+        choice = choose(compete, rows[of], recent[of], due=due, heads=heads, axes=source.axes)
+        best = iter(choice.masks)
+        return [next(best) if layer.scores is not None else layer.inside for layer in seen], with_scores, choice.tally
     masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its rows have been chosen.
@@ -193,7 +202,7 @@ def _chosen(
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=index)
         masks += choice.masks
         tally, below = tally.plus(choice.tally), masks[-1][:, 0] if parts.nested else None
-    return masks, tally
+    return masks, with_scores, tally
 
 
 def observe(
@@ -271,6 +280,19 @@ def merged(
     read = rows._replace(score=None, positions=None)
     k, v, tau = _merged(read, kept, key, due, merge=Typed(merge), axes=axes)
     return rows._replace(k=k, v=v, tau=tau)
+
+
+def with_thresholds(rows: Unpacked, merge: Merger, axes: Axes | None) -> Unpacked:
+    """One layer's `Unpacked` rows with the thresholds of a merger that merges none of them, if it has thresholds."""
+    if rows.tau is not None or not merge.thresholds:
+        return rows
+    return rows._replace(tau=_unset(rows.k, count=merge.thresholds, axes=axes))
+
+
+@program(static=("count", "axes"))
+def _unset(k: Float[Array, "B K S D"], *, count: int, axes: Axes | None) -> Float[Array, "B K n"]:
+    """Compiled: `count` thresholds per kv head, as they are before the first row is dropped."""
+    return jnp.full((*k.shape[:2], count), UNSET, jnp.float32)
 
 
 @program(static=("merge", "axes"))

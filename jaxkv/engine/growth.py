@@ -102,7 +102,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
         cache = make_room(flat, cache, new, key=key)
     if not cache.extended:
         return cache
-    most = widest(cache.policy.parts(), cache.slots, cache.config.layers)
+    most = widest(cache.policy.parts(), cache.slots, cache.config.windows)
     holds = max(int(cache.kept.max()), int(host(cache.limit)[:, : cache.batch].max()))
     return dataclasses.replace(cache, extended=most is not None and holds >= most)
 
@@ -119,8 +119,10 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     wanted = room_for(parts, windows, grow_by, new, grown=grown)
     if due(cache).any():
         return recompress(flat, cache, key=key, room=wanted)
-    # Window layers run out of rows before others do: these are not copied meanwhile.
+    # Window layers run out of rows before others do: these are not copied meanwhile, unless they share a pool.
     enough = cache.free() >= (np.minimum(wanted, 1) if any(windows) else wanted)
+    if any(windows) and cache.layout.one_pool and not enough.all():
+        enough = np.zeros_like(enough)
     return cache if enough.all() else repack(cache, room=np.where(enough, 0, wanted), release=True)
 
 

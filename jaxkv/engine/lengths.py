@@ -111,9 +111,7 @@ def by_length(
     recent: Any = None
     if not parts.claims:
         rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
-        recent = parts.recents(rows, length, forced)
-        if layers < len(windows):
-            rows, recent = (beside_windows(table, length, windows) for table in (rows, recent))
+        rows, recent = (beside_windows(table, length, windows) for table in (rows, parts.recents(rows, length, forced)))
     return ByLength(
         budget=budget,
         most=parts.may_hold(budget),
@@ -128,6 +126,8 @@ def beside_windows(
     table: Int[np.ndarray, "n B"] | Int[Array, "n B"], length: Numbers, windows: tuple[int | None, ...]
 ) -> Table:
     """Row counts `[L, B]` of all layers: of window layers their window's, of the others those in `table`."""
+    if not any(windows):
+        return table
     xp, others = namespace(table), iter(table)
     return xp.stack([next(others) if each is None else xp.minimum(length, each) for each in windows])
 
@@ -141,17 +141,18 @@ def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers,
 
 
 def rows_by_claims(
-    parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any
+    parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any, windows: tuple[int | None, ...]
 ) -> tuple[Table, Table]:
     """Two counts `[L, B]` from layers' claims on a budget: rows to keep per kv head, and most recent rows that stay.
 
-    `claims` are `f32[L, B]`.
+    `claims` are `f32[n, B]`, of the n layers without a window among `windows`, those of all L layers.
     Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.
     """
     with _in_64_bits(claims):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
         rows = parts.layers.rows(budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims)
         recent = parts.recents(rows, lengths, forced, claims, budget)
+        rows, recent = (beside_windows(table, lengths, windows) for table in (rows, recent))
         return rows.astype(np.int32), recent.astype(np.int32)
 
 

@@ -155,11 +155,12 @@ def plan_prefill(
         slots=slots,
         item=item,
         pool_rows=pool_rows,
-        buffer=buffer_rows(parts, capacity, slots, layers, heads, stretches),
+        buffer=buffer_rows(parts, capacity, slots, config.windows, heads, stretches),
         kv_heads=heads,
         implementation=implementation,
     )
-    filled = layers * numbers.budget if rows is None else rows.sum(axis=0)
+    near = sum(np.minimum(length, window or 0) for window in config.windows)
+    filled = config.windows.count(None) * numbers.budget + near if rows is None else rows.sum(axis=0)
     promised = -(-int(heads * filled.sum()) * times // (groups * stretches))
     spare = work.batch * work.config.kv_heads * sum(rooms)
     uncompressed = sum(int(np.minimum(length, window or length).sum()) for window in config.windows)
@@ -194,15 +195,15 @@ def pools_for(
 
 
 def buffer_rows(
-    parts: Parts, capacity: tuple[int, ...], slots: int, layers: int, heads: int, stretches: int = 1
+    parts: Parts, capacity: tuple[int, ...], slots: int, windows: tuple[int | None, ...], heads: int, stretches: int = 1
 ) -> int | None:
     """Rows of the buffer of candidates in a prefill whose layers share one budget; None if no buffer is used.
 
     `capacity`, `slots` and `stretches` are as for a plan's pools. A buffer serves one budget over all layers, or shares
     of it by layers' weights, where it weighs less than the rows of all layers but one. Mergers and second passes over
-    the prompt need all of these.
+    the prompt need all of these, and `windows`, those of the model's layers, leave few to hold.
     """
-    needs_all = parts.merge is not None or parts.needs.replay is not None
+    needs_all, layers = parts.merge is not None or parts.needs.replay is not None or any(windows), len(windows)
     if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, stretches)):
         return None
     share, mine = capacity_of(parts.heads), layers * (heads // stretches)
@@ -238,7 +239,8 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, .
     A pool shared by all layers has the total over layers and heads.
     Shapes must not depend on exact lengths.
     """
-    layers = len(windows)
+    layers, whole = len(windows), windows.count(None)
+    near = sum(min(max(sizes), window or 0) for window in windows)
     if parts.scorer is None:
         return tuple(min(max(sizes), window or max(sizes)) for window in windows)
     most, shared = np.zeros(layers, np.int64), 0
@@ -252,27 +254,26 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, .
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
             forced = np.minimum(numbers.forced + between, top)
-            reach = parts.layers.bound(np.minimum(budget + between, top), lengths, forced, layers=layers)
-            shared = max(shared, min(int(reach.max()), layers * top))
+            reach = parts.layers.bound(np.minimum(budget + between, top), lengths, forced, layers=whole)
+            shared = max(shared, min(int(reach.max()), whole * top))
             continue
         rows = np.asarray(numbers.rows)
         # Between samples a layer's rows grow by at most the step (one row a token), and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
     if parts.layers.from_scores:
-        return (heads * shared,)
+        return (heads * (shared + near),)
     return tuple(int(rows) for rows in most)
 
 
 @lru_cache(maxsize=256)
-def widest(parts: Parts, slots: int, layers: int) -> int | None:
+def widest(parts: Parts, slots: int, windows: tuple[int | None, ...]) -> int | None:
     """Most rows of a segment in a shared pool in decoding, for prompts up to `slots`; None if unbounded; memoised.
 
-    The new token's row is counted.
-    None where some layers grow without end, or where compressing again may give a segment more rows than the prompt
-    had.
+    The new token's row is counted. None where some layers grow without end, as those with `windows` do, or where
+    compressing again may give a segment more rows than the prompt had.
     """
-    if not parts.evicts or parts.layers.unlimited(layers).any():
+    if not parts.evicts or parts.unlimited(windows).any():
         return None
     most = slots
     if parts.heads.uniform:

@@ -146,7 +146,7 @@ def observed(
 def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, ...], int | None]:
     """Pair: tuple of pool sizes P in rows, and rows of a joint budget's buffer or None; on a mesh, of one device."""
     config, split = flat.config, 1 if flat.axes is None else flat.axes.size("K")
-    buffer = buffer_rows(parts, needed.capacity, needed.slots, config.layers, config.kv_heads, split)
+    buffer = buffer_rows(parts, needed.capacity, needed.slots, config.windows, config.kv_heads, split)
     return needed.pool_rows(config.kv_heads, split), buffer
 
 
@@ -327,7 +327,9 @@ class Prompts(Source):
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
         if scorer is None or self.windows[index] is not None:
-            self.held[index] = rows
+            # A pool that layers share has scores in all of them.
+            shares = parts.scored and parts.layout.one_pool
+            self.held[index] = rows._replace(score=jnp.zeros_like(rows.k[..., 0], jnp.float32)) if shares else rows
             return last_rows(self.all_kept, self.windows[index])
         seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
         scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
@@ -341,9 +343,8 @@ class Prompts(Source):
         """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
         if self.parts.claims:
             numbers, weights = self.numbers, self._weights(claims)
-            self.kept_rows, self.recents = rows_by_claims(
-                self.parts, numbers.budget, self.lengths, numbers.forced, weights
-            )
+            of = (self.lengths, numbers.forced, weights, self.windows)
+            self.kept_rows, self.recents = rows_by_claims(self.parts, numbers.budget, *of)
         assert self.kept_rows is not None and self.recents is not None
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(table[part], "n B", self.axes, jnp.int32) for table in (self.kept_rows, self.recents))
@@ -383,11 +384,12 @@ class Prompts(Source):
 
     def require_ordered(self) -> None:
         """Raises ValueError, naming the layers, if any score since the last call is NaN; waits for the device."""
-        first, new = self.checked, self.nans[self.checked :]
+        scored = [layer for layer, width in enumerate(self.windows) if width is None]
+        new = list(zip(scored, self.nans, strict=False))[self.checked :]
         self.checked = len(self.nans)
-        for each in new:
+        for _, each in new:
             each.copy_to_host_async()
-        layers = [first + at for at, each in enumerate(new) if bool(host(each))]
+        layers = [layer for layer, each in new if bool(host(each))]
         remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
         require(not layers, "scores", "NaN", remedy + "that is not finite")
 

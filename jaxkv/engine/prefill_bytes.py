@@ -69,7 +69,8 @@ class PrefillBytes:
         """List of the bytes of each layer's pool, or of the one pool that all layers share."""
         each, windows = self.parts.row_bytes(self.config.head_dim, self.item), self.config.windows
         # Rows of window layers, which are never chosen from, have no scores.
-        less = [4 * (self.parts.scored and width is not None) for width in windows[: len(self.pool_rows)]]
+        apart = self.parts.scored and not self.parts.layout.one_pool
+        less = [4 * (apart and width is not None) for width in windows[: len(self.pool_rows)]]
         return [rows * self.batch * (each - off) for rows, off in zip(self.pool_rows, less, strict=True)]
 
     @property

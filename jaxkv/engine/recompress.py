@@ -236,7 +236,7 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
     """
     windows = cache.config.windows
     rows = _wanted_of_whole(parts, cache, [layer for layer, width in enumerate(windows) if width is None])
-    return beside_windows(rows, _numbers(cache.seen), windows) if any(windows) else rows
+    return beside_windows(rows, _numbers(cache.seen), windows)
 
 
 def _wanted_of_whole(parts: Parts, cache: KVCache, layers: list[int]) -> Any:

@@ -240,7 +240,7 @@ def specialise(
     ongoing, most = parts.ongoing, None
     reading = parts.reading(flat.config.layers, slots)
     if ongoing is not None and parts.layout.one_pool and not extended:
-        most = widest(parts, slots, flat.config.layers)
+        most = widest(parts, slots, flat.config.windows)
     if platform is None:
         platform = jax.default_backend() if flat.axes is None else flat.axes.platform
     # Scoring and eviction need new rows in the pool: they cannot wait in a tail.

@@ -63,7 +63,8 @@ def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: tuple[int | 
     """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is refused."""
     known = by_length(parts, lengths, windows)
     if parts.claims:
-        rows_by_claims(parts, known.budget, lengths, known.forced, np.ones((len(windows), len(lengths))))
+        claims = np.ones((windows.count(None), len(lengths)))
+        rows_by_claims(parts, known.budget, lengths, known.forced, claims, windows)
     return known
 
 

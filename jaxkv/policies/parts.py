@@ -209,9 +209,8 @@ class Parts(Value):
         remedy = "some layers of this model have windows, and this is not built for them: leave it out"
         for name, value, fits in (
             ("budget", self.budget, not isinstance(self.budget, str)),
-            ("layers", self.layers, not self.layers.from_scores and own_limits(self.heads) is None),
+            ("layers", self.layers, own_limits(self.heads) is None),
             ("heads", self.heads, not needs_layer(self.heads)),
-            ("merge", self.merge, self.merge is None),
             ("read", self.read, self.read is None),
             ("rolling", self.rolling, not self.rolling),
             ("nested", self.nested, not self.nested),
