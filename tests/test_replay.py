@@ -1,6 +1,7 @@
 """KVzip's second pass over prompts, against float64 attention over prompt and repeated chunk in one text."""
 
 import argparse
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,18 +18,32 @@ from jaxkv.engine import replay
 from jaxkv.engine.compress import finished
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.prefill import embed, run_layer
+from jaxkv.engine.tokens import angles_by_rope
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.scorer import Needs, Replay
 
 LENGTHS = (61, 24, 5)
 SINKS = 2
+# A window shorter than a chunk, and one longer than most prompts.
+KINDS = (LayerSpec(window=7), LayerSpec(), LayerSpec(window=40))
+WINDOWS = dataclasses.replace(tiny.shape(layers=5, kv_heads=2, group=3, dim=16), kinds=KINDS)
+
+
+def read(model, texts, needs):
+    """What each layer of the model returns for texts, padded on the right to a bucket; layer by layer."""
+    slots, lengths = bucket(max(map(len, texts))), jnp.asarray([len(ids) for ids in texts], jnp.int32)
+    flat, x = model.flat, jnp.asarray([ids + [0] * (slots - len(ids)) for ids in texts], jnp.int32)
+    x, tables = embed(flat.ends, x, graphs=flat.graphs), angles_by_rope(flat, slots)
+    for index in range(len(flat.blocks)):
+        out = run_layer(flat, index, x, lengths, tables, needs, jaxkv.Implementation.XLA)
+        x = out.x
+        yield out
 
 
 def layers_of(model, ids, needs):
     """What each layer of the model returns for one text."""
-    slots = bucket(len(ids))
-    padded = jnp.asarray([ids + [0] * (slots - len(ids))], jnp.int32)
-    return read_layers(model.flat, padded, jnp.asarray([len(ids)], jnp.int32), needs=needs)
+    return read(model, [ids], needs)
 
 
 def oracle(model, ids, *, weighted):
@@ -69,7 +84,7 @@ def peaks_of(model, prompts, asked):
     lengths = np.asarray([len(ids) for ids in prompts])
     slots = bucket(int(lengths.max()))
     tokens = np.asarray([ids + [0] * (slots - len(ids)) for ids in prompts], np.int32)
-    layers = read_layers(model.flat, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=Needs())
+    layers = read(model, prompts, Needs())
     padded = replay.Padded(tokens, lengths, replay.texts_of(asked, None, model.config))
     walk = replay.replayed(
         model.flat, dict(enumerate(layers)), padded, asked, implementation=jaxkv.Implementation.XLA, worth=1.0
@@ -81,13 +96,17 @@ def peaks_of(model, prompts, asked):
 
 
 @pytest.mark.parametrize("weighted", (False, True))
-@pytest.mark.parametrize("name", ("gqa3", "mqa8"))
+@pytest.mark.parametrize("name", ("gqa3", "mqa8", "windows"))
 def test_attention_of_the_second_pass_agrees_with_the_oracle(name, weighted):
-    model, prompts = tiny.tiny(tiny.MODELS[name]), tiny.prompts(3, LENGTHS)
+    """Of layers with a window, which choose nothing, what they hand to the layers above them counts."""
+    model, prompts = tiny.tiny(WINDOWS if name == "windows" else tiny.MODELS[name]), tiny.prompts(3, LENGTHS)
     found = peaks_of(model, prompts, Replay(sinks=SINKS, weighted=weighted, **REPEATED))
     for row, ids in enumerate(prompts):
         expected = oracle(model, ids, weighted=weighted)
         for layer, each in enumerate(expected):
+            if model.config.windows[layer] is not None:
+                assert not found[layer][row].any()
+                continue
             assert (each[:, SINKS:] > 0).all()
             np.testing.assert_allclose(found[layer][row], each, rtol=2e-4, atol=1e-7)
 

@@ -119,7 +119,7 @@ def compress(
     taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
     for group in layout.groups(source.indices):
         masks, with_scores, more = yield from _chosen(source, group, parts, below, due)
-        tally, below = tally.plus(more), masks[-1][:, 0] if parts.nested else None
+        tally, below = tally.plus(more), masks[-1][:, 0] if parts.nested and with_scores[-1] else below
         kept = _counted(masks)
         size, pool, start = source.pool_rows(group, kept), None, None
         if layout.one_pool:
@@ -201,7 +201,7 @@ def _chosen(
         one, heads, axes = [seen.pop(0)], parts.heads, source.axes
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=index)
         masks += choice.masks
-        tally, below = tally.plus(choice.tally), masks[-1][:, 0] if parts.nested else None
+        tally, below = tally.plus(choice.tally), masks[-1][:, 0] if parts.nested and with_scores[at] else below
     return masks, with_scores, tally
 
 

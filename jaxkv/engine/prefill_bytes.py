@@ -136,6 +136,9 @@ class PrefillBytes:
         inner = (4 * (1 + config.gated) + self.item) * config.hidden
         sinks = max(QUERY_BLOCK // 2, min(asked.sinks, self.slots))
         logits = 12 * config.group * 2 * QUERY_BLOCK * (chunk + sinks)
+        # Of a window layer's tokens, of one head, over the window and the tokens of the pass.
+        width = min(self.slots, max(width or 0 for width in config.windows))
+        logits = max(logits, bool(width) * 8 * config.group * 2 * QUERY_BLOCK * (width + chunk + before))
         waiting = config.layers * self._looked()
         return self._rows_of(4 * config.layers) + waiting + tokens * (each + inner) + logits
 

@@ -4,7 +4,7 @@ What remains of it is the largest attention that each row received, from which a
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, backend_of
-from jaxkv.attention.xla import Walk, exact_einsum
+from jaxkv.attention.xla import Walk, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
+from jaxkv.engine.segments import near
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.layers import float_weight
@@ -153,8 +154,9 @@ def _layer_again(
     """Compiled: runs a block over N tokens that repeat a chunk; returns hidden states, `peaks` raised; donates both.
 
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
+    Of a window layer `peaks` stay as they are.
     """
-    block, (keys, values), softcap = graphs.block(leaves), rows, graphs.spec.softcap
+    block, (keys, values), softcap, window = graphs.block(leaves), rows, graphs.spec.softcap, graphs.spec.window
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
     size = tokens // -(-tokens // MOST)
@@ -186,6 +188,9 @@ def _layer_again(
         turn = by.block(at, size)
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
         k, v = put_slice(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put_slice(v, new, (0, 0, at, 0))
+        if window is not None:
+            out = _within_window(q, k, v, rows, length, at, window=window, sinks=block.sink_logits, softcap=softcap)
+            return put_slice(x, block.finish(part, out), (0, at, 0)), k, v, most
         out, lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], at, softcap=softcap), (q, k, v))
         own, own_lse = attention.with_sinks(out, lse, block.sink_logits)
         x = put_slice(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
@@ -198,6 +203,37 @@ def _layer_again(
     x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, step, carry)
     new = jnp.maximum(_rows_from(peaks, begin, chunk), most[..., few:])
     return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2)
+
+
+def _within_window(
+    q: Float[Array, "B K G n D"],
+    k: Float[Array, "B K N D"],
+    v: Float[Array, "B K N D"],
+    rows: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]],
+    length: Int[Array, " B"],
+    at: Int[Array, ""],
+    *,
+    window: int,
+    sinks: Float[Array, "K G"] | None,
+    softcap: float | None,
+) -> Float[Array, "B K G n D"]:
+    """Attention of n tokens from index `at` on to the last `window` of a prompt's `rows` and of the tokens' own."""
+    older, tokens = min(window, rows[0].shape[2]), k.shape[2]
+    seen = near(at, q.shape[3], older, tokens, window)
+
+    def of_sequence(given: tuple[Any, ...]) -> Float[Array, "K G n D"]:
+        q, k, v, keys, values, length = given
+        back = jnp.arange(-older, tokens, dtype=jnp.int32)
+        last = jnp.maximum(length + back[:older], 0)
+
+        def of_head(given: tuple[Any, ...]) -> Float[Array, "G n D"]:
+            q, k, v, keys, values, sinks = given
+            keys, values = (jnp.concatenate([old[last], new]) for old, new in ((keys, k), (values, v)))
+            return masked(q, keys, values, seen & (back >= -length), sinks, softcap)
+
+        return lax.map(of_head, (q, k, v, keys, values, sinks))
+
+    return lax.map(of_sequence, (q, k, v, *rows, length))
 
 
 def _rows_from(array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int) -> Shaped[Array, "B K C ..."]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.xla import Walk, inside_segments, windows
 
@@ -53,6 +53,16 @@ def in_window(
         return start, length
     beyond = jnp.maximum(length - window, 0)
     return start + beyond, length - beyond
+
+
+def near(first: Any, queries: int, older: int, tokens: int, window: int) -> Bool[Array, "N m"]:
+    """Mask of the keys within the window of each of N queries, which are new tokens from index `first` on.
+
+    Keys are `older` rows from before the new tokens, then the new tokens: index 0 is that of the first of these.
+    """
+    key = jnp.arange(-older, tokens, dtype=jnp.int32)
+    query = (first + jnp.arange(queries, dtype=jnp.int32))[:, None]
+    return (key <= query) & (key > query - window)
 
 
 def fold(

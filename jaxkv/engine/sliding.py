@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.attention.xla import masked
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.segments import Segments, in_window
+from jaxkv.engine.segments import Segments, in_window, near
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import Token, pool_attention
 
@@ -31,9 +31,7 @@ def several_in_window(
     start, length = in_window(segments.start, segments.length, window)
     size = min(window, k.shape[1])
     offset = jnp.arange(size, dtype=jnp.int32)
-    # Older rows are counted back from the first new token, which has index 0.
-    index = jnp.concatenate([offset - size, jnp.arange(tokens, dtype=jnp.int32)])
-    near = (index <= index[size:, None]) & (index > index[size:, None] - window)
+    index, seen = jnp.arange(-size, tokens, dtype=jnp.int32), near(0, tokens, size, tokens, window)
     rows = jnp.clip((start + length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
     def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Float[Array, "G N D"]:
@@ -41,7 +39,7 @@ def several_in_window(
         q, k_new, v_new, at, held, sinks = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        return masked(q, keys, values, near & there, sinks, spec.softcap)
+        return masked(q, keys, values, seen & there, sinks, spec.softcap)
 
     def of_sequence(given: tuple[Array, ...]) -> Float[Array, "K G N D"]:
         """Output of one sequence, kv head by kv head."""

@@ -208,13 +208,11 @@ class Parts(Value):
         require(bool(whole) or self.scorer is None, "policy", self.scorer, remedy)
         remedy = "some layers of this model have windows, and this is not built for them: leave it out"
         for name, value, fits in (
-            ("budget", self.budget, not isinstance(self.budget, str)),
             ("layers", self.layers, own_limits(self.heads) is None),
             ("heads", self.heads, not needs_layer(self.heads)),
             ("read", self.read, self.read is None),
             ("rolling", self.rolling, not self.rolling),
-            ("nested", self.nested, not self.nested),
-            ("scorer", self.scorer, self.needs.replay is None and not sets_rows(self.layers)),
+            ("scorer", self.scorer, not sets_rows(self.layers)),
         ):
             require(fits, name, value, remedy)
 
