@@ -83,7 +83,14 @@ def test_sinks_enter_scores():
 
 
 @pytest.mark.parametrize(
-    "policy", [jaxkv.PyramidKV(budget=12, window=4), jaxkv.AdaKV(base=jaxkv.SnapKV(budget=12, window=4))]
+    "policy",
+    [
+        jaxkv.PyramidKV(budget=12, window=4),
+        jaxkv.AdaKV(base=jaxkv.SnapKV(budget=12, window=4)),
+        jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=12, window=4)),
+        jaxkv.CAKE(budget=12, window=4),
+    ],
+    ids=["pyramidkv", "adakv", "globalbudget", "cake"],
 )
 def test_layers_with_and_without(policy):
     """Windows hold their last rows, the others what they hold in a model of these alone; under jit as without."""
@@ -129,4 +136,5 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="windows='1 layers': give as many as there are of k: 2"):
         jaxkv.compress_layers(k, v, policy=policy, queries=q, windows=[6])
     with pytest.raises(ValueError, match="some layers of this model have windows, and this is not built for them"):
-        jaxkv.compress_layers(k, v, policy=jaxkv.GlobalBudget(base=policy), queries=q, windows=[6, None])
+        scores = jaxkv.HeadKV(scores=((1.0, 2.0),) * 2, budget=12, window=4)
+        jaxkv.compress_layers(k, v, policy=scores, queries=q, windows=[6, None])

@@ -168,13 +168,10 @@ def test_slots_and_saved_caches(name, tmp_path):
 
 
 REFUSED = {
-    "merge=": lambda: jaxkv.CaM(budget=32),
-    "layers=": lambda: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=32, window=6)),
     "read=": lambda: jaxkv.Quest(),
     "rolling=True": lambda: jaxkv.StreamingLLM(budget=32, rolling_positions=True),
-    "budget='64KB'": lambda: jaxkv.SnapKV(budget="64KB", window=6),
+    "layers=": lambda: jaxkv.D2O(budget=32, sinks=2, allocation=jaxkv.VarianceLayers(dense_layers=(0,))),
     "heads=": lambda: jaxkv.HeadKV(scores=((1.0, 2.0),) * SHAPE.layers, budget=32, window=6),
-    "scorer=": lambda: jaxkv.KVzip(budget=32, over="head"),
 }
 
 

@@ -208,7 +208,7 @@ class Parts(Value):
         require(bool(whole) or self.scorer is None, "policy", self.scorer, remedy)
         remedy = "some layers of this model have windows, and this is not built for them: leave it out"
         for name, value, fits in (
-            ("layers", self.layers, own_limits(self.heads) is None),
+            ("layers", self.layers, own_limits(self.heads) is None and not getattr(self.layers, "dense_layers", ())),
             ("heads", self.heads, not needs_layer(self.heads)),
             ("read", self.read, self.read is None),
             ("rolling", self.rolling, not self.rolling),

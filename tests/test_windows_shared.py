@@ -1,0 +1,100 @@
+"""Policies that merge, share a budget over layers or read prompts twice, in models some of whose layers have windows."""
+
+import dataclasses
+
+import meshes
+import numpy as np
+import pytest
+import tiny
+from meshes import mesh_of
+from policy_table import REPEATED
+from test_windows import LENGTHS, NEW, SHAPE, WINDOW, prompts
+
+import jaxkv
+from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.models.values import LayerSpec
+from jaxkv.policies import GiniLayers
+
+WHOLE = [layer for layer, width in enumerate(SHAPE.windows) if width is None]
+POLICIES = {
+    "merge": lambda budget: jaxkv.SnapKV(budget=budget, window=6, merge=jaxkv.Merge()),
+    "cam": lambda budget: jaxkv.CaM(budget=budget, window=4),
+    "d2o": lambda budget: jaxkv.D2O(budget=budget, sinks=2),
+    "gini": lambda budget: jaxkv.PyramidKV(budget=budget, window=6, allocation=GiniLayers()),
+    "global": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6)),
+    "global, h2o": lambda budget: jaxkv.GlobalBudget(base=jaxkv.H2O(budget=budget)),
+    "global, every": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6, every=4)),
+    "kvzip": lambda budget: jaxkv.KVzip(budget=budget, sinks=2, **REPEATED),
+    "pyramidinfer": lambda budget: jaxkv.PyramidInfer(budget=budget, window=6),
+}
+# Two layers that attend to everything, between windows that let everything through: as if all did.
+AS_IF = dataclasses.replace(
+    tiny.shape(layers=4, kv_heads=2, group=2, dim=16), kinds=(LayerSpec(window=4096), LayerSpec())
+)
+
+
+def drawn(model, texts, policy, **options):
+    """Tokens of each sequence."""
+    made = jaxkv.generate(model, texts, policy=policy, max_new_tokens=12, stop_at_eos=False, **options)
+    return [each.tolist() for each in made.tokens]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_and_tokens(name):
+    """Bytes as planned, windows whole; budgets of the prompt change nothing; sequences are what they are alone."""
+    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(prompts(), new=NEW)
+    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), NEW)
+    assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, room=room).cache_bytes
+    kept = np.asarray(cache.length)[WHOLE].sum(axis=(0, 2))
+    assert (kept <= np.minimum(LENGTHS, 16) * len(WHOLE) * SHAPE.kv_heads).all() and kept.min() > 0
+    tokens = drawn(model, prompts(), policy)
+    assert drawn(model, prompts()[1:2], policy) == tokens[1:2]
+    assert drawn(model, prompts(), POLICIES[name](64)) == drawn(model, prompts(), jaxkv.FullKV())
+    # Window after window, with a question between: the last rows are there, in order and without a gap.
+    cache, more = session.draw(cache, 40)
+    assert [each[:12] for each in more.tolist()] == tokens
+    cache, _ = session.draw(session.extend(cache, [[5] * 11, [6], [7] * 4]), 9)
+    for layer, row, _, _, _, positions in tiny.segments(cache):
+        if SHAPE.windows[layer] is not None:
+            seen = int(np.asarray(cache.seen)[row])
+            assert positions.tolist() == list(range(seen - len(positions), seen)) and len(positions) >= WINDOW
+
+
+@pytest.mark.parametrize("name", ["d2o", "global, h2o", "global, every"])
+def test_kernels_meshes_slots_and_saved_caches(name, tmp_path):
+    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
+    want = drawn(model, prompts(), policy)
+    assert drawn(model, prompts(), policy, implementation="pallas") == want
+    assert drawn(model, prompts(), policy, mesh=mesh_of(2, 2)) == want
+    meshes.forget()
+    with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
+        asked = [engine.submit(each, max_new_tokens=12, stop_at_eos=False) for each in prompts()]
+        assert [each.result().tokens.tolist() for each in asked] == want
+    session = jaxkv.Session(model, policy)
+    session.prefill(prompts()).save(tmp_path / "cache")
+    _, again = session.draw(jaxkv.load_cache(tmp_path / "cache"), 12)
+    assert again.tolist() == want
+
+
+@pytest.mark.parametrize("name", ["d2o", "gini", "global", "global, every", "kvzip", "pyramidinfer", "merge"])
+def test_layers_without_windows_share_what_they_would_alone(name):
+    """Of a model whose windows hide nothing: rows of the others are as many, on the average, as the budget says."""
+    cache = jaxkv.Session(tiny.tiny(AS_IF), POLICIES[name](12)).prefill(prompts())
+    length = np.asarray(cache.length)
+    assert (length[::2] == np.asarray(LENGTHS)[:, None]).all()
+    kept = length[1::2].sum(axis=(0, 2))
+    assert (kept == np.minimum(LENGTHS, 12) * 2 * AS_IF.kv_heads).all()
+
+
+def test_a_budget_in_bytes_leaves_out_the_windows():
+    """Rows of windows are taken off the budget first; what is left is rows of the other layers."""
+    model, texts = tiny.tiny(SHAPE), prompts(lengths=(120, 90))
+    row = SHAPE.kv_heads * (2 * 16 * 4 + 4)
+    for budget, rows in ((4 * 8 * row + 20 * row, 20), (4 * 8 * row + 21 * row - 1, 20)):
+        cache = jaxkv.Session(model, jaxkv.SnapKV(budget=f"{budget}B", window=6)).prefill(texts)
+        assert (np.asarray(cache.length)[WHOLE] == rows).all() and cache.nbytes <= 2 * budget + 4096
+    with pytest.raises(ValueError, match=f"a row of every kv head and layer takes {row} bytes beside {4 * 8 * row:,}"):
+        jaxkv.Session(model, jaxkv.SnapKV(budget=f"{4 * 8 * row}B", window=6))
