@@ -157,7 +157,9 @@ def _layer_again(
     block, (keys, values), softcap = graphs.block(leaves), rows, graphs.spec.softcap
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
-    size = tokens // -(-tokens // MOST)
+    size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
+    take, put = (partial(each, cpu_forms=backend.cpu_forms) for each in (take_slice, put_slice))
+    near = partial(attention.causal, softcap=softcap, cpu_forms=backend.cpu_forms)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
     held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
@@ -172,7 +174,7 @@ def _layer_again(
 
     def attend(part: Array) -> tuple[Array, Array]:
         """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
-        backend, flat = backend_of(implementation), part.reshape(batch, heads, -1, dim)
+        flat = part.reshape(batch, heads, -1, dim)
         mine, how = (keys.reshape(pool), values.reshape(pool)), graphs.spec.capping
         out, lse = backend.attend(flat, *mine, start, held, walk=Walk.STRIDES, **how)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
@@ -181,14 +183,14 @@ def _layer_again(
         """Loop body: runs one block of tokens; returns the carry of hidden states, keys, values, largest attention."""
         x, k, v, most = carry
         at = index * size
-        part = take_slice(x, (0, at, 0), (batch, size, width))
+        part = take(x, (0, at, 0), (batch, size, width))
         normed = block.normed(part)
         turn = by.block(at, size)
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
-        k, v = put_slice(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put_slice(v, new, (0, 0, at, 0))
-        out, lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], at, softcap=softcap), (q, k, v))
+        k, v = put(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
+        out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
         own, own_lse = attention.with_sinks(out, lse, block.sink_logits)
-        x = put_slice(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
+        x = put(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
         weights = None if by_row is None else (1 / _norm(normed), by_row)
         found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights, softcap=softcap)
         return x, k, v, jnp.maximum(most, found)
