@@ -74,9 +74,9 @@ def _start(folder, text="false"):
 
 def gpu(device):
     """What is known of a device; imported late, for workers set their environment before JAX starts."""
-    from jaxkv.planning.gpus import gpu_named
+    from jaxkv.planning.gpus import gpus
 
-    return gpu_named(device)
+    return gpus()[device]
 
 
 def sharding_for(device):

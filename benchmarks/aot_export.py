@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 
 import jaxkv
-from jaxkv.planning.gpus import gpu_named
+from jaxkv.planning.gpus import gpus
 from jaxkv.testing import tiny_model
 
 NEW = 32
@@ -58,7 +58,7 @@ def compiled(folder, said, devices):
 def main():
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((1, 8), ("data", "model"), devices=jax.devices("cpu"))
-    known = {"platform": "cuda", "topology_name": "h100", "target_config": gpu_named("h100").target}
+    known = {"platform": "cuda", "topology_name": "h100", "target_config": gpus()["h100"].target}
     known["topology"] = "1x1x8"
     devices = np.asarray(topologies.get_topology_desc(**known).devices)
     small = model()

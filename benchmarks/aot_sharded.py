@@ -80,14 +80,14 @@ def setting_of(row):
     """What is planned for; of a prefill a single prompt."""
     import shapes
 
-    from jaxkv.planning.gpus import gpu_named
+    from jaxkv.planning.gpus import gpus
     from jaxkv.planning.setting import Setting
 
     make = {"70B": shapes.llama_3_70b, "405B": shapes.llama_3_405b}[row.model]
     config = make() if row.layers is None else make(row.layers)
     batch = BATCH if row.program == "decode" else 1
     given = {"gpus": 8 * row.hosts, "batch": batch, "context": TOKENS, "new": NEW}
-    return Setting(model=row.model, config=config, policy=policy_of(row.policy), gpu=gpu_named("h100"), **given)
+    return Setting(model=row.model, config=config, policy=policy_of(row.policy), gpu=gpus()["h100"], **given)
 
 
 def traced(work, program):
@@ -115,12 +115,12 @@ def measure(row):
     """Compiles a row; returns its figures."""
     import jax
 
-    from jaxkv.planning.worker import compiled_program, on_gpus
+    from jaxkv.planning.worker import compiled_program, on_devices
 
     began = time.perf_counter()
     setting = setting_of(row)
     config = setting.config
-    with on_gpus(setting) as work:
+    with on_devices(setting) as work:
         axes = work.flat.axes
         program, written = traced(work, row.program)
         made, text = compiled_program(row.program, program, seconds=time.perf_counter() - began)

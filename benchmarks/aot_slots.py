@@ -61,7 +61,7 @@ def sharded_of(policy, slots):
     from jaxkv.planning.setting import Asked
     from jaxkv.planning.sizes import weights_of
     from jaxkv.planning.speed import estimate
-    from jaxkv.planning.worker import compiled_program, on_gpus
+    from jaxkv.planning.worker import compiled_program, on_devices
 
     known = known_model("llama-3.1-70b")
     made = {
@@ -71,7 +71,7 @@ def sharded_of(policy, slots):
         "weights": None,
     }
     setting, _ = setting_of(known, "h100x8", None, Asked(context=TOKENS, new=aot_sharded.NEW, **made))
-    with on_gpus(setting) as work:
+    with on_devices(setting) as work:
         traced, pools = traced_loop(perf_steps.in_slots(work, slots))
         compiled, text = compiled_program("decode", traced)
         local = {aot_sharded.on_one(leaf, "B P D", work.flat.axes) for leaf in jax.tree.leaves(pools)}

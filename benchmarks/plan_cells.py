@@ -74,12 +74,12 @@ def setting_of(cell):
     """A cell as a plan's setting."""
     import jaxkv
     from jaxkv.planning.catalog import model_named
-    from jaxkv.planning.gpus import gpus_named
+    from jaxkv.planning.named import accelerators_named
     from jaxkv.planning.setting import Setting
 
     config = model_named(cell.model).config
     config = dataclasses.replace(config, layers=LAYERS) if cell is QUICK else config
-    gpu, count = gpus_named(cell.gpus)
+    gpu, count = accelerators_named(cell.gpus)
     options = {} if cell.policy == "FullKV" else {"budget": 2048}
     if cell.policy == "OmniKV":
         options["filter_layers"] = FILTERS[config.layers]

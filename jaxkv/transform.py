@@ -217,8 +217,8 @@ def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     budget, forced = from_none(told.budget), from_none(told.forced)
     if told.rows is None or told.recent is None:
         reach = parts.layers.bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
-        near = sum(min(slots, width or 0) for width in windows)
-        return _Sizes(capacity=(min(int(reach.max()), layers * slots) + near,), budget=budget, forced=forced)
+        most = min(int(reach.max()), layers * slots) + sum(min(slots, width or 0) for width in windows)
+        return _Sizes(capacity=(most,), budget=budget, forced=forced)
     capacity = tuple(told.rows.max(axis=1).tolist())
     if parts.layout.one_pool:
         capacity = (sum(capacity),)
@@ -366,9 +366,7 @@ def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Ar
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
-def _by_claims(
-    parts: Parts, sizes: _Sizes, length, claims, windows: tuple[int | None, ...]
-) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
+def _by_claims(parts: Parts, sizes: _Sizes, length, claims, windows) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
     """Numbers of rows to keep and of most recent rows, each `[L, B]`, from the layers' claims; computed on the host."""
     layers, claims = len(windows), [each for each in claims if each is not None]
 
@@ -378,11 +376,9 @@ def _by_claims(
 
     given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
     if known(*given):
-        both = jnp.asarray(on_host(*given))
-    else:
-        shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
-        both = jax.pure_callback(on_host, shape, *given, vmap_method="sequential")
-    return both[0], both[1]
+        return tuple(jnp.asarray(on_host(*given)))
+    shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
+    return tuple(jax.pure_callback(on_host, shape, *given, vmap_method="sequential"))
 
 
 def _layers_of(scorer: Scorer | None) -> int | None:

@@ -199,6 +199,7 @@ CALLS = [
         (("triton", {}), "triton"),
         (("pallas", {"platform": "tpu"}), "GPU"),
         (("cudnn", {"platform": "cpu"}), "cuDNN needs a GPU"),
+        (("tpu", {"platform": "gpu"}), "it needs a TPU, this is gpu: use auto or xla"),
         (("cudnn", {"dtype": jnp.float32}), "16 bits"),
         (("cudnn", {"head_dim": 256}), "head dim"),
         (("mosaic", {"platform": "cpu", "capability": None}), "needs a GPU, this is cpu"),

@@ -12,7 +12,7 @@ from test_planning import setting
 
 import jaxkv
 from jaxkv.exporting import writing
-from jaxkv.planning.gpus import gpu_named
+from jaxkv.planning.gpus import gpus
 from jaxkv.planning.planner import plan
 
 SMALL = tiny.shape(layers=1, kv_heads=1, group=1, dim=8)
@@ -38,7 +38,7 @@ ROWS = [
     *door(
         "plan",
         planned,
-        ({"gpus": "h10x8"}, "no such GPU; .* did you mean h100"),
+        ({"gpus": "h10x8"}, "no such GPU or TPU; .* did you mean h100"),
         ({"gpus": "h100,a100-80gb"}, "gpus=.*a plan is of one kind of GPU"),
         ({"gpus": "h100x0"}, "give 1 or more of them"),
         ({"gpus": "h100x1000000"}, "fewer than a million"),
@@ -72,9 +72,7 @@ ROWS = [
         ({"policy": "snapkv"}, "policy='snapkv': give a policy"),
         ({"config": {}}, "config={}: give a ModelConfig"),
     ),
-    *calls(
-        "a GPU", (lambda: dataclasses.replace(gpu_named("h100"), memory=0), "memory=0: give a positive whole number")
-    ),
+    *calls("a GPU", (lambda: dataclasses.replace(gpus()["h100"], memory=0), "memory=0: give a positive whole number")),
     *door(
         "export",
         exported,

@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_windows
 import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation, Implementations, capability_of, choose
+from jaxkv.planning.programs import Work, abstract_model
 from jaxkv.policies import GiniLayers
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
 INTERPRETED, MOSAIC = Implementation.INTERPRETED, Implementation.MOSAIC
+TPU = Implementation.TPU
 
 
 def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, capability=(8, 0)):
@@ -23,7 +26,8 @@ def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, ca
 def test_auto(monkeypatch):
     monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: None)
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
-    assert chosen(platform="tpu") == Implementations(prefill=XLA, decode=XLA)
+    for dtype, dim in ((jnp.bfloat16, 128), (jnp.float32, 80)):
+        assert chosen(platform="tpu", dtype=dtype, head_dim=dim) == Implementations(prefill=TPU, decode=TPU)
     by_cudnn, by_pallas = Implementations(prefill=CUDNN, decode=PALLAS), Implementations(prefill=PALLAS, decode=PALLAS)
     by_mosaic = Implementations(prefill=MOSAIC, decode=PALLAS)
     for dim, capability, expected in (
@@ -53,6 +57,7 @@ def test_asked_for():
     assert chosen(PALLAS) == Implementations(prefill=PALLAS, decode=PALLAS)
     assert chosen("pallas", platform="cpu") == Implementations(prefill=INTERPRETED, decode=INTERPRETED)
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
+    assert str(chosen("tpu", platform="cpu")) == "tpu (interpreted)"
     assert chosen("cudnn") == Implementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
     for capability in ((9, 0), None):
@@ -121,6 +126,22 @@ def test_kernels_generate_what_xla_does(name):
                 continue
             # A number half way between two codes is rounded up by one backend and down by the other: rarely, one step.
             assert (apart > 4e-3).mean() < 1e-3 and apart.max() <= np.ptp(other) / 15
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_no_forms_of_a_cpu_on_a_tpu():
+    """16-bit numbers are sliced as they are: for a TPU integers are no short cut."""
+    for shape in (tiny.TWO_LAYERS, test_windows.SHAPE):
+        for implementation, casts in ((TPU, False), (XLA, True)):
+            flat = abstract_model(shape, "bfloat16")
+            given = {"policy": jaxkv.SnapKV(budget=16, window=8), "batch": 1, "tokens": 64, "new": 4}
+            work = Work(flat=flat, implementation=implementation, **given)
+            texts = [
+                each.traced.lower(lowering_platforms=("tpu",)).as_text()
+                for each in work.prefill.calls
+                if each.name == "layer"
+            ]
+            assert len(texts) == shape.layers and all(("xui16>" in text) == casts for text in texts)
 
 
 def test_kernels_answer_a_question_on_a_cache():

@@ -81,7 +81,7 @@ LAYERS = (
     "jaxkv.__main__",
 )
 MOST_LINES = 420
-DOORS = {"_compat.py": "triton", "_compat_mosaic.py": "mosaic_gpu"}
+DOORS = {"_compat.py": "triton", "_compat_mosaic.py": "mosaic_gpu", "_compat_tpu.py": "tpu"}
 
 
 def sources(*folders: str) -> list[Path]:

@@ -16,10 +16,12 @@ from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning import sizes
 from jaxkv.planning.catalog import Known, catalog, model_named
-from jaxkv.planning.gpus import gpu_named, gpus, gpus_named
+from jaxkv.planning.gpus import gpus
+from jaxkv.planning.named import accelerator_named, accelerators, accelerators_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import sizes_of, weights_of
+from jaxkv.planning.tpus import tpus
 from jaxkv.sharding.parameters import abstract_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +38,7 @@ POLICIES = {
 
 def setting(name="llama-3.1-70b", policy="full", gpus=8, gpu="h100", **options):
     config = model_named(name).config
-    given = {"context": CONTEXT, "batch": 4, "gpu": gpu_named(gpu), "gpus": gpus} | options
+    given = {"context": CONTEXT, "batch": 4, "gpu": accelerator_named(gpu), "gpus": gpus} | options
     policy = POLICIES[policy] if isinstance(policy, str) else policy
     return Setting(model=name, config=config, policy=policy, **given)
 
@@ -238,10 +240,31 @@ def test_gpus_have_what_a_compiler_asks_for():
         assert gpu.sources and all(each.startswith("https://") for each in gpu.sources)
         assert gpu.memory < gpu.reported < 1.1 * gpu.memory and gpu.capability in ((8, 0), (8, 9), (9, 0), (10, 0))
         assert f"core_count: {gpu.cores}" in gpu.target and f"device_memory_size: {gpu.reported}" in gpu.target
-        assert gpus_named(f"{gpu.name}x3") == (gpu, 3) and gpu_named(gpu.name.upper()) is gpu
-    assert gpu_named("A100").memory == 80 * 10**9 and gpus_named("rtx4090") == (gpu_named("4090"), 1)
-    assert gpus_named("H100 x 8") == (gpu_named("h100"), 8)
-    assert gpu_named("h100").architecture == "sm_90a" and gpu_named("l4").architecture == "sm_89"
+        assert accelerators_named(f"{gpu.name}x3") == (gpu, 3) and accelerator_named(gpu.name.upper()) is gpu
+    assert list(accelerators()) == [*gpus(), *tpus()]
+    assert accelerator_named("A100").memory == 80 * 10**9
+    assert accelerators_named("rtx4090") == (accelerator_named("4090"), 1)
+    assert accelerators_named("H100 x 8") == (gpus()["h100"], 8)
+    assert gpus()["h100"].architecture == "sm_90a" and gpus()["l4"].architecture == "sm_89"
+
+
+def test_tpus_are_planned_for_as_gpus_are():
+    for tpu in tpus().values():
+        assert tpu.sources and all(each.startswith("https://") for each in tpu.sources)
+        assert tpu.memory < tpu.reported < 1.1 * tpu.memory and accelerators_named(f"8x{tpu.name}") == (tpu, 8)
+        assert tpu.slice_of(1).endswith((":2x2", ":2x2x1")) and tpu.slice_of(8).count("x") >= 1
+    v6e, chiplet = tpus()["v6e"], tpus()["tpu7x"]
+    assert (v6e.slice_of(8), v6e.slice_of(9), chiplet.slice_of(8)) == ("v6e:2x4", "v6e:4x4", "tpu7x:2x2x1")
+    with pytest.raises(ValueError, match="gpus='v6ex257': the largest slice has 256"):
+        v6e.slice_of(257)
+    found = plan("llama-3.1-8b", gpus="v6e x1", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024))
+    assert found.fits and found.setting.memory == 32 * 10**9 and found.speed.launches == 0
+    text = str(found)
+    assert "on 1 x v6e" in text and "to spare on each TPU" in text and "no TPU was measured" in text
+    small = plan("llama-3.1-8b", gpus="v5e", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024))
+    assert not small.fits and "on each TPU" in str(small) and "v5ex2" in [each.about for each in small.remedies]
+    with pytest.raises(ValueError, match="no such GPU or TPU; known ones: .*v6e, tpu7x; did you mean"):
+        plan("llama-3.1-8b", gpus="v6", context=4096)
 
 
 def test_budgets_that_no_short_prompt_has_are_left_out():

@@ -11,10 +11,11 @@ import jaxkv
 from jaxkv.attention import Implementation
 from jaxkv.models.values import LayerSpec, NoRope
 from jaxkv.planning import compiled
-from jaxkv.planning.gpus import gpu_named
+from jaxkv.planning.gpus import gpus
 from jaxkv.planning.programs import SMALL, Work, abstract_model
 from jaxkv.planning.ptxas import said
 from jaxkv.planning.setting import Setting
+from jaxkv.planning.tpus import tpus
 from jaxkv.sharding.door import Door
 from jaxkv.sharding.record import weigh
 
@@ -98,10 +99,13 @@ def test_layers_of_two_rotations_are_recorded():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    setting = Setting(model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpu_named("h100"), context=TOKENS)
+    setting = Setting(model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpus()["h100"], context=TOKENS)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"none is installed.*pip install --no-deps jax-cuda13-plugin==0\.\d+"):
         compiled.compile_plan(setting)
+    there = dataclasses.replace(setting, gpu=tpus()["v6e"])
+    with pytest.raises(ImportError, match=r"for TPUs, and none is installed.*pip install 'jax\[tpu\]==0\.\d+"):
+        compiled.compile_plan(there)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(compiled.importlib.metadata, "version", lambda name: "1.0" if "plugin" in name else "2.0")
     with pytest.raises(ImportError, match=r"the one here is 1\.0.*jax-cuda13-pjrt==2\.0"):
@@ -110,7 +114,7 @@ def test_what_is_missing_is_said(monkeypatch):
     refused = {"prefill_ratio": 4, "offload": True}
     for option, value in refused.items():
         policy = jaxkv.OmniKV(budget=BUDGET, filter_layers=(0,), **{option: value})
-        away = Setting(model="tiny", config=SHAPE, policy=policy, gpu=gpu_named("h100"), context=TOKENS)
+        away = Setting(model="tiny", config=SHAPE, policy=policy, gpu=gpus()["h100"], context=TOKENS)
         with pytest.raises(ValueError, match=f"are not compiled: plan without the compiler, or leave {option} out"):
             compiled.compile_plan(away)
 
@@ -144,6 +148,8 @@ def test_what_is_printed_of_a_plan():
     text = str(spilled)
     assert "nothing has run on a GPU" in text and "prefill, at its layer: peak 2.15 GB" in text
     assert "160 x all-reduce f32[4,1,8192]" in text and "1 of 7 kernels" in text and "flash spills 1,300 bytes" in text
+    there = str(compiled.CompiledPlan(decode=decode, prefill=layer, kernels=None, spills=(), word="TPU", **given))
+    assert "nothing has run on a TPU" in there and "spills" not in there
     assert "nobody has looked" in str(
         compiled.CompiledPlan(decode=decode, prefill=layer, kernels=None, spills=(), **given)
     )

@@ -12,8 +12,8 @@ import jaxkv
 from jaxkv._values import amount
 from jaxkv.evals.records import Record, Run
 from jaxkv.planning import host_speed
-from jaxkv.planning.gpus import gpus_named
 from jaxkv.planning.host_rates import HostRates
+from jaxkv.planning.named import accelerators_named
 from jaxkv.planning.outlook import Payback, Service
 from jaxkv.planning.planner import outlook_of, plan, planned, served_of, speed_of
 from jaxkv.planning.served import Slot
@@ -194,8 +194,11 @@ def test_numbers_as_people_write_them():
     found = [tokens_of(each) for each in ("131072", "131_072", "128K", "128k", "0.5K", "1M", " 32 K ", 7)]
     assert found == [131072, 131072, 131072, 131072, 512, 1 << 20, 32768, 7]
     for written in ("4xh100", "h100x4", "h100:4", "4 h100", "4:H100", "4 x h100"):
-        assert gpus_named(written)[0].name == "h100" and gpus_named(written)[1] == 4
-    assert gpus_named("2xrtx4090")[1] == gpus_named("rtx4090x2")[1] == 2 and gpus_named("rtx4090")[1] == 1
+        assert accelerators_named(written)[0].name == "h100" and accelerators_named(written)[1] == 4
+    assert (
+        accelerators_named("2xrtx4090")[1] == accelerators_named("rtx4090x2")[1] == 2
+        and accelerators_named("rtx4090")[1] == 1
+    )
 
 
 def evaluation(folder, missing=0):

@@ -10,9 +10,10 @@ import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import Experts
 from jaxkv.planning import speed
-from jaxkv.planning.gpus import gpu_named
+from jaxkv.planning.gpus import gpus
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.speed import APPENDS, CHOOSES, COPY, EVICTS, MERGES, OF_CODES, all_reduce, estimate
+from jaxkv.planning.tpus import tpus
 
 MODEL = (Path(__file__).parents[1] / "benchmarks/results/gpu_model.md").read_text()
 LLAMA = {
@@ -50,7 +51,7 @@ def table(*names: str) -> list[dict[str, str]]:
 
 def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
     options = {} if policy == "FullKV" else {"budget": 1024} | (FILTERS if policy == "OmniKV" else {})
-    given = {"gpu": gpu_named("h200"), "new": 0, "config": CONFIG} | more
+    given = {"gpu": gpus()["h200"], "new": 0, "config": CONFIG} | more
     method = getattr(jaxkv, policy)(**options)
     return Setting(model="8b", policy=method, batch=batch, context=context, **given)
 
@@ -101,8 +102,11 @@ def test_what_is_split_over_gpus():
     apart = estimate(setting_of("SnapKV", 8, 32768, gpus=4, data=4), WEIGHTS)
     assert apart.step == pytest.approx(estimate(setting_of("SnapKV", 2, 32768), WEIGHTS).step)
     assert all_reduce(setting_of("SnapKV", 1, 64, gpus=8), 1) < all_reduce(
-        setting_of("SnapKV", 1, 64, gpus=8, gpu=gpu_named("l4")), 1
+        setting_of("SnapKV", 1, 64, gpus=8, gpu=gpus()["l4"]), 1
     )
+    # TPUs send both ways around a ring, over all links of a chip.
+    joined = all_reduce(setting_of("SnapKV", 1, 64, gpus=8, gpu=tpus()["v6e"]), 1 << 20)
+    assert joined == pytest.approx(8e-6 + 2 * 7 / 8 * (1 << 20) / 400e9)
 
 
 def test_experts_are_read_as_far_as_they_are_chosen():
@@ -120,7 +124,7 @@ def test_answers_that_grow_and_rows_that_are_fetched():
     step = lambda policy, new: estimate(setting_of(policy, 8, 4096, new=new), WEIGHTS).step  # noqa: E731
     assert step("SnapKV", 2048) > step("SnapKV", 0) and step("H2O", 2048) == step("H2O", 0)
     away = jaxkv.OmniKV(budget=1024, offload=True, **FILTERS)
-    setting = Setting(model="8b", config=CONFIG, policy=away, gpu=gpu_named("h200"), context=4096)
+    setting = Setting(model="8b", config=CONFIG, policy=away, gpu=gpus()["h200"], context=4096)
     assert estimate(setting, WEIGHTS) is None
 
 

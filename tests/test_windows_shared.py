@@ -1,4 +1,4 @@
-"""Policies that merge, share a budget over layers or read prompts twice, in models some of whose layers have windows."""
+"""Policies that merge, share a budget over layers or read prompts twice, where some layers have windows."""
 
 import dataclasses
 

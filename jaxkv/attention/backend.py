@@ -46,6 +46,8 @@ class Backend(abc.ABC):
             queries, so that padding costs no time.
         query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
+        cpu_forms: True if XLA's operations around it take the forms that a CPU runs fastest, such as slices of 16-bit
+            floats as integers; False for plain ones.
         keeps_norms: True if norms of keys are kept between steps for policies that compare keys, not computed again.
         fused_step: True if it has `deal`, `decode_token` and `add_norm`.
         fused_eviction: True if it has `evict_rows` and `replace_rows`.
@@ -55,6 +57,7 @@ class Backend(abc.ABC):
     at_once: ClassVar[bool] = True
     query_copies: ClassVar[int] = 2
     few_launches: ClassVar[bool] = False
+    cpu_forms: ClassVar[bool] = True
     keeps_norms: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False
     fused_eviction: ClassVar[bool] = False

@@ -26,6 +26,8 @@ class Implementation(enum.Enum):
         CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding are PALLAS, because
             cuDNN has neither column sums nor ragged segments.
         MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS.
+        TPU: XLA without the forms that exist for CPUs.
+        TPU_INTERPRETED: the same on a CPU, to check it. Never chosen by AUTO.
     """
 
     AUTO = "auto"
@@ -34,6 +36,8 @@ class Implementation(enum.Enum):
     INTERPRETED = "pallas (interpreted)", "jaxkv.attention.kernels:Interpreted"
     CUDNN = "cudnn", "jaxkv.attention.cudnn:Cudnn"
     MOSAIC = "mosaic", "jaxkv.attention.mosaic:Mosaic"
+    TPU = "tpu", "jaxkv.attention.tpu:Tpu"
+    TPU_INTERPRETED = "tpu (interpreted)", "jaxkv.attention.tpu:Interpreted"
 
     _value_: str
     backend: str
@@ -48,7 +52,18 @@ class Implementation(enum.Enum):
 # These serve prefill of whole prompts only; scoring and decoding are then PALLAS.
 PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
 # AUTO takes the first that serves the model and the device.
-_FASTEST = (Implementation.MOSAIC, Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
+_FASTEST = (
+    Implementation.MOSAIC,
+    Implementation.CUDNN,
+    Implementation.PALLAS,
+    Implementation.TPU,
+    Implementation.XLA,
+)
+# Run on a CPU as plain JAX operations, to check them.
+_INTERPRETED = {
+    Implementation.PALLAS: Implementation.INTERPRETED,
+    Implementation.TPU: Implementation.TPU_INTERPRETED,
+}
 
 
 @cache
@@ -92,8 +107,8 @@ def choose(
     asked, setting = named(asked), Setting(platform, dtype, head_dim, capability)
     if asked is Implementation.AUTO:
         asked = next(each for each in _FASTEST if backend_of(each).suits(setting))
-    elif asked is Implementation.PALLAS and platform == "cpu":
-        asked = Implementation.INTERPRETED
+    elif platform == "cpu":
+        asked = _INTERPRETED.get(asked, asked)
     remedy = backend_of(asked).refusal(setting)
     require(remedy is None, "implementation", asked.value, remedy or "")
     return Implementations(prefill=asked, decode=Implementation.PALLAS if asked in PREFILL_ONLY else asked)

@@ -67,24 +67,25 @@ def causal(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    cpu_forms: bool = True,
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
     """Causal attention of T consecutive queries of one sequence: output in q's dtype, and float32 log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. Keys
     are read in blocks up to the diagonal, with a `window` from the first block on that holds one of its last keys.
-    Logits are `capped`.
+    Logits are `capped`. `cpu_forms` says how 16-bit numbers are sliced, rounded and summed, as a backend has it.
     """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
     # exp2 with the scale folded into q saves a multiplication per logit. A cap needs logits to base e.
     scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(heads, group * queries, dim)
     # In 16 bits a matrix product is cheaper than a sum over rows: a column of ones in the values sums the weights.
-    summed = v.dtype.itemsize == 2
+    summed = v.dtype.itemsize == 2 and cpu_forms
     if summed:
         v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)], axis=-1)
     width = v.shape[-1]
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
-    all_keys, all_values = as_bits(k), as_bits(v)
+    all_keys, all_values = as_bits(k, cpu_forms), as_bits(v, cpu_forms)
 
     def head(inputs):
         """Mapped over kv heads: output `f32[G * T, D]` and log-sum-exp `f32[G * T]` of one head's queries."""
@@ -113,7 +114,7 @@ def causal(
             shrink = jnp.exp2(maximum - top)
             if not summed:
                 total = total * shrink + weights.sum(axis=-1)
-            acc = acc * shrink[:, None] + _dot(_narrow(weights, v.dtype), values)
+            acc = acc * shrink[:, None] + _dot(_narrow(weights, v.dtype, cpu_forms), values)
             return top, total, acc
 
         count = group * queries
@@ -166,9 +167,13 @@ def softmax(logits: Float[Array, "*n m"], sink_logits: Float[Array, "*#n"] | Non
     return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
-def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """16-bit floats bitcast to uint16, which a CPU slices without float32; other arrays unchanged."""
-    return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows
+def as_bits(rows: Shaped[Array, "..."], cpu_forms: bool = True) -> Shaped[Array, "..."]:
+    """16-bit floats bitcast to uint16, which a CPU slices without float32; other arrays, or without `cpu_forms`, as is.
+
+    A TPU converts the whole array, there and back, for each block that is sliced: four fifths of a layer's cycles in a
+    prefill of 32K tokens, by its compiler.
+    """
+    return lax.bitcast_convert_type(rows, jnp.uint16) if cpu_forms and rows.dtype.itemsize == 2 else rows
 
 
 def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
@@ -329,9 +334,9 @@ def _softmax(logits, inside):
     return weights, total, jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
 
-def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n"]:
+def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype, cpu_forms: bool) -> Float[Array, "m n"]:
     """Softmax weights converted from float32 to the values' dtype."""
-    if dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 or not cpu_forms:
         return weights.astype(dtype)
     # Weights lie in [0, 1]: rounding needs none of the NaN handling that makes XLA's conversion slow on a CPU.
     bits = lax.bitcast_convert_type(weights, jnp.uint32) + jnp.uint32(1 << 15)

@@ -37,7 +37,8 @@ class Xla(Backend):
 
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
-            return xla.causal(q, k, v, jnp.int32(0) if first is None else first, softcap=softcap)
+            begin = jnp.int32(0) if first is None else first
+            return xla.causal(q, k, v, begin, softcap=softcap, cpu_forms=self.cpu_forms)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None

@@ -113,9 +113,9 @@ def pack_shared(
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
     k, v = (a.reshape(batch, heads * slots, dim) for a in (layer.k, layer.v))
-    score = None
-    if pool.score is not None and layer.score is not None:
-        score = put_cells(pool.score, row, layer.score.reshape(row.shape))
+    score = pool.score
+    if score is not None and layer.score is not None:
+        score = put_cells(score, row, layer.score.reshape(row.shape))
     return Pool(
         store=pool.store.put((row, k), (row, v)),
         pos=put_cells(pool.pos, row, positions.reshape(row.shape)),
@@ -144,9 +144,3 @@ def empty_pool(
         pos=jnp.full(cells, -1, jnp.int32, device=narrow),
         score=jnp.zeros(cells, jnp.float32, device=narrow) if scored else None,
     )
-
-
-def empty_pool_for(layer: Unpacked, rows: int, store: type[Store] = Dense, axes: Axes | None = None) -> Pool:
-    """Makes an empty pool of P = `rows` with the batch, head size, dtype and scores of a layer's unpacked rows."""
-    batch, _, _, dim = layer.k.shape
-    return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None, store=store, axes=axes)

@@ -32,7 +32,7 @@ def add_weights_option(add: Callable[..., Any]) -> None:
 
 def add_implementation_option(add: Callable[..., Any]) -> None:
     """Adds the `--implementation` option by `add`, an argparse group's `add_argument`."""
-    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
+    computing = "what computes attention: auto, xla, pallas, cudnn, mosaic or tpu (default: %(default)s)"
     add("--implementation", default=Implementation.AUTO.value, help=computing)
 
 

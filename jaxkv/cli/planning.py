@@ -14,7 +14,7 @@ from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture
 from jaxkv.planning.comparison import compared
 from jaxkv.planning.compiled import plugin
-from jaxkv.planning.gpus import gpus
+from jaxkv.planning.named import accelerators
 from jaxkv.planning.planner import known_model, planned, require_price, setting_of
 from jaxkv.planning.plans import MachinePlan, Plan
 from jaxkv.planning.quality import qualities
@@ -24,8 +24,8 @@ from jaxkv.policies import Method
 NOTES = """\
 Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
 decode step compute with, for one GPU. --compile asks XLA's own compiler for GPUs that are not there, in some minutes.
-Tokens per second and requests an hour are estimates with the rates that one H200 reached; with --gpus cpu they follow
-from rates that are measured on this machine in some seconds.
+Tokens per second and requests an hour are estimates with the rates that one H200 reached, for TPUs, too; with
+--gpus cpu they follow from rates that are measured on this machine in some seconds.
 
 examples:
   does it fit, how much more would, and what would make it fit:
@@ -55,7 +55,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
     known += ", a .gguf file or a hub id"
     add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
-    kinds = f"h100x8, 8xh100 or h100:8, say; kinds: {', '.join(gpus())}; or cpu, this machine's"
+    kinds = f"h100x8, 8xh100 or h100:8, say; kinds: {', '.join(accelerators())}; or cpu, this machine's"
     add("--gpus", required=True, metavar="KINDxN", help=kinds)
     groups = "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
     add("--mesh", metavar="DxM", help=groups)
@@ -131,11 +131,12 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
         for each in policies
     ]
     require_price(options.price)
-    here = not isinstance(asked[0][0], Setting)
+    first = asked[0][0]
+    here = not isinstance(first, Setting)
     for flag, given in (("--plot", options.plot), ("--compile", options.compile)):
-        require(not (here and given), flag, given, "it is for GPUs: leave it out")
-    if options.compile:
-        plugin()
+        require(not (here and given), flag, given, "it is for GPUs and TPUs: leave it out")
+    if options.compile and isinstance(first, Setting):
+        plugin(first.gpu)
         to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
     scores, more = qualities(options.quality, [each for each, _ in asked], policies)
     return [

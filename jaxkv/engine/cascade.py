@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
-from jaxkv.cache.packing import Unpacked, empty_pool, empty_pool_for, placed
+from jaxkv.cache.packing import Unpacked, empty_pool, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.choosing import Candidates, Tally, choose, staged, surviving, within
@@ -91,7 +91,9 @@ def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Ax
         None if each is None else jnp.zeros(shape, each.dtype, device=there) for each in (layer.scores, layer.norms)
     )
     assert scores is not None
-    return Survivors(pool=empty_pool_for(full, rows, axes=axes), scores=scores, norms=norms)
+    batch, _, _, dim = full.k.shape
+    pool = empty_pool(batch, rows, dim, full.k.dtype, scored=full.score is not None, axes=axes)
+    return Survivors(pool=pool, scores=scores, norms=norms)
 
 
 @program(static=("heads", "axes"), donate=("held",))

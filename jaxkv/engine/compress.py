@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
+from jaxkv.cache.packing import Unpacked, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Tally, choose
 from jaxkv.policies.attended import of_group
@@ -146,7 +146,10 @@ def compress(
                 )
                 starts.append(first)
             else:
-                pool = empty_pool_for(rows, size, parts.store, axes) if pool is None else pool
+                if pool is None:
+                    # The first layer may have a window, and then no scores.
+                    of, batch, dim = parts.store, rows.k.shape[0], rows.k.shape[-1]
+                    pool = empty_pool(batch, size, dim, rows.k.dtype, scored=parts.scored, store=of, axes=axes)
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
             # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
             under_way.append(pool)

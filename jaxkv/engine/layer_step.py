@@ -310,7 +310,7 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    causal = partial(attention.causal, softcap=spec.softcap)
+    causal = partial(attention.causal, softcap=spec.softcap, cpu_forms=spec.backend.cpu_forms)
     own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     own, own_lse = token.with_sinks(*own)
     if spec.scored:

@@ -327,9 +327,7 @@ class Prompts(Source):
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
         if scorer is None or self.windows[index] is not None:
-            # A pool that layers share has scores in all of them.
-            shares = parts.scored and parts.layout.one_pool
-            self.held[index] = rows._replace(score=jnp.zeros_like(rows.k[..., 0], jnp.float32)) if shares else rows
+            self.held[index] = rows
             return last_rows(self.all_kept, self.windows[index])
         seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
         scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
@@ -384,12 +382,12 @@ class Prompts(Source):
 
     def require_ordered(self) -> None:
         """Raises ValueError, naming the layers, if any score since the last call is NaN; waits for the device."""
-        scored = [layer for layer, width in enumerate(self.windows) if width is None]
-        new = list(zip(scored, self.nans, strict=False))[self.checked :]
+        first, new = self.checked, self.nans[self.checked :]
         self.checked = len(self.nans)
-        for _, each in new:
+        for each in new:
             each.copy_to_host_async()
-        layers = [layer for layer, each in new if bool(host(each))]
+        scored = [layer for layer in self.indices if self.windows[layer] is None][first:]
+        layers = [layer for layer, each in zip(scored, new, strict=False) if bool(host(each))]
         remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
         require(not layers, "scores", "NaN", remedy + "that is not finite")
 

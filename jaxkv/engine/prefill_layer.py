@@ -153,31 +153,32 @@ def _by_sequence(
     size = block_size(slots, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
+    take, put = (partial(each, cpu_forms=backend.cpu_forms) for each in (take_slice, put_slice))
 
     def sequence(row, carry):
         def project(index, carry):
             buffers, q = carry
             first = index * size
             by = table.block(first, size)
-            normed = block.normed(take_slice(x, (row, first, 0), (1, size, width)))
+            normed = block.normed(take(x, (row, first, 0), (1, size, width)))
             new = _keys_values(block, normed, by, needs.unrotated)
-            buffers = tuple(put_slice(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
-            return buffers, put_slice(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
+            buffers = tuple(put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
+            return buffers, put(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
-        k_row, v_row = (from_bits(as_bits(each)[row], x.dtype) for each in buffers[:2])
+        k_row, v_row = (from_bits(as_bits(each, backend.cpu_forms)[row], x.dtype) for each in buffers[:2])
 
         def attend(index, carry):
             x, sums = carry
             # K and V are complete, so hidden states can be overwritten block by block.
             first = index * size
-            mine = take_slice(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
+            mine = take(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
             alone = (length[row][None], first[None])
             if spec.window is None:
                 out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone, **spec.capping)
             else:
-                near = partial(causal, window=spec.window, softcap=spec.softcap)
+                near = partial(causal, window=spec.window, softcap=spec.softcap, cpu_forms=backend.cpu_forms)
                 out, lse = (a[None] for a in near(mine, k_row, v_row, first))
             if block.sink_logits is not None:
                 assert lse is not None
@@ -186,8 +187,8 @@ def _by_sequence(
                 mass = backend.column_sums(mine[None], k_row[None], lse, *alone, **spec.capping)
                 sums = sums.at[row].add(mass[0])
             if not last:
-                part = take_slice(x, (row, first, 0), (1, size, width))
-                x = put_slice(x, block.finish(part, out), (row, first, 0))
+                part = take(x, (row, first, 0), (1, size, width))
+                x = put(x, block.finish(part, out), (row, first, 0))
             return x, sums
 
         if attends:
@@ -211,23 +212,23 @@ def _at_once(
     """
     batch, slots, width = x.shape
     size = long_block(slots, batch)
-    config = block.config
+    config, put = block.config, partial(put_slice, cpu_forms=backend.cpu_forms)
 
     def normed(index):
         return block.normed(lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width)))
 
     def project(index, buffers):
         new = _keys_values(block, normed(index), table.block(index * size, size), needs.unrotated)
-        return tuple(put_slice(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
+        return tuple(put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
 
     k, v, *unrotated = lax.fori_loop(0, slots // size, project, _buffers(block, x, needs.unrotated))
 
     def queries(index, q):
-        return put_slice(q, block.queries(normed(index), table.block(index * size, size)), (0, 0, 0, index * size, 0))
+        return put(q, block.queries(normed(index), table.block(index * size, size)), (0, 0, 0, index * size, 0))
 
     def finish(index, x):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
-        return put_slice(
+        return put(
             x, block.finish(part, lax.dynamic_slice_in_dim(out, index * size, size, axis=3)), (0, index * size, 0)
         )
 
@@ -260,11 +261,12 @@ def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
     return (buffer,) * (3 if unrotated else 2)
 
 
-def take_slice(array: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
-    """Slice of an array at start indices `at`, as `lax.dynamic_slice`, by way of its bits as integers."""
-    return from_bits(lax.dynamic_slice(as_bits(array), at, sizes), array.dtype)
+def take_slice(array: Array, at: tuple, sizes: tuple[int, ...], *, cpu_forms: bool) -> Array:
+    """Slice of an array at start indices `at`, as `lax.dynamic_slice`; in a CPU's form by way of integers."""
+    return from_bits(lax.dynamic_slice(as_bits(array, cpu_forms), at, sizes), array.dtype)
 
 
-def put_slice(array: Array, new: Array, at: tuple) -> Array:
-    """Copy of an array with `new` written at start indices `at`, as `lax.dynamic_update_slice`, by way of integers."""
-    return from_bits(lax.dynamic_update_slice(as_bits(array), as_bits(new), at), array.dtype)
+def put_slice(array: Array, new: Array, at: tuple, *, cpu_forms: bool) -> Array:
+    """Copy of an array with `new` written at start indices `at`, as `lax.dynamic_update_slice`; or by integers."""
+    old, fresh = as_bits(array, cpu_forms), as_bits(new, cpu_forms)
+    return from_bits(lax.dynamic_update_slice(old, fresh, at), array.dtype)

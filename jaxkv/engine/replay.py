@@ -4,6 +4,7 @@ What remains of it is the largest attention that each row received, from which a
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.xla import Walk, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
-from jaxkv.engine.segments import near
+from jaxkv.engine.segments import window_mask
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.layers import float_weight
@@ -159,7 +160,9 @@ def _layer_again(
     block, (keys, values), softcap, window = graphs.block(leaves), rows, graphs.spec.softcap, graphs.spec.window
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
-    size = tokens // -(-tokens // MOST)
+    size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
+    take, put = (partial(each, cpu_forms=backend.cpu_forms) for each in (take_slice, put_slice))
+    near = partial(attention.causal, softcap=softcap, cpu_forms=backend.cpu_forms)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
     held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
@@ -174,7 +177,7 @@ def _layer_again(
 
     def attend(part: Array) -> tuple[Array, Array]:
         """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
-        backend, flat = backend_of(implementation), part.reshape(batch, heads, -1, dim)
+        flat = part.reshape(batch, heads, -1, dim)
         mine, how = (keys.reshape(pool), values.reshape(pool)), graphs.spec.capping
         out, lse = backend.attend(flat, *mine, start, held, walk=Walk.STRIDES, **how)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
@@ -183,17 +186,17 @@ def _layer_again(
         """Loop body: runs one block of tokens; returns the carry of hidden states, keys, values, largest attention."""
         x, k, v, most = carry
         at = index * size
-        part = take_slice(x, (0, at, 0), (batch, size, width))
+        part = take(x, (0, at, 0), (batch, size, width))
         normed = block.normed(part)
         turn = by.block(at, size)
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
-        k, v = put_slice(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put_slice(v, new, (0, 0, at, 0))
+        k, v = put(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
         if window is not None:
             out = _within_window(q, k, v, rows, length, at, window=window, sinks=block.sink_logits, softcap=softcap)
-            return put_slice(x, block.finish(part, out), (0, at, 0)), k, v, most
-        out, lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], at, softcap=softcap), (q, k, v))
+            return put(x, block.finish(part, out), (0, at, 0)), k, v, most
+        out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
         own, own_lse = attention.with_sinks(out, lse, block.sink_logits)
-        x = put_slice(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
+        x = put(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
         weights = None if by_row is None else (1 / _norm(normed), by_row)
         found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights, softcap=softcap)
         return x, k, v, jnp.maximum(most, found)
@@ -219,7 +222,7 @@ def _within_window(
 ) -> Float[Array, "B K G n D"]:
     """Attention of n tokens from index `at` on to the last `window` of a prompt's `rows` and of the tokens' own."""
     older, tokens = min(window, rows[0].shape[2]), k.shape[2]
-    seen = near(at, q.shape[3], older, tokens, window)
+    seen = window_mask(at, q.shape[3], older, tokens, window)
 
     def of_sequence(given: tuple[Any, ...]) -> Float[Array, "K G n D"]:
         q, k, v, keys, values, length = given

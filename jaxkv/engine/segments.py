@@ -55,7 +55,7 @@ def in_window(
     return start + beyond, length - beyond
 
 
-def near(first: Any, queries: int, older: int, tokens: int, window: int) -> Bool[Array, "N m"]:
+def window_mask(first: Any, queries: int, older: int, tokens: int, window: int) -> Bool[Array, "N m"]:
     """Mask of the keys within the window of each of N queries, which are new tokens from index `first` on.
 
     Keys are `older` rows from before the new tokens, then the new tokens: index 0 is that of the first of these.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.attention.xla import masked
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.segments import Segments, in_window, near
+from jaxkv.engine.segments import Segments, in_window, window_mask
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import Token, pool_attention
 
@@ -31,7 +31,7 @@ def several_in_window(
     start, length = in_window(segments.start, segments.length, window)
     size = min(window, k.shape[1])
     offset = jnp.arange(size, dtype=jnp.int32)
-    index, seen = jnp.arange(-size, tokens, dtype=jnp.int32), near(0, tokens, size, tokens, window)
+    index, seen = jnp.arange(-size, tokens, dtype=jnp.int32), window_mask(0, tokens, size, tokens, window)
     rows = jnp.clip((start + length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
     def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Float[Array, "G N D"]:

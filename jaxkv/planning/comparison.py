@@ -35,7 +35,8 @@ def compared(plans: Sequence[Plan | MachinePlan]) -> str:
         said = "Speeds are estimates from rates measured on this machine just now."
     else:
         memory = gigabytes(first.setting.memory)
-        lines = [title(first.setting), f"{prompts(first.setting)}; sizes are those of a GPU with {memory}", ""]
+        whose = f"sizes are those of a {first.setting.gpu.word} with {memory}"
+        lines = [title(first.setting), f"{prompts(first.setting)}; {whose}", ""]
         lines += [*_aligned([_HEAD, *rows]), *compiled]
         said = "Speeds are estimates, with rates that one H200 reached."
     lines += ["", *_times(plans), "", said]

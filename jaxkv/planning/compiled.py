@@ -1,4 +1,4 @@
-"""Compiles the programs of a plan with XLA for GPUs that are not there, in a process of its own."""
+"""Compiles the programs of a plan with XLA for GPUs or TPUs that are not there, in a process of its own."""
 
 import collections
 import dataclasses
@@ -14,8 +14,11 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.engine.lengths import bucket
+from jaxkv.planning.accelerators import Accelerator
+from jaxkv.planning.gpus import GPU
 from jaxkv.planning.ptxas import Kernel, kernels, ptxas
 from jaxkv.planning.setting import Setting
+from jaxkv.planning.tpus import TPU
 
 _PLUGINS = ("cuda13", "cuda12")
 # The child gets its parent's path: scripts import neighbouring files, and policies come from anywhere.
@@ -73,7 +76,7 @@ class CompiledProgram:
     def __str__(self) -> str:
         """One line of text: the program's peak, argument and temporary bytes, its trace and compile seconds."""
         return (
-            f"{self.name}: peak {self.peak / 1e9:.2f} GB a GPU (arguments {self.arguments / 1e9:.2f}, "
+            f"{self.name}: peak {self.peak / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
             f"temporaries {self.temporaries / 1e9:.3f}, beside them {self.beside / 1e9:.2f}); "
             f"traced in {self.trace_seconds:.0f} s, compiled in {self.compile_seconds:.0f} s"
         )
@@ -97,6 +100,7 @@ class CompiledPlan:
         kernels: number of kernels that ptxas assembled; None without ptxas.
         spills: (kernel, bytes) of the kernels that spill registers.
         jaxlib: version of the compiler.
+        word: "GPU" or "TPU".
         seconds: total time, the start of the child process included.
     """
 
@@ -108,13 +112,16 @@ class CompiledPlan:
     spills: tuple[tuple[str, int], ...]
     jaxlib: str
     seconds: float
+    word: str = "GPU"
 
     def __str__(self) -> str:
         """Report as text: figures of the decode loop and of prefill, a step's collectives, register spills."""
-        lines = [f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a GPU"]
+        lines = [f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a {self.word}"]
         lines += [f"  decode loop, {str(self.decode).partition(': ')[2]}"]
         lines += [f"  prefill, at its {self.prefill}"]
         lines += [f"  a step sends {each}" for each in self.decode.sent]
+        if self.word == "TPU":
+            return "\n".join(lines)
         if self.kernels is None:
             lines.append("  spills: nobody has looked, for there is no ptxas; pip install nvidia-cuda-nvcc")
         else:
@@ -123,9 +130,16 @@ class CompiledPlan:
         return "\n".join(lines)
 
 
-def plugin() -> str:
-    """Version (text) of the installed XLA GPU compiler; ImportError with the pip command if it is not jaxlib's."""
+def plugin(gpu: Accelerator) -> str:
+    """Version (text) of jaxlib, whose compiler for such devices is installed; else ImportError with the pip command."""
     jaxlib = importlib.metadata.version("jaxlib")
+    if gpu.platform == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            raise ImportError(
+                "compiling needs XLA's compiler for TPUs, and none is installed: in an environment of its own, with "
+                f"jaxkv, pip install 'jax[tpu]=={jaxlib}' (it needs no TPU)"
+            )
+        return jaxlib
     found = None
     for name in _PLUGINS:
         if importlib.util.find_spec(f"jax_{name}_plugin") is not None:
@@ -139,17 +153,17 @@ def plugin() -> str:
             f"with jaxkv and jax of that version, pip install --no-deps {wheels} nvidia-cuda-nvcc==13.0.* (it needs "
             "neither a GPU nor a driver)"
         )
-    return found
+    return jaxlib
 
 
 def compile_plan(setting: Setting) -> CompiledPlan:
     """Compiles a setting's decode and prefill programs in a child process, without GPUs; returns a `CompiledPlan`.
 
     In a child process, because this process's JAX may be in use on other devices; the child's output is discarded.
-    ImportError if the compiler is missing; ValueError if it refuses a program, and for policies with chunked prompts or
-    offloaded rows; TypeError for a policy that cannot be pickled.
+    ImportError if the compiler is missing; ValueError if it refuses a program, for more TPUs than a slice has, and for
+    policies with chunked prompts or offloaded rows; TypeError for a policy that cannot be pickled.
     """
-    jaxlib = plugin()
+    jaxlib = plugin(setting.gpu)
     parts = setting.policy.parts()
     remedy = "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
     require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
@@ -165,10 +179,15 @@ def compile_plan(setting: Setting) -> CompiledPlan:
         raise TypeError(
             f"policy={setting.policy}: {error}: another process compiles, import it from a module"
         ) from None
-    assembler = ptxas()
+    gpu = setting.gpu
+    if isinstance(gpu, TPU):
+        gpu.slice_of(setting.gpus)
+    assembler = ptxas() if isinstance(gpu, GPU) else None
     with tempfile.TemporaryDirectory() as folder:
         made = _in_another_process(given, Path(folder), setting, dump=assembler is not None)
-        found = None if assembler is None else kernels(folder, setting.gpu.architecture, assembler)
+        found = None
+        if isinstance(gpu, GPU) and assembler is not None:
+            found = kernels(folder, gpu.architecture, assembler)
     largest = max(made["prefill"], key=lambda each: each.peak)
     return CompiledPlan(
         decode=made["decode"],
@@ -178,6 +197,7 @@ def compile_plan(setting: Setting) -> CompiledPlan:
         kernels=None if found is None else len(found),
         spills=_spills(found or []),
         jaxlib=jaxlib,
+        word=gpu.word,
         seconds=made["seconds"],
     )
 
@@ -196,10 +216,14 @@ def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: b
     if dump:
         # From JAX 0.11 on PTX is dumped only on demand.
         flags.append(f"--xla_dump_to={folder} --xla_dump_hlo_as_text=false --xla_dump_emitter_re=ptx")
-    # Silences the warnings that there is no GPU, and hides one that is there.
+    # Silences the warnings that there is no GPU, and hides one that is there; asks no server which TPU this is.
     quiet = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    quiet |= {"TPU_SKIP_MDS_QUERY": "1"} if setting.gpu.platform == "tpu" else {}
     environment = {**os.environ, **quiet, "XLA_FLAGS": " ".join(flags).strip()}
     environment.pop("JAX_PLATFORMS", None)
+    if setting.gpu.platform == "tpu":
+        # libtpu compiles for a slice that is described to it; JAX itself starts on the CPU.
+        environment["JAX_PLATFORMS"] = "cpu"
     result, said = folder / "result.pickle", folder / "said.txt"
     with said.open("wb") as log:
         command = [sys.executable, "-c", _CHILD]

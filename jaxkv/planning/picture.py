@@ -49,7 +49,7 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"tokens of each of {first.batch} prompts")
-    axes.set_ylabel("peak memory of a GPU, GB")
+    axes.set_ylabel(f"peak memory of a {first.gpu.word}, GB")
     axes.set_title(title(first), fontsize=10)
     axes.legend(fontsize=9)
     return saved(figure, kind)

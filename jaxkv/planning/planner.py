@@ -16,8 +16,8 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights
 from jaxkv.planning.catalog import Known, model_named
 from jaxkv.planning.compiled import compile_plan
-from jaxkv.planning.gpus import gpus_named
 from jaxkv.planning.host_speed import host_estimate
+from jaxkv.planning.named import accelerators_named
 from jaxkv.planning.outlook import Outlook, Payback, service_of
 from jaxkv.planning.plans import MachinePlan, Plan, Remedy, policy_name
 from jaxkv.planning.process import host_weights, process_of
@@ -82,13 +82,13 @@ def plan(
     serve: bool = False,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plans memory and speed of prompts on GPUs, present or not, or on this CPU; returns a `Plan` or `MachinePlan`.
+    """Plans memory, speed of prompts on GPUs, TPUs, present or not, or on this CPU; returns `Plan` or `MachinePlan`.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
             config alone is read; or a config, or a model.
-        gpus: their kind and how many, `h100x8`, `8xh100` or `h100:8`; `cpu` for a process on this machine, whose speed
-            is measured for about two seconds.
+        gpus: GPUs or TPUs, their kind and how many, `h100x8`, `8xh100` or `v6e:8`; `cpu` for a process on this machine,
+            whose speed is measured for about two seconds.
         mesh: data-parallel groups of GPUs, and GPUs of a group: `2x4` or `(2, 4)`; by default one group of all.
         context: tokens of each prompt: a number, or a text such as `128K`, where K is 1024.
         batch: number of prompts.
@@ -116,7 +116,7 @@ def plan(
         policy=policy, context=context, batch=batch, new=new, questions=questions, dtype=dtype, weights=weights
     )
     setting, notes = setting_of(known, gpus, mesh, asked)
-    require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs: leave it out")
+    require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs and TPUs: leave it out")
     require_price(price)
     scores, more = qualities(quality, [setting], [as_policy(policy)])
     return planned(setting, notes + more, price=price, quality=scores[0], serve=flag("serve", serve), compile=compile)
@@ -170,7 +170,7 @@ def setting_of(
         require(mesh is None, "mesh", mesh, "a CPU is planned for as one device: leave it out")
         setting = HostSetting(memory=memory.machine_bytes(), **fields)
     else:
-        gpu, count = gpus_named(gpus)
+        gpu, count = accelerators_named(gpus)
         setting = Setting(gpu=gpu, gpus=count, data=_groups(mesh, count), **fields)
     return setting, (*notes, *filter(None, (setting.beyond,)))
 
@@ -215,7 +215,7 @@ def planned(
         )
     sizes = sizes_of(setting)
     enough = sizes.peak <= setting.memory
-    if enough and sizes.peak > _PREALLOCATED * setting.gpu.reported:
+    if enough and setting.gpu.platform == "cuda" and sizes.peak > _PREALLOCATED * setting.gpu.reported:
         notes += ("JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",)
     return Plan(
         setting=setting,

@@ -138,13 +138,13 @@ class Plan:
             ("peak of decode", sizes.decode_peak, f"{_share(sizes.decode_peak, setting.memory)} of {memory}"),
         ]
         if sizes.host:
-            facts.append(("in host memory", sizes.host, "on a GPU's behalf"))
+            facts.append(("in host memory", sizes.host, f"on a {setting.gpu.word}'s behalf"))
         verdict = self._verdict()
         limit = " (the model's own limit)" if self.largest_context == setting.config.max_positions else ""
         lines = [*_head(title(setting), self, facts), f"{verdict[0].upper()}{verdict[1:]}.", _largest(self, limit)]
         lines += [f"  would fit: {each.about} ({gigabytes(each.peak)})" for each in self.remedies]
         if not self.fits and not self.remedies:
-            tried = "a smaller budget, another policy, up to 16 times the GPUs"
+            tried = f"a smaller budget, another policy, up to 16 times the {setting.gpu.word}s"
             lines.append(f"  nothing that was tried would fit: {tried}")
         lines += self.outlook.lines("Estimated, with rates of one H200")
         lines += [*notes([self]), *([""] if self.compiled is not None else []), *self.compiled_lines()]
@@ -160,11 +160,11 @@ class Plan:
 
     def _verdict(self) -> str:
         """Sentence as text: fits, with bytes to spare on each GPU; or not, with the bytes prefill or decode needs."""
-        peak, memory = self.sizes.peak, self.setting.memory
+        peak, memory, word = self.sizes.peak, self.setting.memory, self.setting.gpu.word
         if self.fits:
-            return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each GPU"
+            return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each {word}"
         when = "prefill" if self.prefill_peak >= self.decode_peak else "decode"
-        return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each GPU"
+        return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each {word}"
 
     def compiled_lines(self) -> list[str]:
         """Text lines with XLA's figures and their relative deviation from the arithmetic; none if not compiled."""

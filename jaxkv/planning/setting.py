@@ -11,9 +11,10 @@ from jax.sharding import AbstractMesh
 from jaxkv._checks import field, whole
 from jaxkv._errors import require
 from jaxkv._values import plain
+from jaxkv.attention import Implementation, choose
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights
-from jaxkv.planning.gpus import GPU
+from jaxkv.planning.accelerators import Accelerator
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.parameters import abstract_mesh
 
@@ -127,15 +128,16 @@ class HostSetting(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting(Request):
-    """A `Request` on `gpus` GPUs of one kind in `data` groups; each has the whole model and a part of the prompts."""
+    """A `Request` on `gpus` GPUs or TPUs of a kind in `data` groups; each has the whole model and some prompts."""
 
-    gpu: GPU
+    gpu: Accelerator
     gpus: int = 1
     data: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.gpu, GPU), "gpu", self.gpu, "give a GPU, of planning.gpus.gpu_named('h100') say")
+        remedy = "give a GPU or TPU, of planning.named.accelerator_named('h100') say"
+        require(isinstance(self.gpu, Accelerator), "gpu", self.gpu, remedy)
         field(self, "gpus", whole, "give 1 GPU or more")
         field(self, "data", whole, "give 1 group or more")
         remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
@@ -147,6 +149,14 @@ class Setting(Request):
     def memory(self) -> int:
         """Bytes of memory of one GPU, by its data sheet."""
         return self.gpu.memory
+
+    @property
+    def implementation(self) -> Implementation:
+        """`Implementation` of attention in prefill that is planned for: jaxkv's kernels on GPUs, AUTO's on TPUs."""
+        if self.gpu.platform == "cuda":
+            return Implementation.PALLAS
+        dtype, dim = jnp.dtype(self.dtype), self.config.head_dim
+        return choose(Implementation.AUTO, platform=self.gpu.platform, dtype=dtype, head_dim=dim).prefill
 
     @property
     def hosts(self) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from jaxkv.attention import Implementation
 from jaxkv.engine.growth import MOST_AHEAD, first_room
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
@@ -161,7 +160,7 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
         times=setting.batch,
         dtype=setting.dtype,
         room=room,
-        implementation=Implementation.PALLAS,
+        implementation=setting.implementation,
         mesh=setting.mesh,
     )
 

@@ -3,7 +3,7 @@
 The time of a decode step is the sum of: bytes that it reads; kernel launches; overheads of small kernels and of
 attention; all-reduces. Of a mixture, the experts that tokens choose are read; the launches that sort tokens by expert
 are not counted. Rates of products, attention and codes were measured on an H200 (`benchmarks/results/nvidia-h200.md`);
-other GPUs are taken to reach the same shares of their data sheets. Launches are counted in compiled programs
+other GPUs, and TPUs, are taken to reach the same shares of their data sheets. Launches are counted in compiled programs
 (`benchmarks/results/gpu_model.md`), and all-reduces are NCCL's own model. Tests hold the estimates to both files.
 """
 
@@ -44,6 +44,8 @@ REDUCE, HOP_NVLINK, HOP_PCIE, HOP_NETWORK = 6.6 * _MICRO, 0.6 * _MICRO, 1.0 * _M
 FLAGS = 2
 # Bytes/s: slower than any NVLink, faster than any PCIe.
 _NVLINK_FROM = 100e9
+# Seconds from a TPU to its neighbour (https://jax-ml.github.io/scaling-book/sharding).
+HOP_ICI = 1.0 * _MICRO
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,9 @@ def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed
     launched = _launches(setting).of(layers)
     small = launched - layers * (_PRODUCTS_OF_LAYER + _ATTENTION_OF_LAYER)
     launches = launched * LAUNCH + small * SMALL + layers * (PASS + MERGE)
+    if gpu.platform == "tpu":
+        # The whole step is one program, which a TPU runs without launches.
+        launches = 0.0
     # Two all-reduces of float32 hidden states per layer and one for the embedding.
     sent = (2 * layers + 1) * all_reduce(setting, 4 * setting.sequences * setting.config.embed, FLAGS)
     scores = step_scores(setting) / (SCORES * _products(setting))
@@ -145,10 +150,15 @@ def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed
 
 
 def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
-    """Seconds of a ring all-reduce of `size` bytes in a group (0 for one GPU); `flags`: bytes sent per payload byte."""
+    """Seconds of a ring all-reduce of `size` bytes in a group (0 for one GPU); `flags`: bytes sent per payload byte.
+
+    TPUs of a pod send both ways around the ring, and no flags.
+    """
     count, gpu = setting.split, setting.gpu
     if count == 1:
         return 0.0
+    if gpu.platform == "tpu" and count <= gpu.per_host:
+        return count * HOP_ICI + 2 * (count - 1) / count * size / gpu.link
     hosts = -(-count // gpu.per_host)
     inside = HOP_NVLINK if gpu.link > _NVLINK_FROM else HOP_PCIE
     slowest = gpu.link if hosts == 1 else min(gpu.link, gpu.network * gpu.per_host)
@@ -158,10 +168,11 @@ def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
 
 def _assumed(setting: Setting) -> str:
     """Text of the shares of a data sheet's rates that an estimate assumes, and where they were measured."""
+    also = "; no TPU was measured" if setting.gpu.platform == "tpu" else ""
     return (
         f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
         f"decode's weights at {WEIGHTS[setting.weights]:.0%} and its rows at {COPY:.0%} of its bandwidth, as on one "
-        "H200: benchmarks/results/nvidia-h200.md"
+        f"H200: benchmarks/results/nvidia-h200.md{also}"
     )
 
 

@@ -13,25 +13,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.planning import hlo
 from jaxkv.planning.compiled import CompiledProgram, Sent
+from jaxkv.planning.gpus import GPU
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
+from jaxkv.planning.tpus import TPU
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
 from jaxkv.sharding.record import weigh
 
 
-@contextlib.contextmanager
-def on_gpus(setting: Setting) -> Iterator[Work]:
-    """Context manager that yields the `Work` to trace for a setting's GPUs, which need not be there."""
+def described(setting: Setting) -> Any:
+    """Numpy array of JAX's descriptions of a setting's devices, for which programs can be compiled without them."""
+    gpu = setting.gpu
+    if isinstance(gpu, TPU):
+        found = topologies.get_topology_desc(platform="tpu", topology_name=gpu.slice_of(setting.gpus))
+        return np.asarray(found.devices[: setting.gpus])
+    assert isinstance(gpu, GPU)
     hosts = setting.hosts if setting.gpus % setting.hosts == 0 else 1
     # Slices x hosts x GPUs of a host.
-    described = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name=setting.gpu.name,
-        target_config=setting.gpu.target,
-        topology=f"1x{hosts}x{setting.gpus // hosts}",
-    )
-    devices: Any = np.asarray(described.devices)
+    shape = f"1x{hosts}x{setting.gpus // hosts}"
+    known = {"topology_name": gpu.name, "target_config": gpu.target, "topology": shape}
+    return np.asarray(topologies.get_topology_desc(platform="cuda", **known).devices)
+
+
+@contextlib.contextmanager
+def on_devices(setting: Setting) -> Iterator[Work]:
+    """Context manager that yields the `Work` to trace for a setting's GPUs or TPUs, which need not be there."""
+    devices = described(setting)
     axes = sharding = None
     if setting.gpus > 1:
         mesh = model_mesh(Mesh(devices.reshape(setting.data, setting.split), ("data", "model")), setting.config)
@@ -47,19 +55,22 @@ def on_gpus(setting: Setting) -> Iterator[Work]:
         tokens=setting.context,
         new=max(1, setting.new),
         sharding=sharding,
+        implementation=setting.implementation,
     )
     # From JAX 0.11 on, kernels are lowered for the device of the current mesh; without one they ask for a GPU.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield work
 
 
-def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float = 0.0) -> tuple[CompiledProgram, str]:
-    """Lowers and compiles a traced program for GPUs; returns its figures as a `CompiledProgram`, and its HLO text.
+def compiled_program(
+    name: str, traced: Any, *, platform: str = "cuda", beside: int = 0, seconds: float = 0.0
+) -> tuple[CompiledProgram, str]:
+    """Lowers and compiles a traced program for a platform; returns its `CompiledProgram`, and its HLO text.
 
     `beside` is the bytes of live arrays that are not its arguments, `seconds` the time that tracing took.
     """
     began = time.perf_counter()
-    lowered = traced.lower(lowering_platforms=("cuda",))
+    lowered = traced.lower(lowering_platforms=(platform,))
     traced_at = time.perf_counter()
     compiled = lowered.compile()
     ended = time.perf_counter()
@@ -84,17 +95,19 @@ def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float 
 
 def programs_of(setting: Setting) -> dict[str, Any]:
     """Compiles a setting's programs; returns a dict of `decode`, `prefill`, `weights`, or of `program` and `error`."""
-    name = "such GPUs"
+    name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:
-        with on_gpus(setting) as work:
+        with on_devices(setting) as work:
             weights = weigh((work.flat.ends, work.flat.blocks))
             began, name = time.perf_counter(), "the decode loop"
             loop, _ = traced_loop(work)
-            decode, _ = compiled_program("decode", loop, seconds=time.perf_counter() - began)
+            decode, _ = compiled_program("decode", loop, platform=platform, seconds=time.perf_counter() - began)
             name, prefill = "a prefill's programs", []
             for call in prefill_calls(work):
                 name = f"a prefill's program: {call.name}"
-                made, _ = compiled_program(call.name, call.traced, beside=call.beside, seconds=call.seconds)
+                made, _ = compiled_program(
+                    call.name, call.traced, platform=platform, beside=call.beside, seconds=call.seconds
+                )
                 prefill.append(made)
     except jax.errors.JaxRuntimeError as error:
         return {"program": name, "error": str(error).strip().splitlines()[0]}

@@ -1,0 +1,41 @@
+"""TPUs by name: figures of their data sheets, and libtpu's names of the slices that hold a number of them."""
+
+import dataclasses
+import functools
+import math
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.planning.accelerators import Accelerator, sheets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TPU(Accelerator):
+    """A kind of TPU device as JAX counts them: memory bytes, bandwidth, FLOP/s of its data sheet, and its slices.
+
+    A chip is one device, except TPU7x's: it has two, each with half of the chip's memory, bandwidth and FLOP/s.
+
+    Attributes:
+        devices: JAX's devices of a chip.
+        slices: chips along each side of a slice as text, such as `2x4`, from the smallest slice on.
+    """
+
+    word: ClassVar[str] = "TPU"
+    platform: ClassVar[str] = "tpu"
+
+    devices: int
+    slices: tuple[str, ...]
+
+    def slice_of(self, count: int) -> str:
+        """Name, such as `v6e:2x4`, of libtpu's smallest slice with `count` devices; ValueError if none has."""
+        sizes = [self.devices * math.prod(map(int, sides.split("x"))) for sides in self.slices]
+        remedy = f"the largest slice has {sizes[-1]}: give at most that"
+        require(count <= sizes[-1], "gpus", f"{self.name}x{count}", remedy)
+        found = next(sides for sides, size in zip(self.slices, sizes, strict=True) if size >= count)
+        return f"{self.name}:{found}"
+
+
+@functools.cache
+def tpus() -> dict[str, TPU]:
+    """Reads the packaged data sheets; returns a dict of every known `TPU` by name, cached."""
+    return sheets("tpus.json", TPU)

@@ -1,0 +1,86 @@
+"""The only door to Pallas' TPU backend: hides differences between JAX versions, and simulates copies on a CPU.
+
+Only kernels for TPUs import this file, and they are imported when they are asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as _tpu
+
+when = pl.when
+ds = pl.ds
+program_id = pl.program_id
+multiple_of = pl.multiple_of
+async_copy = _tpu.make_async_copy
+vmem = _tpu.VMEM
+smem = _tpu.SMEM
+# Programs share scratch, and copies begun by one are awaited by the next. Checks of each copy's bounds would take more
+# scalar instructions than the copies.
+_SEQUENTIAL = _tpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True)
+
+
+def semaphores(shape: Sequence[int]) -> Any:
+    """Scratch spec of an array of semaphores, on which asynchronous copies count."""
+    return _tpu.SemaphoreType.DMA(tuple(shape))
+
+
+def block(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+    """Spec of an argument of which each program gets the block of `shape` at `index(*program ids)`, in VMEM."""
+    return pl.BlockSpec(tuple(shape), lambda *ids: index(*ids[:2]))
+
+
+def in_hbm() -> pl.BlockSpec:
+    """Spec of an argument that stays whole in HBM, from which the kernel copies what it needs."""
+    return pl.BlockSpec(memory_space=pl.ANY)
+
+
+def call(
+    kernel: Callable[..., None],
+    scalars: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+    *,
+    name: str,
+    grid: tuple[int, int],
+    given: Sequence[pl.BlockSpec],
+    made: Sequence[pl.BlockSpec],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    in_place: dict[int, int],
+    interpret: bool,
+) -> Any:
+    """Runs a TPU kernel once per point of a grid, one program after the other; returns the list of outputs.
+
+    Args:
+        kernel: takes a ref per scalar table, input, output and scratch, in this order.
+        scalars: i32 tables, which lie in scalar memory.
+        arrays: the inputs.
+        name: in profiles and compiled programs.
+        grid: number of programs along both axes; the second changes faster.
+        given: spec of each input.
+        made: spec of each output.
+        shapes: of the outputs.
+        scratch: memory and semaphores, which keep their contents from program to program.
+        in_place: input index to the output index that is written into it; counted without the scalars.
+        interpret: run it as plain JAX operations on any device, to check it.
+
+    Returns:
+        The outputs.
+    """
+    return pl.pallas_call(
+        kernel,
+        grid_spec=_tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=list(given),
+            out_specs=list(made),
+            scratch_shapes=list(scratch),
+        ),
+        out_shape=list(shapes),
+        input_output_aliases={len(scalars) + index: out for index, out in in_place.items()},
+        compiler_params=None if interpret else _SEQUENTIAL,
+        interpret=interpret,
+        name=name,
+    )(*scalars, *arrays)

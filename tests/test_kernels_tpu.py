@@ -1,0 +1,102 @@
+"""The TPU kernel of decode attention, its copies simulated, against plain numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernels import DTYPES, attend_oracle, draw, wide
+
+from jaxkv.pallas_kernels import tpu_decode
+
+# One head ten times longer than the others and over several blocks, heads without rows, segments of one tile; the
+# second sequence has ended.
+START = np.asarray([[0, 301, 310, 2900], [5, 140, 150, 700], [1, 5, 8, 41]], np.int32)
+LENGTH = np.asarray([[290, 0, 2570, 17], [129, 0, 500, 64], [3, 2, 30, 0]], np.int32)
+COUNTS = np.asarray([1, 0, 1], np.int32)
+ROWS = 2960
+# Every head dim in one dtype or the other, groups of one to more than a register's sublanes.
+CASES = [(64, "float32", 3), (80, "bfloat16", 1), (96, "float32", 8), (128, "bfloat16", 4), (256, "bfloat16", 11)]
+
+
+def drawn(dim, dtype, group, rows=ROWS):
+    """Queries, new rows, and pools."""
+    batch, heads = START.shape
+    of_token, of_pool = (batch, heads, dim), (batch, rows, dim)
+    return draw(dim, (batch, heads, group, dim), of_token, of_token, of_pool, of_pool, dtype=DTYPES[dtype][0])
+
+
+def with_rows(pool, new, start, length, counts):
+    """The pool with the new rows of the sequences that go on, float64."""
+    found = wide(pool).copy()
+    for b, h in zip(*np.nonzero(np.broadcast_to(counts[:, None] > 0, start.shape)), strict=True):
+        found[b, start[b, h] + length[b, h]] = wide(new)[b, h]
+    return found
+
+
+def compare(ours, theirs, dtype):
+    tolerance = DTYPES[dtype][1]
+    for mine, its in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(wide(mine), its, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dim", "dtype", "group"), CASES)
+def test_a_token_joins_and_attends(dim, dtype, group):
+    q, new_k, new_v, k, v = drawn(dim, dtype, group)
+    tables = [jnp.asarray(each) for each in (START, LENGTH, COUNTS)]
+    out, lse, *pool = tpu_decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    wanted = [with_rows(each, new, START, LENGTH, COUNTS) for each, new in ((k, new_k), (v, new_v))]
+    for mine, its in zip(pool, wanted, strict=True):
+        np.testing.assert_array_equal(wide(mine), its)
+    compare((out, lse), attend_oracle(q, *map(jnp.asarray, wanted), START, LENGTH + COUNTS[:, None])[:2], dtype)
+
+
+def test_rows_are_only_read():
+    q, _, _, k, v = drawn(64, "bfloat16", 2)
+    out, lse = tpu_decode.attend(q, k, v, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True)
+    compare((out, lse), attend_oracle(q, k, v, START, LENGTH)[:2], "bfloat16")
+    assert not wide(out)[0, 1].any() and np.isneginf(wide(lse)[0, 1]).all()
+
+
+def test_many_heads_write_into_one_tile():
+    """A pool smaller than a block, segments of few rows, in any order; rows around them stay as they are."""
+    start = np.asarray([[30, 1, 4, 9], [0, 20, 12, 4]], np.int32)
+    length = np.asarray([[1, 2, 3, 0], [3, 3, 2, 7]], np.int32)
+    counts = np.asarray([1, 1], np.int32)
+    q, new_k, new_v = draw(1, (2, 4, 2, 64), (2, 4, 64), (2, 4, 64), dtype=jnp.bfloat16)
+    k, v = draw(2, (2, 48, 64), (2, 48, 64), dtype=jnp.bfloat16)
+    tables = map(jnp.asarray, (start, length, counts))
+    out, lse, *pool = tpu_decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
+    wanted = [with_rows(each, new, start, length, counts) for each, new in ((k, new_k), (v, new_v))]
+    for mine, its in zip(pool, wanted, strict=True):
+        np.testing.assert_array_equal(wide(mine), its)
+    compare((out, lse), attend_oracle(q, *map(jnp.asarray, wanted), start, length + 1)[:2], "bfloat16")
+
+
+def test_a_window_with_capped_logits():
+    """A window is a later start; logits become softcap * tanh(logits / softcap), the new row's too."""
+    softcap, dim = 2.0, 64
+    q, new_k, new_v, k, v = drawn(dim, "float32", 2)
+    late = np.maximum(LENGTH - 20, 0)
+    tables = [jnp.asarray(each) for each in (START + late, LENGTH - late, COUNTS)]
+    run = jax.jit(lambda *given: tpu_decode.append_and_attend(*given, softcap=softcap, interpret=True))
+    out, lse, *pool = run(q, (new_k, new_v), k, v, *tables)
+    keys, values = map(wide, pool)
+    np.testing.assert_array_equal(keys, with_rows(k, new_k, START, LENGTH, COUNTS))
+    for b, h in np.ndindex(START.shape):
+        end = START[b, h] + LENGTH[b, h] + COUNTS[b]
+        span = slice(START[b, h] + late[b, h], end)
+        if span.start == end:
+            continue
+        logits = softcap * np.tanh(wide(q)[b, h] @ keys[b, span].T / np.sqrt(dim) / softcap)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        total = weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(wide(out)[b, h], weights @ values[b, span] / total, rtol=2e-5, atol=2e-5)
+        expected = logits.max(axis=1) + np.log(total[:, 0])
+        np.testing.assert_allclose(wide(lse)[b, h], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_what_it_takes():
+    """Whole tiles of bfloat16 or float32."""
+    assert tpu_decode.takes(48, jnp.bfloat16) and tpu_decode.takes(40, jnp.float32)
+    assert not tpu_decode.takes(40, jnp.bfloat16) and not tpu_decode.takes(48, jnp.float16)
