@@ -38,6 +38,7 @@ KERNELS = (
     "replace_rows",
     "evict_rows",
     "flash",
+    "flash_window",
     "column_sums",
     "window_sums",
 )
@@ -74,9 +75,9 @@ def _start(folder, text="false"):
 
 def gpu(device):
     """What is known of a device; imported late, for workers set their environment before JAX starts."""
-    from jaxkv.planning.gpus import gpus
+    from jaxkv.planning.named import accelerator_named
 
-    return gpus()[device]
+    return accelerator_named(device)
 
 
 def sharding_for(device):

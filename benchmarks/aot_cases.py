@@ -1,5 +1,7 @@
 """The kernels that `aot.py` compiles, as functions of abstract arrays, and the shapes they are compiled for."""
 
+from functools import partial
+
 # Stores whose codes kernels read without decoding them first.
 STORES = ("int8", "int4", "mixed")
 
@@ -36,6 +38,8 @@ def arguments(case):
             return step_arguments(case.kernel, heads, dtype, batch=batch, pool=pool)
         case "flash":
             return pallas_kernels.flash, (queries, whole, whole, one, one)
+        case "flash_window":
+            return partial(pallas_kernels.flash, window=1024), (queries, whole, whole, one, one)
         case "flash_mosaic":
             from jaxkv.pallas_kernels import mosaic
 

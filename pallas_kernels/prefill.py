@@ -25,7 +25,7 @@ from ._compat import (
 from .tuning import PrefillTiles
 
 
-@partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
+@partial(jax.jit, static_argnames=("tiles", "softcap", "window", "interpret"))
 def flash(
     q: jax.Array,
     k: jax.Array,
@@ -35,6 +35,7 @@ def flash(
     *,
     tiles: PrefillTiles | None = None,
     softcap: float | None = None,
+    window: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of T consecutive queries per sequence; returns the output and its log-sum-exp.
@@ -47,6 +48,8 @@ def flash(
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
         tiles: block sizes and launch; by default by the shape and the device.
         softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
+        window: number of last keys that a query attends to, its own included; None for all. Blocks of keys before the
+            windows of all of a block's queries are not read.
         interpret: run on any device, to check it.
 
     Returns:
@@ -78,10 +81,17 @@ def flash(
             keys = take_rows(k_ref, key, key < slots if masked else None, dim)
             s = capped(dot(rows, keys, transpose_b=True), cap, interpret=interpret)
             if masked:
-                s = jnp.where((key[None, :] <= position[:, None]) & (key < tokens)[None, :], s, MASKED)
+                seen = (key[None, :] <= position[:, None]) & (key < tokens)[None, :]
+                if window is not None:
+                    seen &= key[None, :] > position[:, None] - window
+                s = jnp.where(seen, s, MASKED)
             new_top = jnp.maximum(top, s.max(axis=1))
-            weights = exp2(s, scale, -(new_top * scale)[:, None])
-            shrink = exp2(top, scale, -new_top * scale)
+            anchor = new_top
+            if masked and window is not None:
+                # A window may begin behind the block: weights of its keys are 0, not powers of rounding errors.
+                anchor = jnp.where(new_top > MASKED, new_top, 0.0)
+            weights = exp2(s, scale, -(anchor * scale)[:, None])
+            shrink = exp2(top, scale, -anchor * scale)
             values = take_rows(v_ref, key, key < slots if masked else None, dim)
             acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
             return new_top, total * shrink + weights.sum(axis=1), acc
@@ -95,8 +105,15 @@ def flash(
         end = jnp.minimum(jnp.minimum(first_query + block_q, tokens), slots)
         end = jnp.where(first_query < tokens, end, 0)
         # Blocks of keys wholly before the first query, and wholly real, need no mask.
-        whole = jnp.minimum(jnp.maximum(first_query + 1, 0), end) // block_k
-        carry = lax.fori_loop(0, whole, partial(step, masked=False), carry)
+        whole, inside = jnp.minimum(jnp.maximum(first_query + 1, 0), end) // block_k, 0
+        if window is not None:
+            # Nor do those that lie in the windows of all queries; those that lie in some windows do.
+            reach = jnp.maximum(first_query - window + 1, 0) // block_k
+            inside = (jnp.maximum(first_query + block_q - window, 0) + block_k - 1) // block_k
+            whole = jnp.maximum(whole, reach)
+            inside = jnp.minimum(jnp.maximum(inside, reach), whole)
+            carry = lax.fori_loop(reach, inside, partial(step, masked=True), carry)
+        carry = lax.fori_loop(inside, whole, partial(step, masked=False), carry)
         top, total, acc = lax.fori_loop(whole, (end + block_k - 1) // block_k, partial(step, masked=True), carry)
         empty = (position < 0) | (position >= tokens)
         total = jnp.where(empty, 1.0, total)

@@ -15,7 +15,7 @@ TILES = PrefillTiles(queries=16, keys=16)
 WINDOW = WindowTiles(rows=16, keys=16, chunk=32)
 
 
-def causal_oracle(q, k, v, first, length):
+def causal_oracle(q, k, v, first, length, window=None):
     """Loops over queries; out, lse, and column sums (mean over the group)."""
     q, k, v = wide(q), wide(k), wide(v)
     batch, heads, group, queries, dim = q.shape
@@ -25,12 +25,13 @@ def causal_oracle(q, k, v, first, length):
         position = first[b] + t
         if not 0 <= position < length[b]:
             continue
-        logits = k[b, h, : position + 1] @ q[b, h, g, t] / np.sqrt(dim)
+        near = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+        logits = k[b, h, near] @ q[b, h, g, t] / np.sqrt(dim)
         weights = np.exp(logits - logits.max())
         lse[b, h, g, t] = logits.max() + np.log(weights.sum())
         weights /= weights.sum()
-        out[b, h, g, t] = weights @ v[b, h, : position + 1]
-        sums[b, h, : position + 1] += weights / group
+        out[b, h, g, t] = weights @ v[b, h, near]
+        sums[b, h, near] += weights / group
     return out, lse, sums
 
 
@@ -58,6 +59,22 @@ def test_flash_and_column_sums_every_dtype_and_dim(dim, dtype):
 def test_flash_with_an_offset(first, length):
     """The last 16 queries alone; some before the prompt's beginning, some past its end, a sequence of no tokens."""
     check_causal(1, (2, 2, 3, 16, 48), first, length, 64, "float32")
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 33, 90])
+@pytest.mark.parametrize(("queries", "first", "length"), [(75, [0, 0], [75, 40]), (16, [59, -3], [75, 30])])
+def test_flash_within_a_window(window, queries, first, length):
+    """Blocks of keys that lie before all windows are not read: what is not a number in them does not show."""
+    q, k, v = draw(4, (2, 2, 2, queries, 64), (2, 2, 75, 64), (2, 2, 75, 64))
+    at, lengths = (np.asarray(each, np.int32) for each in (first, length))
+    want = causal_oracle(q, k, v, at, lengths, window)[:2]
+    unread = max(0, first[0] - window + 1) // TILES.keys * TILES.keys
+    k, v = (each.at[0, :, :unread].set(jnp.nan) for each in (k, v))
+    found = pallas_kernels.flash(
+        q, k, v, jnp.asarray(at), jnp.asarray(lengths), tiles=TILES, window=window, interpret=True
+    )
+    for ours, theirs in zip(found, want, strict=True):
+        np.testing.assert_allclose(wide(ours), theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_flash_matches_the_other_implementation():

@@ -45,6 +45,7 @@ class Backend(abc.ABC):
         at_once: True if `prefill` takes all sequences of a batch in one call; else prompt by prompt, in blocks of
             queries, so that padding costs no time.
         query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
+        windows: True if `prefill` takes a `window`; layers that have one are XLA's otherwise.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
         cpu_forms: True if XLA's operations around it take the forms that a CPU runs fastest, such as slices of 16-bit
             floats as integers; False for plain ones.
@@ -56,6 +57,7 @@ class Backend(abc.ABC):
 
     at_once: ClassVar[bool] = True
     query_copies: ClassVar[int] = 2
+    windows: ClassVar[bool] = False
     few_launches: ClassVar[bool] = False
     cpu_forms: ClassVar[bool] = True
     keeps_norms: ClassVar[bool] = False
@@ -96,6 +98,7 @@ class Backend(abc.ABC):
         *,
         lse: bool = True,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
         """Causal attention of T consecutive queries of each prompt; returns output and log-sum-exp (None unless `lse`).
 
@@ -107,6 +110,8 @@ class Backend(abc.ABC):
             first: position of each sequence's first query, a multiple of T; 0 by default.
             lse: True to return the log-sum-exp, too.
             softcap: of the scaled logits, softcap * tanh(logits / softcap); given for layers that have one.
+            window: number of last keys that a query attends to, its own included; given for layers that have one, to
+                backends with `windows`.
 
         Returns:
             The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32; None if not asked for.

@@ -38,13 +38,14 @@ class Cudnn(Kernels):
         *,
         lse: bool = True,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None.
 
-        Layers that cap their logits take the Pallas kernel, too.
+        Layers that cap their logits, or have a window, take the Pallas kernel, too.
         """
-        if first is not None or softcap is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap)
+        if first is not None or softcap is not None or window is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
         return causal(q, k, v, length, lse=lse)
 
 

@@ -19,6 +19,7 @@ class Kernels(Backend):
         interpret: True runs the kernels as plain JAX operations, to check them.
     """
 
+    windows = True
     few_launches = True
     fused_step = True
     fused_eviction = True
@@ -52,11 +53,11 @@ class Kernels(Backend):
         *,
         lse: bool = True,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
-        out, found = self._kernels.flash(
-            q, k, v, _firsts(first, length), length, softcap=softcap, interpret=self.interpret
-        )
+        flash = partial(self._kernels.flash, softcap=softcap, window=window, interpret=self.interpret)
+        out, found = flash(q, k, v, _firsts(first, length), length)
         return out, found if lse else None
 
     def column_sums(

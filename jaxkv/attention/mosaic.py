@@ -51,12 +51,13 @@ class Mosaic(Kernels):
         *,
         lse: bool = True,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`).
 
-        That kernel caps no logits: layers that have a cap take Triton's.
+        That kernel knows no caps of logits and no windows: layers that have one take Triton's.
         """
-        if softcap is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap)
+        if softcap is not None or window is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
         out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
         return out, found if lse else None

@@ -20,6 +20,7 @@ class Xla(Backend):
     """Backend in plain XLA for every device, the oracle of the others; prompts are processed one by one."""
 
     at_once = False
+    windows = True
     keeps_norms = True
 
     def prefill(
@@ -32,13 +33,14 @@ class Xla(Backend):
         *,
         lse: bool = True,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(q, k, v, begin, softcap=softcap, cpu_forms=self.cpu_forms)
+            return xla.causal(q, k, v, begin, window=window, softcap=softcap, cpu_forms=self.cpu_forms)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None

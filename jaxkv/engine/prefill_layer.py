@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention import Backend, Implementation, backend_of, with_sinks
-from jaxkv.attention.xla import Walk, as_bits, causal, from_bits
+from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
 from jaxkv.engine.segments import in_window
@@ -85,9 +85,9 @@ def layer(
     blocks = tuple(prompt_block_sums(block, x, length, table, asked) for asked in needs.blocks)
     hidden = block.normed(x) if needs.hidden else None
     backend, reach = backend_of(implementation), block.spec.window
-    # Only XLA's attention knows windows.
-    run = _at_once if backend.at_once and reach is None else _by_sequence
-    x, k, v, unrotated, sums = run(block, x, length, table, needs, last, backend)
+    attends = backend if reach is None or backend.windows else backend_of(Implementation.XLA)
+    run = _at_once if attends.at_once else _by_sequence
+    x, k, v, unrotated, sums = run(block, x, length, table, needs, last, attends)
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
@@ -175,11 +175,7 @@ def _by_sequence(
             first = index * size
             mine = take(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
             alone = (length[row][None], first[None])
-            if spec.window is None:
-                out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone, **spec.capping)
-            else:
-                near = partial(causal, window=spec.window, softcap=spec.softcap, cpu_forms=backend.cpu_forms)
-                out, lse = (a[None] for a in near(mine, k_row, v_row, first))
+            out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone, **spec.masking)
             if block.sink_logits is not None:
                 assert lse is not None
                 out, lse = with_sinks(out, lse, block.sink_logits)
@@ -236,12 +232,12 @@ def _at_once(
     if needs.sums or not last:
         shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
         q = lax.fori_loop(0, slots // size, queries, jnp.zeros(shape, x.dtype))
-        wanted, capping = needs.sums or block.sink_logits is not None, block.spec.capping
-        out, lse = backend.prefill(q, k, v, length, lse=wanted, **capping)
+        wanted, spec = needs.sums or block.sink_logits is not None, block.spec
+        out, lse = backend.prefill(q, k, v, length, lse=wanted, **spec.masking)
         if block.sink_logits is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, block.sink_logits)
-        sums = backend.column_sums(q, k, lse, length, **capping) if needs.sums and lse is not None else None
+        sums = backend.column_sums(q, k, lse, length, **spec.capping) if needs.sums and lse is not None else None
     if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
     return x, k, v, unrotated[0] if unrotated else None, sums
