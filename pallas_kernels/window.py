@@ -17,6 +17,7 @@ def window_sums(
     k: jax.Array,
     first: jax.Array,
     length: jax.Array,
+    sink_logits: jax.Array | None = None,
     *,
     tiles: WindowTiles | None = None,
     softcap: float | None = None,
@@ -31,6 +32,7 @@ def window_sums(
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
+        sink_logits: `[B, K, G]` logits that take part in the softmax of each query head and have no key; None for none.
         tiles: block sizes and launch; by default by the shape and the device.
         softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
@@ -51,6 +53,9 @@ def window_sums(
     cap = None if softcap is None else softcap * dim**0.5
     parts = _log_sum_exps(q, k, position, length, cap, tiles, interpret)
     lse = jax.nn.logsumexp(parts, axis=2)
+    if sink_logits is not None:
+        of_rows = jnp.repeat(sink_logits.astype(jnp.float32), window, axis=2)
+        lse = jnp.logaddexp(lse, jnp.pad(of_rows, ((0, 0), (0, 0), (0, count - group * window))))
     shift = jnp.where(real[:, None], -lse * LOG2E, MASKED)
     return _sums(q, k, position, shift, length, cap, tiles, interpret) / group
 

@@ -15,7 +15,7 @@ TILES = PrefillTiles(queries=16, keys=16)
 WINDOW = WindowTiles(rows=16, keys=16, chunk=32)
 
 
-def causal_oracle(q, k, v, first, length, window=None):
+def causal_oracle(q, k, v, first, length, window=None, sinks=None):
     """Loops over queries; out, lse, and column sums (mean over the group)."""
     q, k, v = wide(q), wide(k), wide(v)
     batch, heads, group, queries, dim = q.shape
@@ -28,8 +28,9 @@ def causal_oracle(q, k, v, first, length, window=None):
         near = slice(0 if window is None else max(0, position + 1 - window), position + 1)
         logits = k[b, h, near] @ q[b, h, g, t] / np.sqrt(dim)
         weights = np.exp(logits - logits.max())
-        lse[b, h, g, t] = logits.max() + np.log(weights.sum())
-        weights /= weights.sum()
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[b, h, g] - logits.max()))
+        lse[b, h, g, t] = logits.max() + np.log(total)
+        weights /= total
         out[b, h, g, t] = weights @ v[b, h, near]
         sums[b, h, near] += weights / group
     return out, lse, sums
@@ -89,14 +90,15 @@ def test_flash_matches_the_other_implementation():
         np.testing.assert_allclose(np.asarray(a[0]), np.asarray(b), atol=2e-5)
 
 
-def check_window(shape, first, length, dim, dtype):
+def check_window(shape, first, length, dim, dtype, sinks=None):
     """Three query heads of several queries fill no tile of 16 rows exactly; keys lie in several chunks."""
     batch, heads, group, window, slots = shape
     kind, tolerance = DTYPES[dtype]
     q, k = draw(5, (batch, heads, group, window, dim), (batch, heads, slots, dim), dtype=kind)
     first, length = np.asarray(first, np.int32), np.asarray(length, np.int32)
-    sums = pallas_kernels.window_sums(q, k, jnp.asarray(first), jnp.asarray(length), tiles=WINDOW, interpret=True)
-    expected = causal_oracle(q, k, k, first, length)[2]
+    numbers, given = (jnp.asarray(first), jnp.asarray(length)), None if sinks is None else jnp.asarray(sinks)
+    sums = pallas_kernels.window_sums(q, k, *numbers, given, tiles=WINDOW, interpret=True)
+    expected = causal_oracle(q, k, k, first, length, sinks=sinks)[2]
     np.testing.assert_allclose(wide(sums), expected, rtol=tolerance * 4, atol=tolerance * 4)
     for b, tokens in enumerate(length):
         assert not np.asarray(sums)[b, :, max(tokens, 0) :].any()
@@ -106,6 +108,12 @@ def check_window(shape, first, length, dim, dtype):
 def test_window_sums_every_dtype_and_dim(dim, dtype):
     """The last 8 queries of prompts of unequal lengths, none of them a multiple of a block."""
     check_window((2, 2, 3, 8, 75), [67, 43], [75, 51], dim, dtype)
+
+
+def test_window_sums_with_sinks_of_the_softmax():
+    """One logit of each query head takes part, large ones and small ones."""
+    sinks = np.linspace(-4, 6, 12, dtype=np.float32).reshape(2, 2, 3)
+    check_window((2, 2, 3, 8, 75), [67, -3], [75, 5], 64, "float32", sinks)
 
 
 @pytest.mark.parametrize(

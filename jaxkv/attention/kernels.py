@@ -9,7 +9,6 @@ from jaxtyping import Array, Int
 
 from jaxkv.attention.backend import Backend, Setting
 from jaxkv.attention.xla import Walk
-from jaxkv.attention.xla_backend import Xla
 
 
 class Kernels(Backend):
@@ -84,14 +83,9 @@ class Kernels(Backend):
         *,
         softcap: float | None = None,
     ) -> Array:
-        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel.
-
-        That kernel knows no sink logits: models that have some take XLA's.
-        """
-        if sink_logits is not None:
-            return Xla().window_mean(q, k, positions, length, sink_logits, softcap=softcap)
-        first = positions[:, 0]
-        sums = self._kernels.window_sums(q, k, first, length, softcap=softcap, interpret=self.interpret)
+        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel."""
+        sums_of = partial(self._kernels.window_sums, softcap=softcap, interpret=self.interpret)
+        sums = sums_of(q, k, positions[:, 0], length, sink_logits)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
     def attend(
