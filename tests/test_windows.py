@@ -170,7 +170,6 @@ def test_slots_and_saved_caches(name, tmp_path):
 REFUSED = {
     "merge=": lambda: jaxkv.CaM(budget=32),
     "layers=": lambda: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=32, window=6)),
-    "read=": lambda: jaxkv.Quest(),
     "rolling=True": lambda: jaxkv.StreamingLLM(budget=32, rolling_positions=True),
     "budget='64KB'": lambda: jaxkv.SnapKV(budget="64KB", window=6),
     "heads=": lambda: jaxkv.HeadKV(scores=((1.0, 2.0),) * SHAPE.layers, budget=32, window=6),
