@@ -44,7 +44,7 @@ def measure(device):
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
     flat, slots = abstract_model(config), bucket(TOKENS)
     policy = OmniKV(filter_layers=(2, 8, 18), budget=2048, offload=True)
-    reading = policy.parts().reading(config.layers, slots)
+    reading = policy.parts().reading(config.windows, slots)
     spec = Spec(
         graphs=flat.graphs,
         config=config,
@@ -67,7 +67,7 @@ def measure(device):
     tables = Tables(start=table, length=table, limit=table, seen=one, state=state)
     weights, held = weigh((flat.ends, flat.blocks)), weigh(pools)
     lines, faults, temps, most = [], [], [], 0
-    for part in staged.stretches(reading, config.layers, whole=False):
+    for part in staged.stretches(reading, config.windows, whole=False):
         loaded = chosen = None
         if part.loaded:
             loaded = of((1, len(part.layers), reading.width, 2, heads, dim), jnp.bfloat16)

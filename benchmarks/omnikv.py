@@ -27,6 +27,7 @@ from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import reading_state, spec_for
+from jaxkv.policies.windowed_reads import tokens_read
 
 MODEL = "smollm2-135m-instruct"
 ROOM = 64
@@ -44,7 +45,7 @@ def cache_of(model, batch, tokens):
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    reads = policy.parts().read.tokens(np.asarray(cache.seen), cache.config.layers)
+    reads = tokens_read(policy.parts().read, np.asarray(cache.seen), cache.config.windows)
     state = committed(reading_state(cache.seen, reads, cache.length))
     return dataclasses.replace(cache.updated(state=state), policy=policy)
 
@@ -56,7 +57,7 @@ class Way:
         """Takes the cache's tables; its pools are passed around."""
         self.name, self.size, self.session = name, 16 * -(-steps // 16), jaxkv.Session(model, cache.policy)
         self.cache, self.away = cache, ()
-        reading = cache.policy.parts().reading(cache.config.layers, needed.slots)
+        reading = cache.policy.parts().reading(cache.config.windows, needed.slots)
         if reading is not None and reading.offloaded:
             self.cache, self.away = banked(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.

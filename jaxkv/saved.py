@@ -65,7 +65,7 @@ def load_cache(
     if model is not None:
         require_ours(model, cache, None)
     # Caches saved by jaxkv before bounds were part of a cache have none.
-    reading = cache.policy.parts().reading(cache.config.layers, cache.slots)
+    reading = cache.policy.parts().reading(cache.config.windows, cache.slots)
     return cache.updated(pools=with_bounds(cache.pools, cache.length, reading, cache.axes))
 
 

@@ -375,8 +375,8 @@ def test_o6_bytes_alone_allow_less_than_the_speed_that_was_measured():
 
 def test_o8_chosen_rows_are_a_fiftieth_of_what_whole_layers_are():
     prompt, dim = 128_000, 2 * 8 * 128 * 2
-    omni = jaxkv.OmniKV(filter_layers=FILTERS, budget=2048, offload=True).parts().reading(32, prompt)
-    brutal = jaxkv.BrutalOffload(resident_layers=12).parts().reading(32, prompt)
+    omni = jaxkv.OmniKV(filter_layers=FILTERS, budget=2048, offload=True).parts().reading((None,) * 32, prompt)
+    brutal = jaxkv.BrutalOffload(resident_layers=12).parts().reading((None,) * 32, prompt)
     moved = [len(each.offloaded) * each.width * dim for each in (omni, brutal)]
     assert moved == [24 * 2048 * 4096, 20 * prompt * 4096]
     assert moved[0] == pytest.approx(201e6, rel=2e-3) and moved[1] / moved[0] == pytest.approx(52, abs=0.1)

@@ -136,7 +136,7 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
 def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
     asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
-    reading = omni(4).parts().reading(7, 16)
+    reading = omni(4).parts().reading((None,) * 7, 16)
     below, budget, now = (jnp.asarray([n], jnp.int32) for n in (12, 4, 20))
     chosen = choose(by_row(asked, keys, below, None), Choosable(below, budget), reading, now=now)
     assert chosen.positions[0, :4].tolist() == [0, 1, 2, 5]
@@ -168,7 +168,9 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     start = jnp.asarray([[0, slots]] * 2, jnp.int32)
     known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
     kept = jnp.broadcast_to(known[:, None], start.shape)
-    reading = dataclasses.replace(omni(20, selector="uniform").parts().reading(7, slots), every_row=not evicted)
+    reading = dataclasses.replace(
+        omni(20, selector="uniform").parts().reading((None,) * 7, slots), every_row=not evicted
+    )
     out = []
 
     def scores():
@@ -212,7 +214,7 @@ def test_heads_read_those_of_their_rows_that_are_chosen(name):
     cache, _, _ = tiny.run(model, ids, policy)
     positions = jnp.asarray([[0, 3, 7, 20, 21, 40, 52, 58, 59, 59], [1, 2, 5, 9, 13, 20, 27, 31, 32, 32]], jnp.int32)
     chosen = Chosen(positions=positions, count=jnp.asarray([9, 9], jnp.int32))
-    reading = policy.parts().reading(7, 64)
+    reading = policy.parts().reading((None,) * 7, 64)
     for layer in (3, 6):
         pool = cache.pools[0 if len(cache.pools) == 1 else layer]
         rows, count = rows_of(chosen, pool, cache.start[layer], cache.length[layer], reading)

@@ -168,7 +168,6 @@ def test_slots_and_saved_caches(name, tmp_path):
 
 
 REFUSED = {
-    "read=": lambda: jaxkv.Quest(),
     "rolling=True": lambda: jaxkv.StreamingLLM(budget=32, rolling_positions=True),
     "layers=": lambda: jaxkv.D2O(budget=32, sinks=2, allocation=jaxkv.VarianceLayers(dense_layers=(0,))),
     "heads=": lambda: jaxkv.HeadKV(scores=((1.0, 2.0),) * SHAPE.layers, budget=32, window=6),

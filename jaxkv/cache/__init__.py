@@ -6,7 +6,7 @@ from jaxkv.cache.kv_cache import KVCache, Turn, laid_out
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.quantised import Int4, Int8, Mixed
-from jaxkv.cache.repacking import repack
+from jaxkv.cache.repacking import repack, slid
 from jaxkv.cache.stores import Dense, Store
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "Turn",
     "laid_out",
     "repack",
+    "slid",
 ]

@@ -50,6 +50,26 @@ def _rows_for(length: Int[np.ndarray, "n B K"], cache: KVCache) -> int:
     return cache.stretches * int(cache.layout.takes(each).max())
 
 
+def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
+    """Copy of a cache whose window layers hold their windows' rows alone, in pools of P = `rows`; old pools deleted.
+
+    `rows` has one size for each layer (on a mesh, of a device's part); layers without a window stay as they are.
+    """
+    pools, start, length = list(cache.pools), cache.start, cache.length
+    for layer, (size, width) in enumerate(zip(rows, cache.config.windows, strict=True)):
+        if width is None:
+            continue
+        one = slice(layer, layer + 1)
+        held = jnp.minimum(length[one], width)
+        first, given = start[one] + length[one] - held, pools[layer]
+        pools[layer], placed = _repacked(given, first, held, layout=cache.layout, rows=size, room=(0,), axes=cache.axes)
+        start, length = start.at[one].set(placed), length.at[one].set(held)
+        jax.block_until_ready(pools[layer])
+        for leaf in jax.tree.leaves(given):
+            leaf.delete()
+    return settle_down(cache.updated(pools=tuple(pools), start=start, length=length), cache.axes)
+
+
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:

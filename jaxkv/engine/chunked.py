@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, KVCache, Tables
+from jaxkv.cache import Cache, KVCache, Tables, slid
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.compress import Walk
@@ -20,6 +20,7 @@ from jaxkv.engine.spec import Spec, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
+from jaxkv.policies.windowed_reads import tokens_read
 from jaxkv.sharding.mesh import host, place, settle_down
 
 
@@ -37,7 +38,7 @@ def prefill(
     Yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its own tokens, and
     all its queries weigh the same (OmniKV, appendix D.10).
     """
-    read, reading = policy.parts().read, policy.parts().reading(flat.config.layers, needed.slots)
+    read, reading = policy.parts().read, policy.parts().reading(flat.config.windows, needed.slots)
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
@@ -49,13 +50,19 @@ def prefill(
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
     )
-    cache, longest = _empty(flat, lengths, policy, needed, reading), int(np.max(lengths))
-    run = partial(extend, flat, spec=spec)
+    cache, longest = _empty(flat, lengths, policy, needed, reading, chunk=chunk), int(np.max(lengths))
+    run, windows = partial(extend, flat, spec=spec), flat.config.windows
+    pools = tuple(pool.rows // cache.stretches for pool in cache.pools)
     tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.slots % chunk))), np.asarray(lengths)
     for first in range(0, longest, chunk):
+        if first and any(windows):
+            # Window layers have room for one chunk behind their windows.
+            cache = slid(cache, pools)
         logits, cache = read_on_top(run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk)
         cache = dataclasses.replace(cache, logits=logits)
         yield flat.config.layers * chunk / longest
+    if any(windows):
+        cache = slid(cache, needed.pool_rows(flat.config.kv_heads, cache.stretches))
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
     cache = dataclasses.replace(cache.updated(limit=jnp.copy(cache.length), state=state), logits=None)
@@ -63,14 +70,23 @@ def prefill(
 
 
 def _empty(
-    flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: PrefillPlan, reading: Reading
+    flat: Flat,
+    lengths: Int[np.ndarray, " B"],
+    policy: Method,
+    needed: PrefillPlan,
+    reading: Reading,
+    *,
+    chunk: int,
 ) -> KVCache:
-    """`KVCache` that holds no tokens yet, with free rows for whole prompts in every layer's pool."""
+    """`KVCache` that holds no tokens yet, with free rows for whole prompts in each pool; or a window and a chunk."""
     config, axes = flat.config, flat.axes
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.
     mine = heads if axes is None else heads // axes.size("K")
-    rows = tuple(mine * (needed.slots + room) for room in needed.room)
+    rows = tuple(
+        mine * (needed.slots + room if width is None else min(width, needed.slots) + chunk)
+        for room, width in zip(needed.room, config.windows, strict=True)
+    )
     one = jnp.zeros((1, batch, heads), jnp.int32)
     start = jnp.concatenate([placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows])
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
@@ -82,7 +98,7 @@ def _empty(
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=reading_state(lengths, read.tokens(np.asarray(lengths), config.layers), nothing, rings),
+        state=reading_state(lengths, tokens_read(read, np.asarray(lengths), config.windows), nothing, rings),
     )
     pools = tuple(empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows)
     arrays = settle_down(Cache(pools=pools, tables=tables), axes)

@@ -137,7 +137,8 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
     # has grown grows twofold, so that turn after turn meets few shapes.
     grown = int(beyond(given).max())
-    fits = grown > 0 and bool((given.free() >= _sliding(np.full(len(windows), wanted), windows, longest + 1)).all())
+    enough = (given.free() >= _sliding(np.full(len(windows), wanted), windows, longest + 1)) & (grown > 0)
+    fits = bool(enough.all())
     room = 0 if fits else bucket(wanted)
     twofold = room if fits or goes_on else bucket(max(wanted, grown))
     mesh = None if given.axes is None else given.axes.mesh
@@ -148,7 +149,9 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
     with hosts.together("copying a cache", mesh):
         memory.check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
-    return repack(given, room=_sliding(np.full(len(windows), room), windows, bucket(longest + 1)), batch=batch)
+    rooms = _sliding(np.full(len(windows), room), windows, bucket(longest + 1))
+    # Window layers run out of rows before others do: these do not grow meanwhile.
+    return repack(given, room=np.where(enough, 0, rooms) if any(windows) else rooms, batch=batch)
 
 
 def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
@@ -161,7 +164,7 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
     copied = given.nbytes * batch // held + batch * given.room_nbytes([room] * given.config.layers)
     if given.bank is not None:
         # Whole layers are loaded for every prompt: one in use, its copy in attention's layout, `ahead` further ones.
-        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
+        reading = given.policy.parts().reading(given.config.windows, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
     if axes is None:
         return copied

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxkv._values import is_traced, namespace
 from jaxkv.policies.layers import FromScores
 from jaxkv.policies.parts import Parts
+from jaxkv.policies.windowed_reads import tokens_read
 
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
 Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]
@@ -118,7 +119,7 @@ def by_length(
         forced=forced,
         rows=rows,
         recent=recent,
-        reads=None if parts.read is None else np.asarray(parts.read.tokens(length, layers), np.int64),
+        reads=None if parts.read is None else tokens_read(parts.read, length, windows),
     )
 
 

@@ -138,7 +138,7 @@ def plan_prefill(
     # What layers compete for depends on the prompts' content.
     by_content = parts.layers.from_scores or parts.threshold is not None
     rows = None if by_content or numbers.rows is None else np.array(numbers.rows)
-    reading = parts.reading(layers, slots)
+    reading = parts.reading(config.windows, slots)
     away = () if reading is None else reading.offloaded
     if rows is not None:
         rows[list(away)] = 0

@@ -158,7 +158,7 @@ def signature_of(
     Of the plan only slots, pools and buffer enter it, not the number of its prompts.
     """
     parts = policy.parts()
-    reading = parts.reading(flat.config.layers, needed.slots)
+    reading = parts.reading(flat.config.windows, needed.slots)
     page = None if reading is None else reading.page
     key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, parts.scored, page))
     sizes = sizes_of(flat, parts, needed)
@@ -278,7 +278,7 @@ class Prompts(Source):
         heads = flat.config.kv_heads // (flat.axes.size("K") if flat.axes is not None and inside() else 1)
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, needed.slots))
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
-        self.reading = parts.reading(layers, needed.slots)
+        self.reading = parts.reading(self.windows, needed.slots)
         self.remembered = remembered(parts.ongoing, self.reading, self.windows)
         self.ahead = layers_ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)

@@ -62,7 +62,7 @@ class PrefillBytes:
     @cached_property
     def reading(self) -> Reading | None:
         """`Reading` config: which layers choose tokens, which read only those in decoding; None if all read all."""
-        return self.parts.reading(self.config.layers, self.slots)
+        return self.parts.reading(self.config.windows, self.slots)
 
     @cached_property
     def pools(self) -> list[int]:
@@ -111,8 +111,8 @@ class PrefillBytes:
         turned = 0
         if reading is not None and self.loaded:
             turned = self._token * (reading.width if reading.filters else self.slots)
-        # The rows of prompts that are read in chunks stay on the device until the last chunk.
-        whole = self.host * (read is not None and read.by_chunks)
+        # The rows of prompts that are read in chunks stay on the device until the last; windows have room for a chunk.
+        whole = (self.host + self._chunk) * (read is not None and read.by_chunks)
         return cache + max(self.loaded + turned, beside) + whole
 
     @property
@@ -141,6 +141,13 @@ class PrefillBytes:
         logits = max(logits, bool(width) * 8 * config.group * 2 * QUERY_BLOCK * (width + chunk + before))
         waiting = config.layers * self._looked()
         return self._rows_of(4 * config.layers) + waiting + tokens * (each + inner) + logits
+
+    @property
+    def _chunk(self) -> int:
+        """Bytes of the keys and values of a prompt's chunk in all window layers; 0 for prompts not read in chunks."""
+        chunk = getattr(self.parts.read, "prefill_chunk", 0)
+        windows = self.config.layers - self.config.windows.count(None)
+        return windows * self._token * min(chunk, self.slots)
 
     @property
     def _offloaded(self) -> int:

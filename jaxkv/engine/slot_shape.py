@@ -35,7 +35,7 @@ def slot_shape(
     `stretches` is the number of devices that share a pool's heads. Raises ValueError for policies that read prompts in
     chunks or keep rows in host memory.
     """
-    reading = parts.reading(config.layers, bucket(prompt))
+    reading = parts.reading(config.windows, bucket(prompt))
     remedy = "slots keep every row on the device: leave offload out, or answer one batch after the other"
     require(reading is None or not reading.offloaded, "policy", "rows wait in host memory", remedy)
     remedy = "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"

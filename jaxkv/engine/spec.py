@@ -238,7 +238,7 @@ def specialise(
     rows in host memory; `platform` is where the programs will run, by default where the model lies.
     """
     ongoing, most = parts.ongoing, None
-    reading = parts.reading(flat.config.layers, slots)
+    reading = parts.reading(flat.config.windows, slots)
     if ongoing is not None and parts.layout.one_pool and not extended:
         most = widest(parts, slots, flat.config.windows)
     if platform is None:

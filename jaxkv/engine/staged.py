@@ -34,34 +34,42 @@ Ring = Float[Array, "B K G R D"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Consecutive layers of one program; True if their rows are loaded from the host; filter layer asked at its end."""
+    """Consecutive layers of one program, those whose rows are loaded from the host, filter layer asked at its end."""
 
     layers: tuple[int, ...]
-    loaded: bool
+    loaded: tuple[int, ...]
     ask: int | None
 
 
 @lru_cache(maxsize=64)
-def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
+def stretches(reading: Reading, windows: tuple[int | None, ...], *, whole: bool) -> tuple[Stretch, ...]:
     """Splits a step's layers into a cached tuple of `Stretch`es, cut at filter and offloaded layers; `whole` reads all.
 
-    Filters then choose nothing.
+    Filters then choose nothing. `windows` are `ModelConfig.windows`: window layers join the layer below.
     """
     runs: list[list[int]] = []
-    for layer in range(layers):
+    below = False
+    for layer, width in enumerate(windows):
+        if runs and width is not None:
+            runs[-1].append(layer)
+            continue
         away = layer in reading.offloaded
-        alone = whole and (away or layer - 1 in reading.offloaded)
-        same = bool(runs) and (runs[-1][-1] in reading.offloaded) == away
+        alone = whole and (away or below)
         # A filter layer begins a new run: its choice is computed before its own attention.
-        if runs and same and not alone and (whole or layer not in reading.filters):
+        if runs and below == away and not alone and (whole or layer not in reading.filters):
             runs[-1].append(layer)
         else:
             runs.append([layer])
+        below = away
     if not whole and reading.filters[0] == 0:
         runs.insert(0, [])
     after = [run[0] if run and run[0] in reading.filters else None for run in runs[1:]] + [None]
     return tuple(
-        Stretch(layers=tuple(run), loaded=bool(run) and run[0] in reading.offloaded, ask=None if whole else ask)
+        Stretch(
+            layers=tuple(run),
+            loaded=tuple(layer for layer in run if layer in reading.offloaded),
+            ask=None if whole else ask,
+        )
         for run, ask in zip(runs, after, strict=True)
     )
 
@@ -116,14 +124,16 @@ def run_stretch(
     new = new_tokens(spec, tables, count, x.shape[1])
     turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=mine))
     blocks = [spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)]
+    # Where rows are loaded, they are those of all layers but window layers.
+    away = [index for index in range(len(pools)) if given.loaded is not None and kinds[index].window is None]
     rows = (
         LayerRows(
             pool=pool,
             segments=segments_of(mine, index),
             by=turned[index],
             ring=given.rings[index],
-            sparse=given.loaded is not None,
-            loaded=None if given.loaded is None else given.loaded[:, index],
+            sparse=index in away,
+            loaded=given.loaded[:, away.index(index)] if given.loaded is not None and index in away else None,
         )
         for index, pool in enumerate(pools)
     )
@@ -164,8 +174,9 @@ def step(
     pools, rings = list(cache.pools), dict[int, Ring | None](zip(reading.filters, state.rings, strict=False))
     there = spec.axes or next(iter(tables.seen.devices()))
     x, chosen = _embed(flat.ends, tokens, graphs=graphs), None
-    cut = stretches(reading, spec.config.layers, whole=whole)
-    layers = _loaded_ahead(loader, [part.layers[0] for part in cut if part.loaded], tables.seen, reading.ahead)
+    cut = stretches(reading, spec.config.windows, whole=whole)
+    single = [part.loaded[0] for part in cut if part.loaded]
+    layers = _loaded_ahead(loader, single, tables.seen, reading.ahead)
     if whole:
         nothing = place(np.zeros((len(tables.seen), 1), np.int32), "B T", spec.axes)
         chosen = Chosen(positions=nothing, count=state.prompt)
@@ -178,7 +189,7 @@ def step(
         elif part.loaded:
             assert chosen is not None
             # Waits for the choice only: meanwhile the device runs the filter's own stretch.
-            loaded = loader.rows(part.layers, chosen.positions)
+            loaded = loader.rows(part.loaded, chosen.positions)
         every = part.layers if part.ask is None else (*part.layers, part.ask)
         given = Inputs(
             blocks=tuple(flat.blocks[layer] for layer in every),

@@ -29,6 +29,7 @@ from jaxkv.policies.methods import FullKV
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
 from jaxkv.policies.scorer import Needs
+from jaxkv.policies.windowed_reads import tokens_read
 from jaxkv.sharding.mesh import host, missing, place
 
 
@@ -143,8 +144,8 @@ def _held(
 
 def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
     """`_Choice`, which computes filter layers' masks; None for a policy without such; ValueError if not measurable."""
-    parts, layers = policy.parts(), params.config.layers
-    reading, name = parts.reading(layers, bucket(prompt)), type(policy).__name__
+    parts, windows = policy.parts(), params.config.windows
+    reading, name = parts.reading(windows, bucket(prompt)), type(policy).__name__
     remedy = f"{name} chooses pages in every layer, which is not measured: give a policy with filter layers, or none"
     require(reading is None or reading.page is None, "policy", name, remedy)
     if reading is None or not reading.filters:
@@ -152,7 +153,7 @@ def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slot
     require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
     require(parts.scorer is None, "policy", name, "it drops rows and chooses among the others: give one alone")
     assert parts.read is not None
-    budget = int(parts.read.tokens(np.asarray([prompt]), layers)[0])
+    budget = int(tokens_read(parts.read, np.asarray([prompt]), windows)[0])
     return _Choice(reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
 
 

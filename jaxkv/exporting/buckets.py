@@ -133,12 +133,12 @@ def _room(
     return grows + limits.question + (parts.every or 1)
 
 
-def require_exportable(policy: Method, layers: int, slots: int) -> None:
+def require_exportable(policy: Method, windows: tuple[int | None, ...], slots: int) -> None:
     """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
     parts, name = policy.parts(), type(policy).__name__
     read = parts.read
     if read is not None:
-        reading = parts.reading(layers, slots)
+        reading = parts.reading(windows, slots)
         offloads = reading is not None and bool(reading.offloaded)
         remedy = f"{name} brings rows from host memory while tokens are drawn, which a program by itself cannot: "
         require(not offloads, "policy", policy, remedy + "export OmniKV without offload, or a policy that drops rows")

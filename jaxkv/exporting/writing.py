@@ -103,7 +103,7 @@ def export(
     held = params.decoder.weights
     remedy = "programs are exported with weights of one dtype: load it without weights="
     require(held is None, "params", f"{held} weights", remedy)
-    layers, positions = params.config.layers, params.config.max_positions
+    positions = params.config.max_positions
     chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     longest = _counts("lengths", lengths)
     batches, new = _counts("batch", batch), whole("new", new, "draw at least 1 token")
@@ -123,7 +123,7 @@ def export(
     usable = backend not in (Implementation.AUTO, *PREFILL_ONLY)
     require(usable, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
     slots = tuple(sorted({bucket(n) for n in longest}))
-    require_exportable(chosen, layers, slots[-1])
+    require_exportable(chosen, params.config.windows, slots[-1])
     job = _Job(
         params=params,
         policy=chosen,

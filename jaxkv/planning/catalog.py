@@ -15,6 +15,7 @@ from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpo
 from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.models.config import ModelConfig
+from jaxkv.policies.reading import without_window
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
@@ -52,9 +53,9 @@ class Known:
 
     @property
     def likely_filters(self) -> tuple[int, ...]:
-        """Indices of the model's OmniKV filter layers; if unknown, Llama 3 8B's scaled to this number of layers."""
-        layers = self.config.layers
-        return self.filters or tuple(sorted({each * layers // _OF for each in _FILTERS}))
+        """Indices of the model's OmniKV filter layers; if unknown, Llama 3 8B's scaled to its layers without window."""
+        index = without_window(self.config.windows) or range(self.config.layers)
+        return self.filters or tuple(sorted({index[each * len(index) // _OF] for each in _FILTERS}))
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
     remedy = "a second pass over prompts is not compiled: plan without the compiler"
     require(parts.needs.replay is None, "policy", setting.policy, remedy)
-    reading = parts.reading(setting.config.layers, bucket(setting.context))
+    reading = parts.reading(setting.config.windows, bucket(setting.context))
     # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
     remedy = "rows that wait in host memory are not compiled: plan without the compiler, or leave offload out"
     require(reading is None or not reading.offloaded, "policy", setting.policy, remedy)

@@ -18,7 +18,7 @@ def host_estimate(setting: HostSetting, weights: int) -> Speed | None:
     `weights` is the bytes of the parameters. The first call in a process measures the machine for some seconds.
     """
     parts, config, item = setting.policy.parts(), setting.config, jnp.dtype(setting.dtype).itemsize
-    reading = parts.reading(config.layers, bucket(setting.context))
+    reading = parts.reading(config.windows, bucket(setting.context))
     if reading is not None and reading.offloaded:
         return None
     rates = host_rates(config, setting.dtype, setting.batch)

@@ -154,7 +154,9 @@ def setting_of(
     if filters is None and getattr(given, "filter_layers", ()) is None:
         filters = known.likely_filters
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
-        notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
+        windows = any(known.config.windows)
+        remedy = "`jaxkv filters` finds none beside windows" if windows else "`jaxkv filters` finds a model's own"
+        notes.append(f"{assumed}: {remedy}")
     dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
     given = policy_for(given, known.config, filters, dtype=dtype)
     if as_weights(asked.weights) == "int8" and not here:

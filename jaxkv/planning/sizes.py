@@ -229,7 +229,7 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
         # Attention mass of each row; twice where it is summed over devices that share a kv head.
         received = 4 * rows * (2 if setting.mesh.shape["rep"] > 1 else 1)
     hidden = widened + batch * (local.embed + local.hidden) * (4 + jnp.dtype(setting.dtype).itemsize)
-    reading = parts.reading(local.layers, planned.slots)
+    reading = parts.reading(local.windows, planned.slots)
     if reading is None:
         return logits + received + hidden
     chosen, loaded = 0, planned.loaded_bytes

@@ -95,7 +95,7 @@ def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed
     `weights` is bytes of one GPU's parameters if all have the dtype, `stored` as they are stored (None: likewise).
     """
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
-    reading = parts.reading(setting.config.layers, bucket(setting.context))
+    reading = parts.reading(setting.config.windows, bucket(setting.context))
     if reading is not None and reading.offloaded:
         return None
     copy, item, layers = COPY * gpu.bandwidth, jnp.dtype(setting.dtype).itemsize, setting.config.layers

@@ -26,7 +26,7 @@ def rows_read(request: Request) -> tuple[np.ndarray, tuple[int, ...]]:
     planned = plan_prefill(request.config, request.policy, [request.context], dtype=request.dtype)
     # Budgets over layers that depend on the prompt are taken as uniform.
     kept = np.full(layers, float(planned.budget.mean())) if planned.rows is None else planned.rows.mean(axis=1)
-    reading = parts.reading(layers, planned.slots)
+    reading = parts.reading(request.config.windows, planned.slots)
     if reading is not None:
         whole = np.asarray([source == WHOLE for source in reading.sources])
         if reading.page is not None:

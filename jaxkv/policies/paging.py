@@ -8,6 +8,7 @@ from jaxtyping import Int
 from jaxkv._checks import field, whole
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value, share_of
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import as_budget
 from jaxkv.policies.reading import WHOLE, Reading, Selector
 
@@ -47,12 +48,18 @@ class PagedReads(Value):
         """Least number of rows that a layer reads: those of three pages."""
         return _PAGES * self.page
 
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError if all layers of the model that attend to the whole prompt are dense ones."""
+        layers = config.windows.count(None)
+        remedy = f"no layer is left to read pages, the model has {layers}{' without a window' * any(config.windows)}"
+        require(self.dense_layers < layers, "dense_layers", self.dense_layers, f"{remedy}: give fewer")
+
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
         """Number `[B]` of rows, new tokens' included, that each kv head reads per token in layers that read pages.
 
         Args:
             lengths: tokens of each prompt.
-            layers: L.
+            layers: number of layers that attend to the whole prompt.
 
         Returns:
             The budget in rows, or the share's whole number of each prompt; at least three pages of rows.

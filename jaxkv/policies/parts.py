@@ -31,6 +31,7 @@ from jaxkv.policies.scorer import (
     two_stages,
 )
 from jaxkv.policies.threshold import check_threshold, threshold_of
+from jaxkv.policies.windowed_reads import reading_beside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,17 +201,17 @@ class Parts(Value):
             getattr(part, "require_fits", lambda config: None)(config)
         if any(config.windows):
             self.require_fits_windows(config.windows)
+        getattr(self.read, "require_fits", lambda config: None)(config)
 
     def require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
         """Raises ValueError if a policy does more than choose a layer's rows and evict: what fits beside windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
-        require(bool(whole) or self.scorer is None, "policy", self.scorer, remedy)
+        require(bool(whole) or (self.scorer or self.read) is None, "policy", self.scorer or self.read, remedy)
         remedy = "some layers of this model have windows, and this is not built for them: leave it out"
         for name, value, fits in (
             ("layers", self.layers, own_limits(self.heads) is None and not getattr(self.layers, "dense_layers", ())),
             ("heads", self.heads, not needs_layer(self.heads)),
-            ("read", self.read, self.read is None),
             ("rolling", self.rolling, not self.rolling),
             ("scorer", self.scorer, not sets_rows(self.layers)),
         ):
@@ -317,9 +318,10 @@ class Parts(Value):
             queries=scorer.queries if after.rank is None else 0,
         )
 
-    def reading(self, layers: int, slots: int) -> Reading | None:
+    def reading(self, windows: tuple[int | None, ...], slots: int) -> Reading | None:
         """Static config `Reading` of which rows each layer reads while decoding; None if all read every kept row."""
-        return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
+        every_row = self.scorer is None
+        return None if self.read is None else reading_beside(self.read, windows, slots, every_row=every_row)
 
     @property
     def scored(self) -> bool:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from jaxkv._checks import choice, field, flag, real, several, whole
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value
+from jaxkv.models.config import ModelConfig
 
 # The source of a layer that reads everything.
 WHOLE = -1
@@ -95,6 +96,11 @@ class Reading:
         return 0 if self.selector is Selector.LAST else self.window
 
 
+def without_window(windows: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Tuple of the indices of a model's layers that attend to the whole prompt, from `ModelConfig.windows`."""
+    return tuple(layer for layer, width in enumerate(windows) if width is None)
+
+
 def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
     """Tuple of layers that read every row: all below the first filter, the filters, `adjacent` above each filter.
 
@@ -131,7 +137,7 @@ class Reads(Protocol):
 
         Args:
             lengths: tokens of each prompt.
-            layers: L.
+            layers: number of layers that attend to the whole prompt.
 
         Returns:
             The numbers.
@@ -141,7 +147,7 @@ class Reads(Protocol):
         """Returns `Reading`, the static config of which rows each layer reads, for prompts padded to `slots`.
 
         Args:
-            layers: L.
+            layers: number of layers that attend to the whole prompt; indices count these.
             slots: the prompts' bucket.
             every_row: True if all rows of a prompt are kept.
 
@@ -239,19 +245,43 @@ class FilteredReads(Value):
         return chosen + ("; the rest waits in host memory" if self.offload else "")
 
     def check(self, layers: int) -> None:
-        """Raises ValueError if the model lacks the filter layers, no layer reads their choice, or `mem` is too low.
+        """Raises ValueError if the model lacks the filter layers, or no layer reads their choice.
 
         Args:
             layers: L.
 
         Raises:
-            ValueError: naming `filter_layers` or `mem`.
+            ValueError: naming `filter_layers`.
         """
-        filters, whole = self._filters, self.whole(layers)
+        filters = self._filters
         require(filters[-1] < layers, "filter_layers", filters, f"the model's layers are 0 to {layers - 1}")
         remedy = f"no layer is left to read what they choose: all {layers} read all, with adjacent={self.adjacent}"
-        require(len(whole) < layers, "filter_layers", filters, remedy)
-        self._share(layers)
+        require(len(self.whole(layers)) < layers, "filter_layers", filters, remedy)
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError for filters with windows, for filters whose choice no layer reads, and for too low `mem`.
+
+        Args:
+            config: the model's shape.
+
+        Raises:
+            ValueError: naming `filter_layers` or `mem`.
+        """
+        self.check(config.layers)
+        filters, windows = self._filters, config.windows
+        index, found = without_window(windows), [layer for layer in filters if windows[layer] is not None]
+        remedy = f"layers {found} have windows: of this model the layers {', '.join(map(str, index))} can choose"
+        require(not found, "filter_layers", filters, remedy)
+        mine, layers = self.among(windows), len(index)
+        remedy = "no layer is left to read what they choose: all that attend to the whole prompt read all, with "
+        left = len(mine.whole(layers)) < layers
+        require(left, "filter_layers", filters, f"{remedy}adjacent={self.adjacent}: {', '.join(map(str, index))}")
+        mine._share(layers)
+
+    def among(self, windows: tuple[int | None, ...]) -> "FilteredReads":
+        """Copy of the config whose filter layers are counted among the layers that attend to the whole prompt."""
+        index = without_window(windows)
+        return dataclasses.replace(self, filter_layers=tuple(index.index(layer) for layer in self._filters))
 
     @property
     def _filters(self) -> tuple[int, ...]:
@@ -264,7 +294,7 @@ class FilteredReads(Value):
         """Tuple of the indices, ascending, of layers that read every row.
 
         Args:
-            layers: L.
+            layers: number of layers that attend to the whole prompt; indices count these.
 
         Returns:
             Their indices.
@@ -285,7 +315,7 @@ class FilteredReads(Value):
 
         Args:
             lengths: tokens of each prompt.
-            layers: L.
+            layers: number of layers that attend to the whole prompt.
 
         Returns:
             The budget, or the share's whole number of each prompt; at least the window, or 1. At most the prompt,
@@ -338,6 +368,12 @@ class LoadedReads(Value):
     def __post_init__(self) -> None:
         for name, least in (("resident_layers", 1), ("ahead", 0)):
             field(self, name, whole, f"give a number, at least {least}", least=least)
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError if the model has no layer above the resident ones whose rows could be offloaded."""
+        layers = config.windows.count(None)
+        remedy = f"the model has {layers} layers{' without a window' * any(config.windows)}: give fewer"
+        require(self.resident_layers < layers, "resident_layers", self.resident_layers, remedy)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
         """Integers `[B]`: the number of each prompt's tokens that a layer reads, which is all of them (`lengths`)."""

@@ -19,7 +19,8 @@ class OmniKV(Method):
     """Keeps every row; a few filter layers choose, for every new token, the tokens that layers above them read.
 
     Attributes:
-        filter_layers: layers that choose; None takes those found for the model, which its manifest names.
+        filter_layers: layers that choose, by their index in the model; None takes those found for the model, which its
+            manifest names. Layers with a window neither choose nor read a choice.
         budget: int: tokens of the prompt that the other layers read. float in (0, 1]: that share of each sequence's
             own prompt. By default 1024. Tokens after the prompt are read besides. At least the window, if it counts: a
             smaller number is refused, a smaller share of a short prompt becomes the window.
@@ -27,7 +28,8 @@ class OmniKV(Method):
             the others' tokens, at least the window as above.
         selector: `Selector`, or its value: which queries choose.
         window: newest tokens whose queries choose, unless only the last one's does.
-        adjacent: number of layers above a filter that read everything, while chosen rows are being loaded.
+        adjacent: number of layers above a filter that read everything, while chosen rows are being loaded; layers with
+            a window do not count, nor do they for `mem`.
         include_generated: tokens after the prompt are read only if they are chosen as well.
         offload: rows of the layers that read chosen tokens wait in host memory.
         prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
@@ -113,7 +115,7 @@ class BrutalOffload(Method):
     """Keeps every row, upper layers' in host memory, loaded whole for every token: OmniKV's baseline.
 
     Attributes:
-        resident_layers: layers from the bottom whose rows stay on the device.
+        resident_layers: layers from the bottom whose rows stay on the device, besides all layers with a window.
         ahead: number of layers by which loads are started ahead of use.
 
     References:
@@ -137,9 +139,3 @@ class BrutalOffload(Method):
     def parts(self) -> Parts:
         """Config `Parts`: every row is kept, and upper layers' rows are loaded from host memory."""
         return self.compose(scorer=None, read=self._reads)
-
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
-        """Returns this policy unchanged; raises ValueError if the model has no layers above the resident ones."""
-        fits = self.resident_layers < layers
-        require(fits, "resident_layers", self.resident_layers, f"the model has {layers} layers: give fewer")
-        return self

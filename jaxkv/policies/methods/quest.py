@@ -30,7 +30,8 @@ class Quest(Method):
             as the budget has room for: of 3 pages at least, so that a smaller number is refused, and a smaller share
             of a short prompt becomes 3 pages.
         page: rows of a page.
-        dense_layers: number of layers from the bottom that read every row.
+        dense_layers: number of layers from the bottom that read every row; layers with a window, which read theirs,
+            do not count.
         base: a policy (or its name or class) that compresses the prompt first, equally in all heads of a layer, and
             then appends; pages are pages of the rows that it keeps.
 
@@ -77,8 +78,6 @@ class Quest(Method):
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Quest":
-        """Returns this policy with its base's model-dependent fields filled in; ValueError if all layers are dense."""
-        remedy = f"no layer is left to read pages, the model has {layers}: give fewer"
-        require(self.dense_layers < layers, "dense_layers", self.dense_layers, remedy)
+        """Returns this policy with its base's model-dependent fields filled in, such as a gate's; itself without."""
         its = None if self.inner is None else self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)

@@ -1,0 +1,284 @@
+"""Models with window layers under policies that read chosen rows: OmniKV, Quest, BrutalOffload."""
+
+import dataclasses
+from unittest import mock
+
+import meshes
+import numpy as np
+import pytest
+import tiny
+from meshes import mesh_of
+from slow_reads import Slow
+
+import jaxkv
+from jaxkv import AdaKV, BrutalOffload, FullKV, GlobalBudget, OmniKV, PyramidKV, Quest, SnapKV
+from jaxkv.engine import growth
+from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.engine.staged import Stretch, stretches
+from jaxkv.exporting import runtime
+from jaxkv.models.values import LayerSpec, Rope
+from jaxkv.policies.reading import WHOLE
+from jaxkv.policies.windowed_reads import tokens_read
+
+WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 14
+# Layers 1 and 4 of 5, or 1, 4 and 7 of 8, attend to the whole prompt, with windows below and two between them.
+KINDS = (LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)), LayerSpec(window=WINDOW))
+SHAPE, DEEPER = (
+    dataclasses.replace(tiny.shape(layers=layers, kv_heads=2, group=2, dim=16), kinds=KINDS) for layers in (5, 8)
+)
+CHUNKS = {"prefill_ratio": 0.5, "prefill_chunk": 16}
+
+
+def omni(budget, **options):
+    return OmniKV(**{"filter_layers": (1,), "adjacent": 0, "budget": budget} | options)
+
+
+def quest(budget, **options):
+    return Quest(**{"budget": budget, "page": 4, "dense_layers": 1} | options)
+
+
+POLICIES = {
+    "last": lambda budget: omni(budget),
+    "two filters": lambda budget: omni(budget, filter_layers=(1, 4)),
+    "exponential": lambda budget: omni(budget, selector="exponential", window=6),
+    "generated": lambda budget: omni(budget, include_generated=True, selector="uniform", window=5),
+    "offload": lambda budget: omni(budget, offload=True, selector="exponential", window=6),
+    "chunks": lambda budget: omni(budget, **CHUNKS | {"prefill_ratio": budget / 16}),
+    "chunks, offload": lambda budget: omni(budget, offload=True, **CHUNKS | {"prefill_ratio": budget / 16}),
+    "over adakv": lambda budget: omni(budget, base=AdaKV(base=SnapKV(budget=2 * budget, window=6))),
+    "over pyramidkv": lambda budget: omni(
+        budget, base=PyramidKV(budget=2 * budget, window=6), selector="uniform", window=6
+    ),
+    "over globalbudget": lambda budget: omni(budget, base=GlobalBudget(base=SnapKV(budget=2 * budget, window=6))),
+    "brutal": lambda budget: BrutalOffload(resident_layers=1, ahead=1),
+    "quest": lambda budget: quest(budget),
+    "quest, all layers": lambda budget: quest(budget, dense_layers=0),
+    "quest over pyramidkv": lambda budget: quest(budget, base=PyramidKV(budget=2 * budget, window=6)),
+}
+SMALL = 12
+
+
+def prompts(seed=0, lengths=LENGTHS):
+    return [list(each) for each in tiny.prompts(seed, lengths)]
+
+
+# --- which layers ----------------------------------------------------------------------------------------------------
+
+
+def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layers_without_a_window():
+    windows = (8, None, 8) * 4
+    of = lambda policy: policy.parts().reading(windows, 64)  # noqa: E731
+    reading = of(OmniKV(filter_layers=(1,), budget=8, offload=True))
+    # The layer above the filter that reads everything is 4, three layers higher.
+    assert reading.filters == (1,) and reading.offloaded == (7, 10)
+    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {7: 1, 10: 1}
+    reading = of(OmniKV(filter_layers=(1, 7), adjacent=0, budget=8))
+    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {4: 1, 10: 7}
+    reading = of(Quest(dense_layers=2))
+    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {7: 7, 10: 10}
+    assert of(BrutalOffload(resident_layers=1)).offloaded == (4, 7, 10)
+    # Half of four layers read everything, and mem is the share of their rows.
+    read = OmniKV(filter_layers=(1,), mem=0.6).parts().read
+    assert tokens_read(read, np.asarray([100]), windows).tolist() == [20]
+
+
+def test_one_transfer_for_all_layers_that_read_a_filters_choice():
+    reading = omni(8, offload=True).parts().reading(DEEPER.windows, 64)
+    assert reading.loaded == 2 * 8
+    assert stretches(reading, DEEPER.windows, whole=False) == (
+        Stretch(layers=(0,), loaded=(), ask=1),
+        Stretch(layers=(1, 2, 3), loaded=(), ask=None),
+        Stretch(layers=(4, 5, 6, 7), loaded=(4, 7), ask=None),
+    )
+    # A question loads layer by layer.
+    assert [each.layers for each in stretches(reading, DEEPER.windows, whole=True)] == [(0, 1, 2, 3), (4, 5, 6), (7,)]
+
+
+REFUSED = {
+    r"filter_layers=\(1, 2, 3\): layers \[2, 3\] have windows: of this model the layers 1, 4, 7 can": omni(
+        8, filter_layers=(1, 2, 3)
+    ),
+    r"filter_layers=\(1, 8\): the model's layers are 0 to 7": omni(8, filter_layers=(1, 8)),
+    r"filter_layers=\(4,\): no layer is left to read .*adjacent=1: 1, 4, 7": omni(8, filter_layers=(4,), adjacent=1),
+    r"mem=0\.3: layers that read everything hold 0\.3333 of the cache": OmniKV(filter_layers=(1,), adjacent=0, mem=0.3),
+    r"dense_layers=3: no layer is left to read pages, the model has 3 without a window": quest(12, dense_layers=3),
+    r"resident_layers=3: the model has 3 layers without a window": BrutalOffload(resident_layers=3),
+    r"filter_layers=None: none have been found": OmniKV(),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_the_model_cannot_honour(told):
+    with pytest.raises(ValueError, match=told):
+        jaxkv.Session(tiny.tiny(DEEPER), REFUSED[told])
+
+
+@pytest.mark.parametrize("policy", [Quest(), omni(8), BrutalOffload(resident_layers=1)], ids=lambda each: type(each))
+def test_a_model_of_windows_alone_has_nothing_to_choose(policy):
+    shape = dataclasses.replace(SHAPE, layers=4, kinds=KINDS[:1])
+    with pytest.raises(ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"):
+        jaxkv.Session(tiny.tiny(shape), policy)
+
+
+def test_plans_assume_filters_without_a_window():
+    config = jaxkv.ModelConfig(
+        vocab=1000, layers=48, embed=512, hidden=1024, heads=8, kv_heads=4, head_dim=64, max_positions=131072,
+        kinds=(*(LayerSpec(window=1024),) * 3, LayerSpec()),
+    )  # fmt: skip
+    made = jaxkv.plan(config, policy=OmniKV(budget=2048), context=100_000, new=256, gpus="h100x1")
+    assert "filter layers 3, 15, 27 are assumed" in str(made) and "finds none beside windows" in str(made)
+    away = jaxkv.plan(config, policy=OmniKV(budget=2048, offload=True), context=100_000, new=256, gpus="h100x1")
+    assert away.host > 0 and away.cache + away.host == pytest.approx(made.cache, rel=0.02)
+
+
+# --- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [each for each in POLICIES if each != "two filters"])
+def test_bytes_are_as_planned_and_windows_hold_their_rows(name):
+    policy = POLICIES[name](SMALL)
+    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), NEW)
+    cache = jaxkv.Session(tiny.tiny(SHAPE), policy).prefill(prompts(), new=NEW)
+    plan = plan_prefill(SHAPE, policy, LENGTHS, room=room)
+    assert (cache.nbytes, cache.host_nbytes) == (plan.cache_bytes, plan.host_bytes)
+    assert [pool.rows for pool in cache.pools] == list(plan.pool_rows(2))
+    for layer, row, _, _, _, positions in tiny.segments(cache):
+        if SHAPE.windows[layer] is not None:
+            assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
+
+
+def drawn(policy, ids=None, **given):
+    """Tokens that are drawn behind the prompts, past the window."""
+    model, ids = tiny.tiny(SHAPE, dtype=given.pop("dtype", "float32")), prompts() if ids is None else ids
+    made = jaxkv.generate(model, ids, policy=policy, max_new_tokens=NEW, stop_at_eos=False, **given)
+    return [each.tolist() for each in made.tokens]
+
+
+@pytest.mark.parametrize("name", ["chunks, offload", "over pyramidkv", "brutal", "quest, all layers"])
+def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
+    assert drawn(POLICIES[name](80)) == drawn(FullKV())
+
+
+@pytest.mark.parametrize("name", ["offload", "chunks", "quest"])
+def test_a_sequence_gets_the_tokens_that_it_gets_alone(name):
+    policy = POLICIES[name](SMALL)
+    together = drawn(policy)
+    assert together != drawn(FullKV())
+    assert drawn(policy, prompts()[2:]) == together[2:]
+
+
+SLOW = {
+    "last": {"sources": {4: 1}},
+    "two filters": {"sources": {7: 4}},
+    "generated": {"sources": {4: 1}, "ages": (1.0,) * 5, "generated": True},
+    "offload": {"sources": {4: 1, 7: 1}, "ages": tuple(0.5**age for age in range(6))},
+    "chunks": {"sources": {4: 1}},
+    "over adakv": {"sources": {4: 1}},
+    "over globalbudget": {"sources": {4: 1}},
+    "quest": {"sources": {4: 4}, "page": 4},
+    "quest over pyramidkv": {"sources": {4: 4}, "page": 4},
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_logits_are_those_of_plain_loops(name):
+    """A prompt, tokens that are drawn, a question on top, and drawn tokens again, past the window."""
+    model, policy = tiny.tiny(DEEPER if 7 in SLOW[name]["sources"] else SHAPE), POLICIES[name](SMALL)
+    session, text, walk = jaxkv.Session(model, policy), prompts(4)[0], prompts(5, (6,))[0]
+    cache, base = session.prefill([text]), getattr(policy, "base", None)
+    kept = None if base is None else [layer[0] for layer in tiny.kept(cache)]
+    slow = Slow(model=model, budget=SMALL, prompt=len(text), kept=kept, **SLOW[name])
+    if name == "chunks":
+        for first in range(0, len(text), 16):
+            slow.prompt, want = first, slow.read(text[first : first + 16], "chunk")
+        slow.prompt = len(text)
+    else:
+        everything = dataclasses.replace(slow, kept=None)
+        want = everything.read(text, "whole")
+        slow.rows = everything.rows
+    np.testing.assert_allclose(cache.logits[0], want, rtol=1e-3, atol=2e-4)
+    for part in (walk[:3], walk[3:]):
+        for token in part:
+            cache = session.extend(cache, [[token]], chunk=1, new=1)
+            np.testing.assert_allclose(cache.logits[0], slow.read([token], "one"), rtol=1e-3, atol=2e-4)
+        cache, asked = session.extend(cache, [walk], new=1), slow.read(walk, "whole")
+        np.testing.assert_allclose(cache.logits[0], asked, rtol=1e-3, atol=2e-4)
+
+
+# --- devices, kernels, stores ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chunks, offload", "quest"])
+def test_devices_change_nothing(name):
+    """Two groups of sequences on four devices each, of which two share a kv head."""
+    assert drawn(POLICIES[name](SMALL), mesh=mesh_of(2, 4)) == drawn(POLICIES[name](SMALL))
+    meshes.forget()
+
+
+@pytest.mark.parametrize("name", ["over adakv", "quest"])
+def test_kernels_read_what_windows_leave_and_what_is_chosen(name):
+    assert drawn(POLICIES[name](SMALL), implementation="pallas") == drawn(POLICIES[name](SMALL))
+
+
+@pytest.mark.parametrize("make", [omni, quest])
+def test_stores(make):
+    """A budget of the whole prompt reads what a full cache of such rows holds."""
+    assert drawn(make(80, store="int8")) == drawn(FullKV(store="int8"))
+
+
+def test_sixteen_bits():
+    """Rows wait beside the pools of a CPU, those of windows too."""
+    full = drawn(FullKV(), dtype="bfloat16")
+    assert drawn(omni(80), dtype="bfloat16") == full != drawn(omni(SMALL), dtype="bfloat16")
+
+
+# --- longer lives ----------------------------------------------------------------------------------------------------
+
+
+def test_slots():
+    model, policy = tiny.tiny(SHAPE), quest(SMALL)
+    with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
+        asked = [engine.submit(each, max_new_tokens=NEW, stop_at_eos=False) for each in prompts()]
+        assert [each.result().tokens.tolist() for each in asked] == drawn(policy)
+
+
+def test_saved_caches(tmp_path):
+    policy = quest(SMALL)
+    session = jaxkv.Session(tiny.tiny(SHAPE), policy)
+    session.prefill(prompts()).save(tmp_path / "cache")
+    assert session.draw(jaxkv.load_cache(tmp_path / "cache", policy=policy), NEW)[1].tolist() == drawn(policy)
+
+
+def test_exports(tmp_path):
+    policy = POLICIES["exponential"](SMALL)
+    made = jaxkv.export(tiny.tiny(SHAPE), tmp_path / "made", policy=policy, batch=(3,), lengths=64, question=0, new=NEW)
+    assert runtime.Model(made).generate(prompts(), NEW)[0] == drawn(policy)
+
+
+@pytest.mark.parametrize(("name", "count"), [("offload", 0), ("quest", 10)])
+def test_long_answers_and_ten_turns_drop_what_left_the_window(name, count):
+    """Whether window layers drop rows every 16 tokens, or not on the way, shows in no token."""
+    policy, rng = POLICIES[name](SMALL), np.random.default_rng(6)
+    session = jaxkv.Session(tiny.tiny(SHAPE), policy)
+    turns = [[rng.integers(3, SHAPE.vocab, n).tolist() for n in (9, 2, 4)] for _ in range(count)]
+
+    def answers(least):
+        with mock.patch.object(growth, "_LEAST_BEYOND", least):
+            cache, tokens = session.draw(session.prefill(prompts(), new=60), 60)
+            found, held = [tokens.tolist()], cache.kept[0].max()
+            for turn in turns:
+                cache, tokens = session.draw(session.extend(cache, turn, new=4), 4)
+                found.append(tokens.tolist())
+            return found, held, cache
+
+    found, held, cache = answers(16)
+    assert held <= WINDOW + 16
+    for layer, row, _, _, _, positions in tiny.segments(cache):
+        if SHAPE.windows[layer] is not None:
+            seen = int(np.asarray(cache.seen)[row])
+            assert positions.tolist() == list(range(seen - len(positions), seen))
+    # A window that is full makes no other layer larger.
+    assert max(pool.rows for pool in cache.pools) <= 2 * (64 + 64 + 64 + 128)
+    again, held, _ = answers(256)
+    assert held >= 60 and again == found
