@@ -160,7 +160,7 @@ def test_layers_with_windows_on_a_tpu():
 @pytest.mark.usefixtures("as_users_call")
 def test_a_tpus_programs_have_its_kernels():
     """A layer of a prompt in bfloat16 is prefilled by splash attention, and a step appends and attends by a kernel."""
-    flat = abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=64), "bfloat16")
+    flat = abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=128), "bfloat16")
     given = {"policy": jaxkv.SnapKV(budget=64, window=8), "batch": 2, "tokens": 256, "new": 16}
     work = Work(flat=flat, implementation=TPU, **given)
     layer = next(each for each in work.prefill.calls if each.name == "layer")

@@ -15,13 +15,14 @@ from jaxkv.attention.xla_backend import Xla
 _QUERIES = 512
 # Queries per kv head, at most, that the kernel over segments holds in VMEM; more go to XLA.
 _MOST_ROWS = 256
+_LANES = 128
 
 
 class Tpu(Xla):
     """Backend for TPUs: prefill by splash attention, reads and appends of segments by a kernel of its own.
 
     Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
-    do pools of float16 or of no whole tiles, many queries at once, and scores.
+    do pools of float16, of no whole tiles, or of head dims that are no multiple of 128, many queries, and scores.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -117,8 +118,12 @@ class Tpu(Xla):
         return out, lse
 
     def joins(self, k: Array) -> bool:
-        """True for pools of bfloat16 or float32 rows that fill whole tiles."""
-        return bool(self._decode.takes(k.shape[1], k.dtype))
+        """True for pools of bfloat16 or float32 rows that fill whole tiles, of head dims that are multiples of 128.
+
+        Rows of fewer lanes lie transposed on a TPU, so that nothing is padded: a kernel would have them copied.
+        """
+        whole = self.interpret or k.shape[2] % _LANES == 0
+        return whole and bool(self._decode.takes(k.shape[1], k.dtype))
 
     def append_and_attend(
         self,
