@@ -133,6 +133,10 @@ def test_kernels_generate_what_xla_does(name):
 ON_TPUS = ["full", "adakv", "shared", "rolling", "h2o", "d2o", "again", "omnikv", "quest", "snapkv, int8"]
 
 
+on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a TPU's kernels are interpreted on a CPU alone")
+
+
+@on_a_cpu
 @pytest.mark.parametrize("name", ON_TPUS)
 def test_a_tpus_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
@@ -148,6 +152,7 @@ def test_a_tpus_kernels_generate_what_xla_does(name):
             np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-4)
 
 
+@on_a_cpu
 def test_layers_with_windows_on_a_tpu():
     """Window layers, whose rows lie in rings, read and write them by the kernel."""
     model, ids = tiny.tiny(test_windows.SHAPE), test_windows.prompts()
