@@ -27,6 +27,8 @@ AOT_TOOLS := nvidia-cuda-nvcc==13.0.* nvidia-cuda-nvdisasm==13.2.*
 AOT_PACKAGES := jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 $(AOT_TOOLS)
 AOT_STAMP := .venv-aot/.made-0.10.2-nvdisasm
 AOT_VERSIONS := 0.11 0.12
+# libtpu, which compiles for TPUs that are not there, is 690 MB: an environment of its own.
+AOT_TPU_STAMP := .venv-aot-tpu/.made-0.10.2
 LATEST_STAMP := .venv-latest/.made-0.12
 LOWEST_STAMP := .venv-lowest/.made-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
 # KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
@@ -48,7 +50,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_saved_caches.py tests/test_golden.py
 
 .PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
-  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-sharded aot-slots plan-cells \
+  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-tpu aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
@@ -77,6 +79,7 @@ help:
 	@echo "make recall       attention in documents: what policies recall and lose of it at equal totals, on this machine"
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
+	@echo "make aot-tpu      kernels and an 8B model's programs compiled by libtpu for TPUs that are not there; a model of times"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
 	@echo "make aot-slots    an engine's loop of 256 slots, 8B on an H200 and 70B on 8 H100s, beside that of one batch"
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
@@ -194,6 +197,9 @@ aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_export.py
 	@$(AOT)/python benchmarks/perf_model.py --out benchmarks/results/gpu_model.md
 
+aot-tpu: $(AOT_TPU_STAMP)
+	@PYTHONPATH=. .venv-aot-tpu/bin/python benchmarks/aot_tpu.py --out benchmarks/results/tpu_model.md
+
 aot-slots: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_slots.py
 
@@ -241,7 +247,7 @@ needle: $(STAMP)
 	@$(BIN)/python -m benchmarks.needle
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-page .venv-ray .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot .venv-aot-tpu $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-page .venv-ray .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
@@ -309,6 +315,16 @@ $(AOT_STAMP): requirements.lock
 	$(AOT)/python -m pip install $(PIP_FLAGS) -r requirements.lock; \
 	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps $(AOT_PACKAGES); \
 	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	touch $@
+
+$(AOT_TPU_STAMP): requirements.lock
+	@$(find_python); \
+	set -e; \
+	echo "== .venv-aot-tpu: creating; a second JAX, and libtpu" >&2; \
+	"$$python" -m venv .venv-aot-tpu; \
+	.venv-aot-tpu/bin/python -m pip install $(PIP_FLAGS) -r requirements.lock; \
+	.venv-aot-tpu/bin/python -m pip install $(PIP_FLAGS) 'jax[tpu]==0.10.2'; \
+	.venv-aot-tpu/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 
 # The plugin's version is that of the jaxlib that pip chose.

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as _tpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as _splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as _mask
 
 when = pl.when
 ds = pl.ds
@@ -34,7 +36,7 @@ def block(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.Blo
 
 def in_hbm() -> pl.BlockSpec:
     """Spec of an argument that stays whole in HBM, from which the kernel copies what it needs."""
-    return pl.BlockSpec(memory_space=pl.ANY)
+    return pl.BlockSpec(memory_space=_tpu.HBM)
 
 
 def call(
@@ -69,6 +71,12 @@ def call(
     Returns:
         The outputs.
     """
+    if not interpret:
+        # Else XLA brings an array that fits VMEM there as a whole, and writes it back.
+        arrays = [
+            _tpu.with_memory_space_constraint(each, _tpu.HBM) if spec.memory_space is _tpu.HBM else each
+            for each, spec in zip(arrays, given, strict=True)
+        ]
     return pl.pallas_call(
         kernel,
         grid_spec=_tpu.PrefetchScalarGridSpec(
@@ -84,3 +92,46 @@ def call(
         interpret=interpret,
         name=name,
     )(*scalars, *arrays)
+
+
+def splash(
+    heads: int,
+    slots: int,
+    *,
+    blocks: tuple[int, int, int],
+    lse: bool,
+    softcap: float | None,
+    interpret: bool,
+) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
+    """Function of one prompt's scaled queries, keys and values that returns causal attention and log-sum-exp.
+
+    Args:
+        heads: number of query heads.
+        slots: tokens of the prompt.
+        blocks: queries of a block, keys of a block, and keys multiplied at once.
+        lse: False returns None for the log-sum-exp.
+        softcap: of the logits; None for none.
+        interpret: run it as plain JAX operations on any device, to check it.
+
+    Returns:
+        The function, of `[heads, slots, D]` queries and keys and values of as many or fewer heads.
+    """
+    queries, keys, at_once = blocks
+    kernel = _splash.make_splash_mha(
+        mask=_mask.MultiHeadMask([_mask.CausalMask((slots, slots))] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_splash.BlockSizes(block_q=queries, block_kv=keys, block_kv_compute=at_once),
+        save_residuals=lse,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        found = kernel(q, k, v)
+        if not lse:
+            return found, None
+        out, (total, *_) = found
+        return out, total
+
+    return run

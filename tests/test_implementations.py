@@ -11,7 +11,7 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation, Implementations, capability_of, choose
-from jaxkv.planning.programs import Work, abstract_model
+from jaxkv.planning.programs import Work, abstract_model, traced_loop
 from jaxkv.policies import GiniLayers
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
@@ -126,6 +126,52 @@ def test_kernels_generate_what_xla_does(name):
                 continue
             # A number half way between two codes is rounded up by one backend and down by the other: rarely, one step.
             assert (apart > 4e-3).mean() < 1e-3 and apart.max() <= np.ptp(other) / 15
+
+
+# A policy of each kind of step: appended rows in pools of their own and in a shared one, windows, evicted rows, scores,
+# chosen rows, pages, codes, rows that are compressed again.
+ON_TPUS = ["full", "adakv", "shared", "rolling", "h2o", "d2o", "again", "omnikv", "quest", "snapkv, int8"]
+
+
+on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a TPU's kernels are interpreted on a CPU alone")
+
+
+@on_a_cpu
+@pytest.mark.parametrize("name", ON_TPUS)
+def test_a_tpus_kernels_generate_what_xla_does(name):
+    """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
+    model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
+    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
+    plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu"))
+    assert kernels.stats.attention == "tpu (interpreted)"
+    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
+    for ours, theirs in zip(kernels.cache.pools, plain.cache.pools, strict=True):
+        for one, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-4)
+
+
+@on_a_cpu
+def test_layers_with_windows_on_a_tpu():
+    """Window layers, whose rows lie in rings, read and write them by the kernel."""
+    model, ids = tiny.tiny(test_windows.SHAPE), test_windows.prompts()
+    kwargs = {"policy": jaxkv.SnapKV(budget=16, window=6), "max_new_tokens": 5, "stop_at_eos": False}
+    plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu"))
+    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_a_tpus_programs_have_its_kernels():
+    """A layer of a prompt in bfloat16 is prefilled by splash attention, and a step appends and attends by a kernel."""
+    flat = abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=128), "bfloat16")
+    given = {"policy": jaxkv.SnapKV(budget=64, window=8), "batch": 2, "tokens": 256, "new": 16}
+    work = Work(flat=flat, implementation=TPU, **given)
+    layer = next(each for each in work.prefill.calls if each.name == "layer")
+    with_kernels = [layer.traced, traced_loop(work)[0]]
+    prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
+    assert "splash_mha" in prefill and "tpu_decode" in decode and "stablehlo.bitcast_convert" not in prefill
 
 
 @pytest.mark.usefixtures("as_users_call")

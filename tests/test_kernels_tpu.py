@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from test_kernels import DTYPES, attend_oracle, draw, wide
 
-from jaxkv.pallas_kernels import tpu_decode
+from jaxkv.attention import Implementation, backend_of
+from jaxkv.pallas_kernels import tpu_decode, tpu_prefill
 
 # One head ten times longer than the others and over several blocks, heads without rows, segments of one tile; the
 # second sequence has ended.
@@ -100,3 +101,28 @@ def test_what_it_takes():
     """Whole tiles of bfloat16 or float32."""
     assert tpu_decode.takes(48, jnp.bfloat16) and tpu_decode.takes(40, jnp.float32)
     assert not tpu_decode.takes(40, jnp.bfloat16) and not tpu_decode.takes(48, jnp.float16)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_prompts_are_prefilled_by_splash_attention(softcap):
+    """Right padding needs no mask; log-sum-exp and capped logits as XLA has them, in float32."""
+    q, k, v = draw(3, (2, 2, 2, 384, 64), (2, 2, 384, 64), (2, 2, 384, 64), dtype=jnp.bfloat16)
+    length = jnp.asarray([384, 130], jnp.int32)
+    backend, oracle = (backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA))
+    found = backend.prefill(q, k, v, length, softcap=softcap)
+    wanted = oracle.prefill(*(each.astype(jnp.float32) for each in (q, k, v)), length, softcap=softcap)
+    assert found[0].dtype == q.dtype and backend.prefill(q, k, v, length, lse=False)[1] is None
+    compare(found, map(wide, wanted), "bfloat16")
+
+
+def test_where_splash_attention_does_not_serve():
+    """Float32 and short prompts take XLA, in blocks of queries; so do sums of columns."""
+    assert tpu_prefill.takes(384, jnp.bfloat16)
+    assert not tpu_prefill.takes(64, jnp.bfloat16) and not tpu_prefill.takes(384, jnp.float32)
+    q, k, v = draw(4, (2, 2, 2, 1024, 16), (2, 2, 1024, 16), (2, 2, 1024, 16))
+    length = jnp.asarray([1024, 700], jnp.int32)
+    backend, oracle = (backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA))
+    found, wanted = (each.prefill(q, k, v, length) for each in (backend, oracle))
+    compare(found, map(wide, wanted), "float32")
+    found, wanted = (each.column_sums(q, k, wanted[1], length) for each in (backend, oracle))
+    np.testing.assert_allclose(wide(found), wide(wanted), rtol=1e-4, atol=1e-4)

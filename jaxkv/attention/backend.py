@@ -36,8 +36,8 @@ class Backend(abc.ABC):
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
-    `fused_eviction`. Without the fused ones the engine takes XLA's operations. New rows are written by `cache.stores`,
-    which know how rows are held.
+    `fused_eviction`; `append_and_attend`, where `joins` says so. Without the fused ones the engine takes XLA's
+    operations. New rows are written by `cache.stores`, which know how rows are held.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it.
 
@@ -309,6 +309,44 @@ class Backend(abc.ABC):
 
         Returns:
             The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.
+        """
+        raise NotImplementedError
+
+    def joins(self, k: Float[Array, "B P D"]) -> bool:
+        """True if `append_and_attend` takes pools of such rows; always False in the base class.
+
+        Args:
+            k: keys of a pool, of which shape and dtype count.
+
+        Returns:
+            True or False.
+        """
+        return False
+
+    def append_and_attend(
+        self,
+        q: Float[Array, "B K G D"],
+        new: tuple[Float[Array, "B K D"], Float[Array, "B K D"]],
+        pool: tuple[Float[Array, "B P D"], Float[Array, "B P D"]],
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        counts: Int[Array, " B"],
+        *,
+        softcap: float | None = None,
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Writes a token's row behind each segment and attends to both; NotImplementedError in this base class.
+
+        Args:
+            q: rotated queries.
+            new: the token's keys, rotated, and values.
+            pool: keys and values, written in place if they are donated.
+            start: first row of each segment that is read.
+            length: rows of each segment from `start` on, before the token.
+            counts: 1 for sequences to which a row is appended, 0 for ended ones.
+            softcap: of the scaled logits, as in `prefill`.
+
+        Returns:
+            The output in q's dtype, the natural log-sum-exp of the scaled logits, and the pool's keys and values.
         """
         raise NotImplementedError
 

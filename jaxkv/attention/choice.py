@@ -26,8 +26,9 @@ class Implementation(enum.Enum):
         CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding are PALLAS, because
             cuDNN has neither column sums nor ragged segments.
         MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS.
-        TPU: XLA without the forms that exist for CPUs.
-        TPU_INTERPRETED: the same on a CPU, to check it. Never chosen by AUTO.
+        TPU: prefill by JAX's splash attention, appends and reads of segments by `pallas_kernels.tpu_decode`, the rest
+            by XLA; on a CPU its kernels are interpreted.
+        TPU_INTERPRETED: those kernels run as plain JAX operations, to check them. Never chosen by AUTO.
     """
 
     AUTO = "auto"

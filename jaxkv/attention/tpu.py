@@ -1,26 +1,162 @@
-"""Backend for TPUs: XLA's operations, without the forms that exist for CPUs."""
+"""Backend for TPUs: splash attention in prefill, a Pallas kernel over segments, else XLA without a CPU's forms."""
+
+from types import ModuleType
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 from jaxkv.attention.backend import Setting
+from jaxkv.attention.xla import Walk
 from jaxkv.attention.xla_backend import Xla
+
+# Queries of a prompt that XLA takes at once, where splash attention does not serve: their logits stay small.
+_QUERIES = 512
+# Queries per kv head, at most, that the kernel over segments holds in VMEM; more go to XLA.
+_MOST_ROWS = 256
+_LANES = 128
 
 
 class Tpu(Xla):
-    """Backend for TPUs in XLA's operations, without a CPU's forms."""
+    """Backend for TPUs: prefill by splash attention, reads and appends of segments by a kernel of its own.
 
+    Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
+    do pools of float16, of no whole tiles, or of head dims that are no multiple of 128, many queries, and scores.
+
+    Attributes:
+        interpret: True runs the kernels as plain JAX operations, to check them.
+    """
+
+    at_once = True
     cpu_forms = False
+    custom_calls = ("tpu_custom_call",)
+    interpret: ClassVar[bool] = False
+
+    @property
+    def _decode(self) -> ModuleType:
+        """Module `pallas_kernels.tpu_decode`, imported on first use."""
+        import jaxkv.pallas_kernels.tpu_decode as tpu_decode
+
+        return tpu_decode
+
+    @property
+    def _prefill(self) -> ModuleType:
+        """Module `pallas_kernels.tpu_prefill`, imported on first use."""
+        import jaxkv.pallas_kernels.tpu_prefill as tpu_prefill
+
+        return tpu_prefill
 
     def refusal(self, setting: Setting) -> str | None:
         """Error text for devices other than TPUs; None on TPUs."""
         return None if setting.platform == "tpu" else f"it needs a TPU, this is {setting.platform}: use auto or xla"
 
+    def prefill(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        lse: bool = True,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array | None]:
+        """Causal attention by splash attention, or by XLA where it does not serve; output, log-sum-exp or None."""
+        if first is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap)
+        if self._prefill.takes(q.shape[3], q.dtype):
+            return self._prefill.flash(q, k, v, lse=lse, softcap=softcap, interpret=self.interpret)
+        size = _block(q.shape[3])
+
+        def some(index: Array) -> tuple[Array, Array | None]:
+            """Mapped over blocks of queries: their output and log-sum-exp."""
+            begin = jnp.broadcast_to(index * size, length.shape)
+            mine = lax.dynamic_slice_in_dim(q, index * size, size, axis=3)
+            return super(Tpu, self).prefill(mine, k, v, length, begin, softcap=softcap)
+
+        out, found = lax.map(some, jnp.arange(q.shape[3] // size, dtype=jnp.int32))
+        total = jnp.moveaxis(found, 0, 3).reshape(q.shape[:4]) if lse else None
+        return jnp.moveaxis(out, 0, 3).reshape(q.shape), total
+
+    def column_sums(
+        self,
+        q: Array,
+        k: Array,
+        lse: Array,
+        length: Array,
+        first: Array | None = None,
+        *,
+        softcap: float | None = None,
+    ) -> Array:
+        """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, a block of them at a time."""
+        begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3])
+
+        def more(index: Array, sums: Array) -> Array:
+            """Loop body: sums of one more block of queries."""
+            mine, total = (lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse))
+            return sums + super(Tpu, self).column_sums(mine, k, total, length, begin + index * size, softcap=softcap)
+
+        none = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
+        return lax.fori_loop(0, q.shape[3] // size, more, none)
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        start: Array,
+        length: Array,
+        *,
+        walk: Walk,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array]:
+        """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp."""
+        if q.shape[2] > _MOST_ROWS or not self.joins(k):
+            return super().attend(q, k, v, start, length, walk=walk, softcap=softcap)
+        out, lse = self._decode.attend(q, k, v, start, length, softcap=softcap, interpret=self.interpret)
+        return out, lse
+
+    def joins(self, k: Array) -> bool:
+        """True for pools of bfloat16 or float32 rows that fill whole tiles, of head dims that are multiples of 128.
+
+        Rows of fewer lanes lie transposed on a TPU, so that nothing is padded: a kernel would have them copied.
+        """
+        whole = self.interpret or k.shape[2] % _LANES == 0
+        return whole and bool(self._decode.takes(k.shape[1], k.dtype))
+
+    def append_and_attend(
+        self,
+        q: Array,
+        new: tuple[Array, Array],
+        pool: tuple[Array, Array],
+        start: Array,
+        length: Array,
+        counts: Array,
+        *,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Writes new rows behind their segments and attends, in one kernel; returns output, log-sum-exp, k and v."""
+        out, lse, k, v = self._decode.append_and_attend(
+            q, new, *pool, start, length, counts, softcap=softcap, interpret=self.interpret
+        )
+        return out, lse, k, v
+
 
 class Interpreted(Tpu):
-    """Backend for TPUs run on any device, for tests."""
+    """Backend for TPUs whose kernels run as plain JAX operations on any device, for tests; very slow."""
+
+    interpret = True
 
     def refusal(self, setting: Setting) -> str | None:
-        """Always None, which means no error: these operations run on every device."""
+        """Always None, which means no error: interpreted kernels run on every device."""
         return None
 
     def suits(self, setting: Setting) -> bool:
-        """Always False: AUTO never chooses it."""
+        """Always False: AUTO never chooses interpreted kernels."""
         return False
+
+
+def _block(queries: int) -> int:
+    """Number of queries of a block: the most up to `_QUERIES` that divide their number."""
+    return next(size for size in range(min(queries, _QUERIES), 0, -1) if queries % size == 0)

@@ -94,6 +94,20 @@ def append(
     return dataclasses.replace(pool, store=pool.store.put((row, k), (row, v)), pos=pos, score=scores)
 
 
+def append_places(
+    pool: Pool, positions: Int[Array, " B"], row: Int[Array, "B K"], score: Float[Array, "B K"] | None
+) -> Pool:
+    """Pool with positions, and scores (0 by default), of one new row of each segment at `row`; nothing at P or more.
+
+    Keys and values are left to whoever writes them.
+    """
+    scores = pool.score
+    if scores is not None:
+        scores = put_cells(scores, row, jnp.zeros(row.shape) if score is None else score)
+    pos = put_cells(pool.pos, row, jnp.broadcast_to(positions[:, None], row.shape))
+    return dataclasses.replace(pool, pos=pos, score=scores)
+
+
 def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int) -> Int[Array, "B n"]:
     """Row indices `[B, n]` at which `count` new rows of every segment are written, head by head; P where none is."""
     offset = jnp.arange(count, dtype=jnp.int32)

@@ -20,6 +20,7 @@ from jaxkv.cache.pools import Pool, append, append_norms
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.hadamard import transformed
+from jaxkv.engine.joining import attend_joining, joins
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.pages import PageRows, chosen_pages, over_pages, with_new_rows
 from jaxkv.engine.segments import Segments, in_window
@@ -27,7 +28,16 @@ from jaxkv.engine.sliding import over_window, several_in_window
 from jaxkv.engine.sparse import Chosen, Loaded, chosen_at, over_chosen, over_rest, picks_of
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, attention_input, block_output
-from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled, token_of_parts
+from jaxkv.engine.tokens import (
+    NewTokens,
+    StepAngles,
+    Token,
+    pool_attention,
+    project,
+    remembered,
+    rolled,
+    token_of_parts,
+)
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import rotate
 
@@ -209,6 +219,9 @@ def attend(
         return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
+    if joins(spec, rows.pool) and rows.chosen is None and rows.pages is None and rows.norms is None:
+        out, pool = attend_joining(spec, token, rows.pool, rows.segments, rows.window, new)
+        return out, dataclasses.replace(rows, pool=pool), None
     # A single token's row is appended first; attention then reads it like the others.
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec))
     norms = rows.norms
@@ -401,17 +414,3 @@ def _over_older(
     if not rest:
         return some
     return attention.merge_with_lse(*over_rest(spec, token.q, pool, segments, segments.length), *some)
-
-
-def remembered(
-    ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
-) -> Float[Array, "B K G R D"]:
-    """Ring buffer of last queries with the real new tokens' queries written in, position p at index p % R."""
-    batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
-    offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
-    # Of more queries than the ring holds only the last ones count.
-    real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
-    slot = jnp.where(real, new.positions % rows, rows)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    by_token = jnp.moveaxis(q, 3, 1).astype(ring.dtype)
-    return ring.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)

@@ -18,11 +18,11 @@ from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
-from jaxkv.engine.layer_step import LayerRows, remembered, run_layers
+from jaxkv.engine.layer_step import LayerRows, run_layers
 from jaxkv.engine.sparse import Chosen, chosen_at, new_tokens
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream
-from jaxkv.engine.tokens import step_angles
+from jaxkv.engine.tokens import remembered, step_angles
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import Reading

@@ -127,6 +127,20 @@ def pool_attention(
     return in_blocks(lambda part: attend(part, keys, values, start, length, walk=spec.layout.walk, **how), q)
 
 
+def remembered(
+    ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
+) -> Float[Array, "B K G R D"]:
+    """Ring buffer of last queries with the real new tokens' queries written in, position p at index p % R."""
+    batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
+    offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
+    # Of more queries than the ring holds only the last ones count.
+    real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
+    slot = jnp.where(real, new.positions % rows, rows)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    by_token = jnp.moveaxis(q, 3, 1).astype(ring.dtype)
+    return ring.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)
+
+
 @partial(jax.jit, static_argnames=("slots", "rope", "dim"))
 def _angles_of(*, slots: int, rope: Rope, dim: int) -> Angles:
     """Compiled: rotary angles (cos, sin) of positions 0 to `slots` - 1."""

@@ -1,0 +1,91 @@
+"""A model of TPU times, from programs that libtpu compiled without a TPU: every figure is an estimate.
+
+Rules:
+1. Operations of XLA take the `estimated_cycles` that the compiler writes beside them, at `CLOCK`. That clock is
+   assumed: at it, products that read weights reach 86% of v6e's bandwidth by these cycles.
+2. A loop takes its body's cycles times the constant that its condition compares with. A loop over drawn tokens compares
+   with an argument: one trip of it is a decode step.
+3. A decode kernel takes the longer of two times, summed over segments: copies of its rows, in chunks, at the data
+   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO.
+4. Splash attention takes its products, half of all pairs of tokens, at `SPLASH` of the data sheet's FLOP/s: assumed.
+5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it.
+6. Left out: other copies that run beside operations, what a step costs on the host, links of chips. Times are therefore
+   lower bounds.
+"""
+
+import re
+
+from jaxkv.pallas_kernels.tpu_decode import BLOCK, CHUNK
+from jaxkv.planning.tpus import tpus
+
+DEVICE = "v6e"
+CLOCK = 1.75e9
+BLOCK_BUNDLES, PROGRAM_BUNDLES = 340, 250
+SPLASH = 0.5
+
+_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_WHILE = re.compile(r" while\(.*condition=%([\w.\-]+).*body=%([\w.\-]+)")
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """Dict from the name of each computation of an HLO text to its lines; the entry is "ENTRY"."""
+    found, name = dict[str, list[str]](), ""
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if head is not None:
+            name = "ENTRY" if line.startswith("ENTRY") else head[1]
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def trips(condition: list[str]) -> int | None:
+    """Number of trips of a loop by its condition's lines; None if it is no constant."""
+    constants = [re.search(r"s32\[\]\S* constant\((\d+)\)", line) for line in condition]
+    found = [int(each[1]) for each in constants if each is not None]
+    return found[0] if len(found) == 1 and any("direction=LT" in line for line in condition) else None
+
+
+def cycles(text: str, name: str = "ENTRY") -> int:
+    """Estimated cycles of a computation of an HLO text and of the loops in it; loops of unknown trips count once."""
+    return _cycles(computations(text), name)
+
+
+def countable(text: str) -> bool:
+    """True if the trips of all loops of an HLO text are constants."""
+    parts = computations(text)
+    loops = [loop for lines in parts.values() for line in lines if (loop := _WHILE.search(line)) is not None]
+    return all(trips(parts[loop[1]]) is not None for loop in loops)
+
+
+def _cycles(parts: dict[str, list[str]], name: str) -> int:
+    """Estimated cycles of one of `computations`, loops in it included."""
+    total = 0
+    for line in parts[name]:
+        total += sum(map(int, _CYCLES.findall(line)))
+        loop = _WHILE.search(line)
+        if loop is not None:
+            total += (trips(parts[loop[1]]) or 1) * _cycles(parts, loop[2])
+    return total
+
+
+def step(text: str) -> tuple[int, list[int | None]]:
+    """Estimated cycles of a decode loop's body, and the trips of each loop within it (None where they vary)."""
+    parts = computations(text)
+    outer = next(loop for line in parts["ENTRY"] if (loop := _WHILE.search(line)) is not None)
+    inner = [loop for line in parts[outer[2]] if (loop := _WHILE.search(line)) is not None]
+    return _cycles(parts, outer[2]), [trips(parts[each[1]]) for each in inner]
+
+
+def decode_kernel(segments: int, rows: int, row_bytes: int) -> float:
+    """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all."""
+    copied = -(-rows // CHUNK) * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
+    bundles = (-(-rows // BLOCK) * BLOCK_BUNDLES + PROGRAM_BUNDLES) / CLOCK
+    return segments * max(copied, bundles)
+
+
+def splash(batch: int, heads: int, tokens: int, dim: int) -> float:
+    """Seconds of causal attention of whole prompts: two products of half of all pairs of tokens."""
+    return batch * heads * tokens**2 * 2 * dim / (SPLASH * tpus()[DEVICE].products)

@@ -1,0 +1,56 @@
+"""The model of TPU times: cycles and loops of a compiled program's text, and the arithmetic of kernels."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+TEXT = """HloModule jit__loop, entry_computation_layout={(s32[])->s32[]}
+
+%cond.1 (arg.1: (s32[])) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(16)
+  %arg.1 = (s32[]{:T(128)}) parameter(0)
+  ROOT %lt.1 = pred[] compare(%get-tuple-element.1, %constant.1), direction=LT
+}
+
+%body.1 (arg.2: (s32[])) -> (s32[]) {
+  %fusion.1 = s32[] fusion(%x), kind=kLoop, backend_config={"estimated_cycles":"100","other":1}
+}
+
+%outer.cond (arg.3: (s32[])) -> pred[] {
+  %arg.3 = (s32[]{:T(128)}) parameter(0)
+  ROOT %lt.2 = pred[] compare(%get-tuple-element.2, %get-tuple-element.3), direction=LT
+}
+
+%outer.body (arg.4: (s32[])) -> (s32[]) {
+  %while.1 = (s32[]{:T(128)}) while(%tuple.1), condition=%cond.1, body=%body.1
+  %fusion.2 = s32[] fusion(%y), kind=kLoop, backend_config={"estimated_cycles":"7"}
+}
+
+ENTRY %main.1 (x.1: s32[]) -> s32[] {
+  %fusion.3 = s32[] fusion(%z), kind=kLoop, backend_config={"estimated_cycles":"1000"}
+  %while.2 = (s32[]{:T(128)}) while(%tuple.2), condition=%outer.cond, body=%outer.body
+}
+"""
+
+
+@pytest.fixture
+def perf_tpu(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    return importlib.import_module("perf_tpu")
+
+
+def test_cycles_of_loops(perf_tpu):
+    """A loop takes its body's cycles times its trips; one that ends by an argument counts once."""
+    assert perf_tpu.cycles(TEXT) == 1000 + 16 * 100 + 7
+    assert perf_tpu.step(TEXT) == (16 * 100 + 7, [16])
+    parts = perf_tpu.computations(TEXT)
+    assert not perf_tpu.countable(TEXT) and perf_tpu.countable(TEXT.replace("%outer.cond,", "%cond.1,"))
+    assert perf_tpu.trips(parts["cond.1"]) == 16 and perf_tpu.trips(parts["outer.cond"]) is None
+
+
+def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
+    long, short = (perf_tpu.decode_kernel(64, rows, 512) for rows in (65536, 16))
+    assert long == pytest.approx(64 * 65536 * 512 / 1638e9)
+    assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
+    assert perf_tpu.splash(1, 32, 32768, 128) == pytest.approx(32 * 32768**2 * 256 / 459e12)
