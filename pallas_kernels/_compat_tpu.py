@@ -101,6 +101,7 @@ def splash(
     blocks: tuple[int, int, int],
     lse: bool,
     softcap: float | None,
+    window: int | None,
     interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
     """Function of one prompt's scaled queries, keys and values that returns causal attention and log-sum-exp.
@@ -111,14 +112,17 @@ def splash(
         blocks: queries of a block, keys of a block, and keys multiplied at once.
         lse: False returns None for the log-sum-exp.
         softcap: of the logits; None for none.
+        window: number of last keys that a query attends to, its own included; None for all.
         interpret: run it as plain JAX operations on any device, to check it.
 
     Returns:
         The function, of `[heads, slots, D]` queries and keys and values of as many or fewer heads.
     """
     queries, keys, at_once = blocks
+    shape = (slots, slots)
+    mask = _mask.CausalMask(shape) if window is None else _mask.LocalMask(shape, (window - 1, 0), 0)
     kernel = _splash.make_splash_mha(
-        mask=_mask.MultiHeadMask([_mask.CausalMask((slots, slots))] * heads),
+        mask=_mask.MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=_splash.BlockSizes(block_q=queries, block_kv=keys, block_kv_compute=at_once),

@@ -22,7 +22,14 @@ def takes(slots: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def flash(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, lse: bool, softcap: float | None = None, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    lse: bool,
+    softcap: float | None = None,
+    window: int | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of right-padded prompts; returns output and log-sum-exp (None unless `lse`).
 
@@ -34,6 +41,7 @@ def flash(
         v: `bf16[B, K, S, D]` values, finite everywhere.
         lse: True to return the log-sum-exp, too.
         softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
+        window: number of last keys that a query attends to, its own included; None for all.
         interpret: run on any device, to check it.
 
     Returns:
@@ -48,6 +56,7 @@ def flash(
         blocks=(queries, keys, min(keys, _AT_ONCE)),
         lse=lse,
         softcap=softcap,
+        window=window,
         interpret=interpret,
     )
     out, total = jax.vmap(run)(scaled, k, v)

@@ -103,14 +103,14 @@ def test_what_it_takes():
     assert not tpu_decode.takes(40, jnp.bfloat16) and not tpu_decode.takes(48, jnp.float16)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_prompts_are_prefilled_by_splash_attention(softcap):
-    """Right padding needs no mask; log-sum-exp and capped logits as XLA has them, in float32."""
+@pytest.mark.parametrize("masking", [{}, {"softcap": 3.0}, {"softcap": 3.0, "window": 100}, {"window": 1}])
+def test_prompts_are_prefilled_by_splash_attention(masking):
+    """Right padding needs no mask; log-sum-exp, capped logits and windows as XLA has them, in float32."""
     q, k, v = draw(3, (2, 2, 2, 384, 64), (2, 2, 384, 64), (2, 2, 384, 64), dtype=jnp.bfloat16)
     length = jnp.asarray([384, 130], jnp.int32)
     backend, oracle = (backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA))
-    found = backend.prefill(q, k, v, length, softcap=softcap)
-    wanted = oracle.prefill(*(each.astype(jnp.float32) for each in (q, k, v)), length, softcap=softcap)
+    found = backend.prefill(q, k, v, length, **masking)
+    wanted = oracle.prefill(*(each.astype(jnp.float32) for each in (q, k, v)), length, **masking)
     assert found[0].dtype == q.dtype and backend.prefill(q, k, v, length, lse=False)[1] is None
     compare(found, map(wide, wanted), "bfloat16")
 

@@ -1,7 +1,7 @@
 """Backend for TPUs: splash attention in prefill, a Pallas kernel over segments, else XLA without a CPU's forms."""
 
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -61,19 +61,21 @@ class Tpu(Xla):
         *,
         lse: bool = True,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention by splash attention, or by XLA where it does not serve; output, log-sum-exp or None."""
         if first is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap)
+            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
+        masking: dict[str, Any] = {"softcap": softcap, "window": window}
         if self._prefill.takes(q.shape[3], q.dtype):
-            return self._prefill.flash(q, k, v, lse=lse, softcap=softcap, interpret=self.interpret)
+            return self._prefill.flash(q, k, v, lse=lse, **masking, interpret=self.interpret)
         size = _block(q.shape[3])
 
         def some(index: Array) -> tuple[Array, Array | None]:
             """Mapped over blocks of queries: their output and log-sum-exp."""
             begin = jnp.broadcast_to(index * size, length.shape)
             mine = lax.dynamic_slice_in_dim(q, index * size, size, axis=3)
-            return super(Tpu, self).prefill(mine, k, v, length, begin, softcap=softcap)
+            return super(Tpu, self).prefill(mine, k, v, length, begin, **masking)
 
         out, found = lax.map(some, jnp.arange(q.shape[3] // size, dtype=jnp.int32))
         total = jnp.moveaxis(found, 0, 3).reshape(q.shape[:4]) if lse else None
