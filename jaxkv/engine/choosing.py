@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
+from jaxkv.cache.packing import Unpacked
 from jaxkv.policies.heads import (
     HeadBudgets,
     chooses_apart,
@@ -65,6 +66,26 @@ def last_rows(rows: Candidates, window: int | None) -> Candidates:
 def _last_rows(rows: Candidates, window: int) -> Candidates:
     """Compiled `last_rows` of a window."""
     return dataclasses.replace(rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window))
+
+
+def within_window(
+    rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None = None
+) -> tuple[Unpacked, Candidates]:
+    """Rows and `Candidates` of a prompt whose last `window` rows stay; with `cut` the others are gone already."""
+    if window is None or not cut:
+        return rows, last_rows(layer, window)
+    return _cut(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
+
+
+@program(static=("window", "axes"))
+def _cut(rows: Unpacked, layer: Candidates, *, window: int, axes: Axes | None) -> tuple[Unpacked, Candidates]:
+    """Compiled `within_window`: a copy of the last `window` rows of each sequence, and `Candidates` that all stay."""
+    index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+    shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
+    k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
+    inside, positions = (jnp.broadcast_to(each[:, None], shape) for each in (index >= 0, at))
+    cut = dataclasses.replace(layer, inside=inside, forced=jnp.zeros_like(inside), positions=positions)
+    return Unpacked(k, v, inside, positions=positions), cut
 
 
 class Tally(NamedTuple):

@@ -21,7 +21,7 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import cascaded
-from jaxkv.engine.choosing import Candidates, last_rows, limits_of, of_prompt
+from jaxkv.engine.choosing import Candidates, limits_of, of_prompt, within_window
 from jaxkv.engine.compress import (
     Compressed,
     Source,
@@ -267,10 +267,9 @@ class Prompts(Source):
         """
         layers, parts = flat.config.layers, policy.parts()
         self.flat, self.needed, self.lengths, self.numbers = flat, needed, lengths, numbers
-        self.policy, self.parts, self.merge_key = policy, parts, key
-        self.implementation, self.windows = implementation, flat.config.windows
+        self.policy, self.parts, self.merge_key, self.implementation = policy, parts, key, implementation
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
-        self.indices, self.axes = range(layers), flat.axes
+        self.indices, self.axes, self.windows = range(layers), flat.axes, flat.config.windows
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
         # Rows of a layer that is not scored yet; and rows of a layer that keeps all.
@@ -316,10 +315,9 @@ class Prompts(Source):
         rows = Unpacked(k, out.v, self.unscored.inside)
         if self.transforms:
             self.centres.append(centre_of(k, length, axes=self.axes))
-        if self.remembered[index]:
-            last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
-            rows_of_ring = ring_rows(self.remembered[index])
-            self.rings.append(ring_of(last, length, rows=rows_of_ring, transforms=self.transforms, axes=self.axes))
+        if count := self.remembered[index]:
+            last, rows_of = out.q[..., out.q.shape[3] - count :, :], ring_rows(count)
+            self.rings.append(ring_of(last, length, rows=rows_of, transforms=self.transforms, axes=self.axes))
         if self.reading is not None and index in self.reading.offloaded:
             # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
@@ -327,8 +325,10 @@ class Prompts(Source):
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
         if scorer is None or self.windows[index] is not None:
-            self.held[index] = rows
-            return last_rows(self.all_kept, self.windows[index])
+            # Rows of a pool that layers share wait until the last layer has run: a window's rows alone.
+            given, cut = (rows, self.all_kept, self.windows[index]), parts.layout.one_pool
+            self.held[index], found = within_window(*given, cut=cut, axes=self.axes)
+            return found
         seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
         scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
         self.nans.append(unordered(scores, length, axes=self.axes))

@@ -104,8 +104,9 @@ class PrefillBytes:
             packing = self._buffered + self._scores_of_all()
             beside = self._buffered + max(2 * layer + self._activations() - sum(self.pools), packing)
         else:
-            held = self.config.layers if self.parts.layers.from_scores or self.replay else 1
-            beside = (held + 1) * layer + self._activations() + self._again()
+            held = self._held(self.config.layers) if self.parts.layers.from_scores else 1
+            held = self.config.layers if self.replay else held
+            beside = int((held + 1) * layer) + self._activations() + self._again()
         beside += bool(self._offloaded) * layer
         # Attention transposes the loaded rows of one layer.
         turned = 0
@@ -271,7 +272,11 @@ class PrefillBytes:
         if not parts.layout.one_pool:
             return sum(self.pools[:index])
         scores = self._rows_of(4 * (1 + (parts.merge is not None)) + 4 * parts.needs.norms)
-        return index * (self._rows() + scores)
+        return int(self._held(index) * self._rows()) + self.config.windows[:index].count(None) * scores
+
+    def _held(self, index: int) -> float:
+        """Rows of the layers below `index` while they wait for the last one, in prompts: window layers hold windows."""
+        return sum(1.0 if width is None else min(1.0, width / self.slots) for width in self.config.windows[:index])
 
     def _rows_of(self, size: int) -> int:
         """Bytes of one layer's array `[B, K, S]` with `size` bytes for each row of the uncompressed prompt."""
