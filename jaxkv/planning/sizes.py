@@ -106,7 +106,9 @@ def sizes_of(setting: Setting) -> Sizes:
         as_stored = setting.sequences == 1 and config.experts is None
         stepping = 0 if as_stored else max(block, head)
         head = min(head, stepping)
-    kept = planned.budget.mean() if planned.rows is None else planned.rows.mean()
+    budget = planned.budget.mean()
+    by_layer = [budget if width is None else min(width, setting.context) for width in config.windows]
+    kept = np.mean(by_layer if planned.rows is None else planned.rows)
     if parts.read is not None and parts.scorer is None:
         kept = float(setting.context)
     return Sizes(
