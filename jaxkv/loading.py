@@ -1,5 +1,6 @@
 """`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is used, or refused by name."""
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -320,12 +321,26 @@ def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
 
 def _fingerprint(decoder: Decoder) -> str:
     """Hash of a model as 16 hex digits: of its config, and of each parameter's first row and sum of bits."""
-    digest = hashlib.sha256(repr(decoder.config).encode())
+    digest = hashlib.sha256(_unusual(decoder.config).encode())
     # All computations are dispatched before the first result is awaited.
     for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
         for part in piece:
             digest.update(np.asarray(part).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _unusual(value: Any) -> str:
+    """Text of a dataclass's fields that differ from their defaults, of its parts likewise; `repr` of other values.
+
+    A field that a later version adds, and that this model does not set, leaves it as it is.
+    """
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_unusual, value))})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((each.name, getattr(value, each.name), each.default) for each in dataclasses.fields(value))
+    text = ", ".join(f"{name}={_unusual(mine)}" for name, mine, usual in given if mine != usual)
+    return f"{type(value).__name__}({text})"
 
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 The golden files and the scripts that made them lie in `golden/`; nothing of this project took part in them.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import running
 
 import jaxkv
+from jaxkv import loading
 
 MODELS = running.archive("models.npz")
 NAMES = sorted({key.split("/")[0] for key in MODELS if "/" in key})
@@ -97,3 +99,15 @@ def test_smollm2_draws_the_tokens_of_transformers():
     expected = running.archive("smollm2.npz")
     out = jaxkv.generate(running.smollm2(), expected["input_ids"], max_new_tokens=32, stop_at_eos=False, progress=False)
     assert out.tokens.tolist() == expected["tokens"].tolist()
+
+
+def test_fingerprints_leave_out_what_is_at_its_default():
+    """Fields that a later version adds do not refuse the caches of this one."""
+    config = running.golden_model("llama_gqa").config
+    text = loading._unusual(config)
+    assert f"layers={config.layers}" in text and "softcap" not in text and "LayerSpec" not in text
+    later = dataclasses.make_dataclass(
+        "ModelConfig", [("more", int, 0)], bases=(type(config),), frozen=True, kw_only=True
+    )
+    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    assert loading._unusual(later(**fields)) == text != loading._unusual(later(**fields, more=1))

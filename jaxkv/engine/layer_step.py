@@ -276,7 +276,7 @@ def _attend_fused(
         # Rotated and transformed already: the kernel would do the former alone.
         parts = token.parts(parts[0].shape[1])
         angles = jnp.ones_like(angles[0]), jnp.zeros_like(angles[1])
-    scored, picks = spec.scored and pool.score is not None, None
+    scored, picks = spec.scored and pool.score is not None and rows.window is None, None
     if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
         places, held = picks_of(spec, pool, rows.segments, rows.chosen)
         picks = (places, dealt.picked, held, dealt.rest, dealt.start)
