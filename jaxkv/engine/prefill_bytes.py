@@ -276,7 +276,9 @@ class PrefillBytes:
 
     def _held(self, index: int) -> float:
         """Rows of the layers below `index` while they wait for the last one, in prompts: window layers hold windows."""
-        return sum(1.0 if width is None else min(1.0, width / self.slots) for width in self.config.windows[:index])
+        return sum(
+            (1.0 if width is None else min(1.0, width / self.slots) for width in self.config.windows[:index]), 0.0
+        )
 
     def _rows_of(self, size: int) -> int:
         """Bytes of one layer's array `[B, K, S]` with `size` bytes for each row of the uncompressed prompt."""
