@@ -257,8 +257,8 @@ def test_generate_over_turns(policy):
 @pytest.mark.parametrize("name", ["layerdefensive", "globalbudget"])
 def test_no_bound_is_taken_for_segments_that_a_later_choice_may_fill(name):
     """With one budget over layers and heads a segment may come to hold more rows than its prompt had."""
-    assert widest(POLICIES[name].parts(), 64, GQA.layers) is None
-    assert widest(GlobalBudget(base=H2O(budget=ROWS)).parts(), 64, GQA.layers) == 65
+    assert widest(POLICIES[name].parts(), 64, GQA.windows) is None
+    assert widest(GlobalBudget(base=H2O(budget=ROWS)).parts(), 64, GQA.windows) == 65
 
 
 def test_one_cache_of_an_evicting_policy_serves_many_questions():

@@ -130,7 +130,7 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
         session = jaxkv.Session(model, policy)
         needed = session.planned(np.asarray(LENGTHS), 2, mesh and model.axes.mesh)
         peaks.append(needed.peak_bytes)
-        rows.append(plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, 3, shape.kv_heads, split))
+        rows.append(plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split))
         made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
         held_whole(monkeypatch)
     assert rows[0] is not None and rows[1] is None and peaks[0] < peaks[1]
@@ -164,7 +164,7 @@ def test_where_all_layers_are_held():
 
     def rows(policy, stretches=1, layers=4):
         needed = plan.plan_prefill(shape, policy, [60])
-        return plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, layers, 4, stretches)
+        return plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, (None,) * layers, 4, stretches)
 
     assert rows(DEFENSIVE) == 4 * 4 * 16 and rows(DEFENSIVE, 4) == 1.5 * 4 * 16
     # Budgets of so much that the buffer weighs as much as the layers; replay and mergers need every row.
