@@ -13,18 +13,23 @@ from .gguf_metadata import Metadata, decimal
 from .tensor import StoredTensor
 
 # Names in transformers of architectures that llama.cpp calls otherwise.
-_CALLED = {"gemma3": "gemma3_text"}
+_CALLED = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
 # Numbers of models that are not built, by what they say if they change nothing.
 _NEUTRAL = {
     "attention.causal": (True,),
     "attention.scale": (0.0,),
     "attention.shared_kv_layers": (0,),
     "embedding_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 3),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
+    "swiglu_clamp_exp": (7.0,),
 }
 # Layers of the 27B models, whose attention is scaled by another width than a head's. llama.cpp knows them by it, too:
 # the file does not say.
@@ -132,6 +137,26 @@ def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
+def _gpt_oss(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys of a gpt-oss: its experts, which layers have windows, and YaRN as in the published config."""
+    _refuse_two_bases(meta, config)
+    window, scaling = meta.hyper("attention.sliding_window"), config["rope_scaling"]
+    # Null would mean the family's default; llama.cpp rounds the ends of YaRN's ramp, which the published models do not.
+    scaling = {"rope_type": "default"} if scaling is None else scaling
+    scaling = scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {})
+    return {
+        "intermediate_size": meta.hyper("expert_feed_forward_length"),
+        "num_local_experts": meta.hyper("expert_count"),
+        "num_experts_per_tok": meta.hyper("expert_used_count"),
+        "hidden_act": "silu",
+        # The file does not say.
+        "swiglu_limit": 7.0,
+        "rope_scaling": scaling,
+        "sliding_window": window,
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2, windows=window > 0),
+    }
+
+
 def _refuse_two_bases(meta: Metadata, config: Mapping[str, Any]) -> None:
     """Raises ValueError if layers with windows have another base of their rotary embedding than the others."""
     base = decimal(meta.hyper("rope.freq_base_swa", config["rope_theta"], kind=float))
@@ -206,4 +231,8 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
 
 
 # Readers of the keys that are not those of all architectures.
-_OWN: dict[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]] = {"gemma2": _gemma, "gemma3": _gemma}
+_OWN: dict[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]] = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "gpt-oss": _gpt_oss,
+}

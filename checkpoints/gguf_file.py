@@ -14,6 +14,7 @@ from .gguf_config import read_config
 from .gguf_metadata import Metadata
 from .gguf_names import IN_LAYER, hf_name, is_table
 from .gguf_tokenizer import GgufTokenizer
+from .gpt_oss import with_joined_experts
 from .tensor import Index, StoredTensor
 
 # Types whose blocks are 4-bit steps of one size from a least value, in groups of 32.
@@ -58,6 +59,7 @@ class GgufFile:
             for name, tensor in self._stored.items()
             if not is_table(name)
         }
+        self.tensors = with_joined_experts(self.tensors) if meta.arch == "gpt-oss" else self.tensors
         factors = self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
         self.config = read_config(meta, self.tensors, factors)
         self.tokenizer = self._read_tokenizer()
@@ -95,10 +97,11 @@ class GgufFile:
             step = max(1, _AT_ONCE // max(1, math.prod(tensor.shape[1:])))
             for start in range(first, last, step):
                 stop = min(start + step, last)
-                array[start - first : stop - first] = quants.dequantize(tensor.rows(start, stop), tensor.kind)
+                with np.errstate(over="ignore"):  # what MXFP4's largest scales make infinite is refused later
+                    array[start - first : stop - first] = quants.dequantize(tensor.rows(start, stop), tensor.kind)
             return array
         except NotImplementedError as error:
-            remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, F16 or BF16 file"
+            remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
             raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _read_tokenizer(self) -> GgufTokenizer | None:

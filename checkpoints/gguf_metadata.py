@@ -13,6 +13,9 @@ _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}
 _ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
 
+# Tokens that end a turn in chats, where the file names none by its id; llama.cpp finds them by their text, too.
+_TURN_ENDS = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>"}
+
 
 class Metadata:
     """A GGUF's metadata: values by key, refused by name if they are of another kind than the one asked for.
@@ -61,10 +64,12 @@ class Metadata:
     def ids(self) -> dict[str, int | None]:
         """Dict of special token ids by kind (bos, eos, eot, pad, unk); None for one without id or sound default."""
         ids = {kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
+        tokens = self.get("tokenizer.ggml.tokens", [], kind=list)
         # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
         if self.get("tokenizer.ggml.model", kind=str) == "llama":
-            count = len(self.get("tokenizer.ggml.tokens", [], kind=list))
-            ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < count}
+            ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < len(tokens)}
+        if ids["eot"] is None and _TURN_ENDS.get(self.arch) in tokens:
+            ids["eot"] = tokens.index(_TURN_ENDS[self.arch])
         return ids
 
 

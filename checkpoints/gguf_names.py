@@ -31,8 +31,23 @@ _GEMMA = (
         "post_ffw_norm": "post_feedforward_layernorm",
     }
 )
+_GPT_OSS = _ATTENTION | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 # What each architecture calls the tensors of a layer. Mistral models are written as "llama".
-IN_LAYER = {"gemma2": _GEMMA, "gemma3": _GEMMA, "llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+IN_LAYER = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "gpt-oss": _GPT_OSS,
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Tables of the rotary embedding: configuration, not weights.
 _TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -47,6 +62,9 @@ def hf_name(name: str, arch: str) -> str:
     """Hugging Face name for a llama.cpp tensor name; ValueError for tensors of unsupported model parts."""
     if name in _TOP:
         return _TOP[name]
+    sinks = _SINKS.fullmatch(name) if arch == "gpt-oss" else None
+    if sinks is not None:
+        return f"model.layers.{sinks[1]}.self_attn.sinks"
     match = _LAYER.fullmatch(name)
     known = match is not None and match[2] in IN_LAYER[arch]
     require(known, "tensor", name, "jaxkv builds no part that uses it; the model is of an unsupported kind")
