@@ -46,6 +46,7 @@ GPU_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kerne
   tests/test_kernels_step.py tests/test_kernels_linear.py tests/test_implementations.py
 # What calls other packages: readers of files, tokenizers, Orbax, the hub, the decoder; and an export's programs.
 LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoints.py tests/test_gguf_metadata.py \
+  tests/test_gguf_families.py \
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 

@@ -16,11 +16,19 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
 _QWEN2 = (_WORDS + r"\p{N}" + _REST,)
+# A word's upper case ends where its lower case begins; what follows an apostrophe belongs to the word.
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_GPT4O = (
+    f"{_BEFORE}[{_UPPER}]*[{_LOWER}]+{_AFTER}{_BEFORE}[{_UPPER}]+[{_LOWER}]*{_AFTER}"
+    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 # Regular expressions by llama.cpp's names, applied in turn; matches and the text between them are words.
 _PRE = {
     "default": _DEFAULT,
     "gpt-2": (_GPT2,),
+    "gpt-4o": _GPT4O,
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,

@@ -1,4 +1,4 @@
-"""The experts of a gpt-oss folder in one layout, read part by part from MXFP4 blocks or from floats."""
+"""The experts of a gpt-oss in one layout, read part by part from a folder's MXFP4 blocks or floats, or from a GGUF."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .tensor import Index, StoredTensor
 
 # Expert tensors of a layer: floats, or blocks with their scales, and biases.
 _EXPERTS = re.compile(r"(.+\.mlp\.experts\.(gate_up|down)_proj)(|_blocks|_scales|_bias)")
+# Tensors of a GGUF, which holds gates and ups apart.
+_HALVES = re.compile(r"(.+\.mlp\.experts\.)(gate|up)_proj\.(weight|bias)")
 # Elements that share a scale, and the bytes of their codes.
 _GROUP, _GROUP_BYTES = 32, 16
 # Elements dequantised at once, so that few of them are in memory as float32.
@@ -63,6 +65,48 @@ def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             require(len(tensor.shape) == axes and not (paired and tensor.shape[-1] % 2), name, tensor.shape, remedy)
             found[to] = _turned(tensor, paired=paired)
     return found
+
+
+def with_joined_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors of a gpt-oss GGUF with gates and ups in one tensor, in the layout of `with_experts`.
+
+    Args:
+        stored: all tensors by their Hugging Face names; of a layer's `mlp.experts.` they have `gate_proj.weight` and
+            `up_proj.weight` [X, F, E], and biases [X, F].
+
+    Returns:
+        The tensors by their new names.
+
+    Raises:
+        ValueError: for gates without ups or ups without gates, and for those of two shapes.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        match = _HALVES.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        base, part, kind = match.groups()
+        beside = f"{base}{'up' if part == 'gate' else 'gate'}_proj.{kind}"
+        require(beside in stored, "tensor", beside, f"missing, and {name} cannot be read without it; {AGAIN}")
+        other = stored[beside]
+        require(
+            other.shape == tensor.shape, beside, other.shape, f"{name} has {tensor.shape}, it needs the same; {AGAIN}"
+        )
+        found[f"{base}gate_up_proj.{kind}"] = _joined(*((tensor, other) if part == "gate" else (other, tensor)))
+    return found
+
+
+def _joined(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
+    """Gates and ups of experts, [X, F, ...] each, as a `StoredTensor` [X, 2, F, ...]."""
+    shape = (gates.shape[0], 2, *gates.shape[1:])
+
+    def read(index: Index) -> np.ndarray:
+        """Reads the part from the gates, the ups or both."""
+        experts, halves, *rest = _spans(index, shape)
+        return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
+
+    return StoredTensor(shape=shape, dtype=gates.dtype, read=read, stepped=gates.stepped and ups.stepped)
 
 
 def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:

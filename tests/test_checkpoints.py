@@ -298,8 +298,8 @@ def test_gguf_rope_scaling(tmp_path):
 
 
 def test_gguf_refusals(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", arch="gemma3")
-    with pytest.raises(ValueError, match="general.architecture='gemma3'.*llama, qwen2, qwen3"):
+    path = write_gguf(tmp_path / "m.gguf", arch="gemma3n")
+    with pytest.raises(ValueError, match="general.architecture='gemma3n'.*gemma2, gemma3, .*llama, qwen2, qwen3"):
         open_checkpoint(path)
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((2, EMBED), np.float32)}
     with pytest.raises(ValueError, match="tensor='blk.0.ffn_gate_inp.weight'"):

@@ -296,17 +296,19 @@ def test_sentencepiece():
     assert [part for part in (stream.push([each]) for each in ids) if part] == ["the", " cat", " ", "🙂"]
 
 
-def words(pre):
+def words(pre, text="I'LL pay 12345\n\n now"):
     """The pieces that a pre-tokenizer cuts text into, before any merge."""
     alphabet = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer = GgufTokenizer(model="gpt2", pre=pre, tokens=alphabet, types=(1,) * len(alphabet)).build()
-    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("I'LL pay 12345\n\n now")]
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def test_pre_tokenizers():
     assert words("gpt-2") == ["I", "'", "LL", "Ġpay", "Ġ12345", "ĊĊ", "Ġnow"]
     assert words("smollm") == ["I", "'", "LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
     assert words("llama-bpe") == ["I", "'LL", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġnow"]
+    assert words("gpt-4o") == ["I'LL", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġnow"]
+    assert words("gpt-4o", "myHTTPServer isn't/\n") == ["my", "HTTPServer", "Ġisn't", "/Ċ"]
     assert words("qwen2") == ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
 
 

@@ -1,0 +1,238 @@
+"""A GGUF's metadata as the keys of a Hugging Face `config.json`, by llama.cpp's name of the architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ._errors import require
+from .gguf_metadata import Metadata, decimal
+from .tensor import StoredTensor
+
+# Names in transformers of architectures that llama.cpp calls otherwise.
+_CALLED = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
+# Numbers of models that are not built, by what they say if they change nothing.
+_NEUTRAL = {
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.shared_kv_layers": (0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 3),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "swiglu_clamp_exp": (7.0,),
+}
+# Layers of the 27B models, whose attention is scaled by another width than a head's. llama.cpp knows them by it, too:
+# the file does not say.
+_WIDER = {"gemma2": 46, "gemma3": 62}
+
+
+def read_config(meta: Metadata, tensors: Mapping[str, StoredTensor], factors: np.ndarray | None) -> dict[str, Any]:
+    """Dict with the keys of a Hugging Face `config.json`, from the metadata; ValueError if unsupported.
+
+    Args:
+        meta: the metadata.
+        tensors: the tensors by their Hugging Face names; their names and shapes say what the metadata do not.
+        factors: divisors of the frequencies of the rotary embedding, or None where the file has none.
+
+    Returns:
+        The keys and their values.
+
+    Raises:
+        ValueError: for numbers that are missing, of another kind, or of models that are not built, by key.
+    """
+    arch, heads, embed = meta.arch, meta.hyper("attention.head_count"), meta.hyper("embedding_length")
+    require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
+    head_dim = meta.hyper("attention.key_length", embed // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        value = meta.hyper(key, head_dim)
+        remedy = f"only heads where it equals head_dim={head_dim} are built"
+        require(value == head_dim, f"{arch}.{key}", value, remedy)
+    for key, neutral in _NEUTRAL.items():
+        value = meta.values.get(f"{arch}.{key}", neutral[0])
+        require(value in neutral, f"{arch}.{key}", value, f"only models where it is {neutral[0]}, or none, are built")
+    given = "model.embed_tokens.weight" in tensors
+    require(given, "tensor", "token_embd.weight", "the file lacks it; download it again")
+    config = {
+        "model_type": _CALLED.get(arch, arch),
+        "vocab_size": tensors["model.embed_tokens.weight"].shape[0],
+        "hidden_size": embed,
+        "num_hidden_layers": meta.hyper("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.hyper("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        # float32 in the file: rounded back to the decimal that it was written from.
+        "rms_norm_eps": decimal(meta.hyper("attention.layer_norm_rms_epsilon", kind=float)),
+        "rope_theta": decimal(meta.hyper("rope.freq_base", 10_000.0, kind=float)),
+        "rope_scaling": _rope_scaling(meta, factors),
+        "max_position_embeddings": meta.hyper("context_length"),
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+    }
+    if arch != "qwen2":  # its projections always carry biases
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
+    config |= _OWN.get(arch, _llama)(meta, config)
+    if "model.layers.0.mlp.gate_proj.bias" in tensors:
+        config["mlp_bias"] = True
+    ids = meta.ids()
+    # Null where the file has none: keys left out mean the defaults of transformers' config class.
+    config |= {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad")}
+    if None not in (ids["eos"], ids["eot"]) and ids["eos"] != ids["eot"]:
+        config["eos_token_id"] = [ids["eos"], ids["eot"]]
+    return config
+
+
+def _llama(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys of a Llama, Mistral, Qwen2 or Qwen3 beside those of all architectures."""
+    arch = meta.arch
+    _refuse_experts(meta)
+    own = {"intermediate_size": meta.hyper("feed_forward_length"), "hidden_act": "silu", "mlp_bias": False}
+    window = meta.get(f"{arch}.attention.sliding_window", kind=int)
+    if window:
+        own |= {"sliding_window": window, "use_sliding_window": True}
+        if arch != "llama":  # windows in all layers, not only above transformers' default of 28
+            own["max_window_layers"] = 0
+    return own
+
+
+def _refuse_experts(meta: Metadata) -> None:
+    """Raises ValueError for a mixture of experts of an architecture that is read without."""
+    experts = meta.hyper("expert_count", 0)
+    remedy = "mixtures of experts of this architecture are read from safetensors only"
+    require(experts == 0, f"{meta.arch}.expert_count", experts, remedy)
+
+
+def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys of a Gemma 2 or 3: caps, scale of attention, and which layers have windows."""
+    arch, layers, second = meta.arch, config["num_hidden_layers"], meta.arch == "gemma2"
+    _refuse_experts(meta)
+
+    def cap(key: str, usual: float) -> float | None:
+        """Cap of a key's logits; None where it is 0."""
+        return decimal(meta.hyper(key, usual, kind=float)) or None
+
+    window = meta.hyper("attention.sliding_window", 4096 if second else 0) or None
+    wide = layers == _WIDER[arch]
+    own = {
+        "intermediate_size": meta.hyper("feed_forward_length"),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
+        "attn_logit_softcapping": cap("attn_logit_softcapping", 50.0 if second else 0.0),
+        "final_logit_softcapping": cap("final_logit_softcapping", 30.0 if second else 0.0),
+        "sliding_window": window,
+        "layer_types": _layer_types(meta, layers, 2 if second else 6, windows=window is not None),
+    }
+    if second:
+        _refuse_two_bases(meta, config)
+    else:
+        own["rope_local_base_freq"] = decimal(meta.hyper("rope.freq_base_swa", 10_000.0, kind=float))
+    return own
+
+
+def _gpt_oss(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys of a gpt-oss: its experts, which layers have windows, and YaRN as in the published config."""
+    _refuse_two_bases(meta, config)
+    window, scaling = meta.hyper("attention.sliding_window"), config["rope_scaling"]
+    # Null would mean the family's default; llama.cpp rounds the ends of YaRN's ramp, which the published models do not.
+    scaling = {"rope_type": "default"} if scaling is None else scaling
+    scaling = scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {})
+    return {
+        "intermediate_size": meta.hyper("expert_feed_forward_length"),
+        "num_local_experts": meta.hyper("expert_count"),
+        "num_experts_per_tok": meta.hyper("expert_used_count"),
+        "hidden_act": "silu",
+        # The file does not say.
+        "swiglu_limit": 7.0,
+        "rope_scaling": scaling,
+        "sliding_window": window,
+        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2, windows=window > 0),
+    }
+
+
+def _refuse_two_bases(meta: Metadata, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if layers with windows have another base of their rotary embedding than the others."""
+    base = decimal(meta.hyper("rope.freq_base_swa", config["rope_theta"], kind=float))
+    remedy = f"a rotary embedding of windows alone is not built here: {config['rope_theta']}, the others', is read"
+    require(base == config["rope_theta"], f"{meta.arch}.rope.freq_base_swa", base, remedy)
+
+
+def _layer_types(meta: Metadata, layers: int, usual: int, *, windows: bool) -> list[str]:
+    """Each layer's type: of every `usual` the last has no window, unless the file says which layers have one."""
+    key = f"{meta.arch}.attention.sliding_window_pattern"
+    given = meta.values.get(key)
+    if isinstance(given, list):
+        remedy = f"a true or false for each of the {layers} layers is expected; convert the model again"
+        require(len(given) == layers and all(each in (0, 1) for each in given), key, given[:8], remedy)
+        mask = [each == 1 for each in given]
+    else:
+        every = meta.get(key, usual, kind=int)
+        require(every >= 0, key, every, "a number of layers is expected; convert the model again")
+        mask = [every == 0 or layer % every < every - 1 for layer in range(layers)]
+    return [("full_attention", "sliding_attention")[each and windows] for each in mask]
+
+
+def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] | None:
+    """Hugging Face's `rope_scaling` dictionary from the metadata; None for plain RoPE; ValueError if unknown."""
+    arch = meta.arch
+    kind = meta.get(f"{arch}.rope.scaling.type", kind=str)
+    # The factor has a new and an old key; without a type it means linear, as in llama.cpp.
+    factor = meta.get(f"{arch}.rope.scaling.factor", kind=float)
+    factor = meta.get(f"{arch}.rope.scale_linear", kind=float) if factor is None else factor
+    kind = "linear" if kind is None and factor not in (None, 0.0, 1.0) else kind
+    if factors is not None and not np.allclose(factors, 1):
+        plain = kind in (None, "none")
+        require(plain, f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built")
+        theta = decimal(meta.hyper("rope.freq_base", 10_000.0, kind=float))
+        return _llama3_scaling(np.asarray(factors, np.float64), theta)
+    if kind in (None, "none"):
+        return None
+    require(kind in ("linear", "yarn"), f"{arch}.rope.scaling.type", kind, "jaxkv reads linear, yarn and llama3")
+    remedy = "the metadata must give a number; convert the model again"
+    require(factor is not None, f"{arch}.rope.scaling.factor", factor, remedy)
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": decimal(factor)}
+    if kind == "yarn":
+        original = meta.hyper("rope.scaling.original_context_length", meta.hyper("context_length"))
+        scaling["original_max_position_embeddings"] = original
+        extra = meta.get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float)
+        remedy = "only YaRN's own attention factor is built"
+        require(extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, remedy)
+        for key in ("beta_fast", "beta_slow"):
+            value = meta.get(f"{arch}.rope.scaling.yarn_{key}", kind=float)
+            if value is not None:
+                scaling[key] = decimal(value)
+    return scaling
+
+
+def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """`rope_scaling` dictionary of Llama 3 that reproduces the divisors in `rope_freqs`; ValueError if none does."""
+    # The file holds only each frequency's divisor. Llama 3.1 to 3.3 share every constant but the factor, which is
+    # the largest divisor; divisors that these constants do not reproduce are refused.
+    low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)
+    wavelengths = 2 * math.pi * theta ** (np.arange(factors.size) / factors.size)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    close = np.allclose(factors, expected, rtol=1e-3)
+    require(close, "rope_freqs.weight", f"factor {factor}", "not Llama 3's scaling (low 1, high 4, original 8192)")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+# Readers of the keys that are not those of all architectures.
+_OWN: dict[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]] = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "gpt-oss": _gpt_oss,
+}

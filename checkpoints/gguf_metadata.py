@@ -1,0 +1,78 @@
+"""Values of a GGUF's metadata by key, each checked to be of the kind that it should have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ._errors import require
+
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}
+_ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
+
+# Tokens that end a turn in chats, where the file names none by its id; llama.cpp finds them by their text, too.
+_TURN_ENDS = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>"}
+
+
+class Metadata:
+    """A GGUF's metadata: values by key, refused by name if they are of another kind than the one asked for.
+
+    Attributes:
+        values: the metadata by key, as plain Python values.
+        arch: llama.cpp's name of the model's architecture, which the keys of its numbers begin with.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        """Takes the metadata by key; ValueError if its architecture is no text."""
+        self.values = values
+        self.arch = self.get("general.architecture", kind=str)
+
+    def get(self, key: str, default: Any = None, *, kind: type) -> Any:
+        """Metadata value of a key, or `default` if the key is absent; ValueError if it is not of type `kind`."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        # An integer is accepted as a float; a bool is accepted as neither.
+        sound = type(value) in ((int, float) if kind is float else (kind,))
+        require(sound, key, value, f"{_KINDS[kind]} is expected; convert the model again")
+        return value
+
+    def items(self, key: str, kind: type) -> tuple[Any, ...]:
+        """Metadata list of a key as a tuple, empty if the key is absent; ValueError for items not of type `kind`."""
+        values = self.get(key, [], kind=list)
+        sound = all(type(value) is kind for value in values)
+        require(sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again")
+        return tuple(values)
+
+    def hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
+        """Number under a key of the architecture, such as `llama.block_count`; ValueError if layers differ in it."""
+        key = f"{self.arch}.{key}"
+        value = self.values.get(key)
+        if isinstance(value, list):
+            # Models whose layers differ (OpenELM and the like) write one value per layer.
+            require(len(set(value)) == 1, key, value[:8], "layers of different shapes are not built")
+            value = value[0]
+        else:
+            value = self.get(key, default, kind=kind)
+        remedy = f"the metadata must give {_KINDS[kind]}; convert the model again"
+        require(type(value) in (int, kind), key, value, remedy)
+        return value
+
+    def ids(self) -> dict[str, int | None]:
+        """Dict of special token ids by kind (bos, eos, eot, pad, unk); None for one without id or sound default."""
+        ids = {kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
+        tokens = self.get("tokenizer.ggml.tokens", [], kind=list)
+        # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
+        if self.get("tokenizer.ggml.model", kind=str) == "llama":
+            ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < len(tokens)}
+        if ids["eot"] is None and _TURN_ENDS.get(self.arch) in tokens:
+            ids["eot"] = tokens.index(_TURN_ENDS[self.arch])
+        return ids
+
+
+def decimal(value: float) -> float:
+    """Shortest decimal that rounds to this float32, as a float: 1e-5 rather than 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
