@@ -130,7 +130,9 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
         session = jaxkv.Session(model, policy)
         needed = session.planned(np.asarray(LENGTHS), 2, mesh and model.axes.mesh)
         peaks.append(needed.peak_bytes)
-        rows.append(plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split))
+        rows.append(
+            plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split)
+        )
         made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
         held_whole(monkeypatch)
     assert rows[0] is not None and rows[1] is None and peaks[0] < peaks[1]

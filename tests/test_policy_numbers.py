@@ -19,6 +19,7 @@ from jaxkv.policies import (
     MaxPool,
     PoolOrder,
     VarianceLayers,
+    WindowAttention,
 )
 from jaxkv.policies.reading import Selector
 from jaxkv.policies.variance import Statistic
@@ -92,3 +93,13 @@ def test_numbers_beyond_any_text_mean_all_of_it():
     # A span that begins within the text and never ends.
     kept, _, _ = tiny.run(model, ids, KNorm(budget=10, protect=((35, 10**20),)))
     assert all(set(range(35, 40)) <= set(head) for layer in tiny.kept(kept) for head in layer[0])
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_prompts_shorter_than_the_window(order, group):
+    """Queries before a prompt's beginning count nothing, whichever is done first: pooling or the mean over queries."""
+    scorer = WindowAttention(window=8, order=order, group=group)
+    policy = jaxkv.Policy(scorer=scorer, keep=jaxkv.Keep(window=8), budget=12)
+    made = jaxkv.generate(tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (5, 20)), policy=policy, max_new_tokens=2)
+    assert made.cache.kept[:, 0].max() <= 12

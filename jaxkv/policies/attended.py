@@ -234,7 +234,9 @@ class WindowAttention(WindowScorer):
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             if self.order is PoolOrder.FIRST:
-                p = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
+                pooled = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
+                # Queries before a prompt's beginning count nothing, not even infinities.
+                p = jnp.where((position >= 0)[:, None], pooled, 0.0)
             heads = over_queries(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
