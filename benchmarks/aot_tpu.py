@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Plans are compiled by processes of their own, while this one has libtpu open.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -1,10 +1,12 @@
 """The model of TPU times: cycles and loops of a compiled program's text, and the arithmetic of kernels."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 TEXT = """HloModule jit__loop, entry_computation_layout={(s32[])->s32[]}
 
 %cond.1 (arg.1: (s32[])) -> pred[] {
@@ -54,3 +56,13 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     assert long == pytest.approx(64 * 65536 * 512 / 1638e9)
     assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
     assert perf_tpu.splash(1, 32, 32768, 128) == pytest.approx(32 * 32768**2 * 256 / 459e12)
+
+
+@pytest.mark.parametrize("kept", sorted(RESULTS.glob("tpu_model*.json")), ids=lambda path: path.stem)
+def test_pages_are_what_the_script_writes(monkeypatch, perf_tpu, kept):
+    """Each page is made of the rows that were kept beside it, all of them, and of nothing else."""
+    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, "1")
+    script, rows = importlib.import_module("aot_tpu"), json.loads(kept.read_text())
+    assert script.report(rows) == kept.with_suffix(".md").read_text()
+    assert set(rows) <= {f"{name}: {row}" for name, part in script.parts().items() for row in part.rows}
