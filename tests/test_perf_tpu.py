@@ -43,9 +43,12 @@ def perf_tpu(monkeypatch):
 
 
 def test_cycles_of_loops(perf_tpu):
-    """A loop takes its body's cycles times its trips; one that ends by an argument counts once."""
+    """A loop takes its body's cycles times its trips, one that ends by an argument one; a step is the longest."""
     assert perf_tpu.cycles(TEXT) == 1000 + 16 * 100 + 7
     assert perf_tpu.step(TEXT) == (16 * 100 + 7, [16])
+    first = "  %while.0 = (s32[]{:T(128)}) while(%tuple.3), condition=%outer.cond, body=%body.1\n"
+    before = TEXT.replace("  %while.2", first + "  %while.2")
+    assert perf_tpu.cycles(before) == perf_tpu.cycles(TEXT) + 100 and perf_tpu.step(before) == (16 * 100 + 7, [16])
     parts = perf_tpu.computations(TEXT)
     assert not perf_tpu.countable(TEXT) and perf_tpu.countable(TEXT.replace("%outer.cond,", "%cond.1,"))
     assert perf_tpu.trips(parts["cond.1"]) == 16 and perf_tpu.trips(parts["outer.cond"]) is None
