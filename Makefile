@@ -29,6 +29,7 @@ AOT_STAMP := .venv-aot/.made-0.10.2-nvdisasm
 AOT_VERSIONS := 0.11 0.12
 # libtpu, which compiles for TPUs that are not there, is 690 MB: an environment of its own.
 AOT_TPU_STAMP := .venv-aot-tpu/.made-0.10.2
+AOT_TPU_VERSIONS := 0.12
 LATEST_STAMP := .venv-latest/.made-0.12
 LOWEST_STAMP := .venv-lowest/.made-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
 # KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
@@ -53,7 +54,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
 .PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
   sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-tpu aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
-  docs docs-links $(AOT_VERSIONS:%=aot-%)
+  docs docs-links $(AOT_VERSIONS:%=aot-%) $(AOT_TPU_VERSIONS:%=aot-tpu-%)
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -81,6 +82,7 @@ help:
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
 	@echo "make aot-tpu      kernels and an 8B model's programs compiled by libtpu for TPUs that are not there; a model of times"
+	@echo "make aot-tpu-0.12 the same by JAX 0.12, under Python 3.12"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
 	@echo "make aot-slots    an engine's loop of 256 slots, 8B on an H200 and 70B on 8 H100s, beside that of one batch"
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
@@ -201,6 +203,16 @@ aot: $(AOT_STAMP)
 aot-tpu: $(AOT_TPU_STAMP)
 	@PYTHONPATH=. .venv-aot-tpu/bin/python benchmarks/aot_tpu.py --out benchmarks/results/tpu_model.md
 
+# The same by a newer JAX and its libtpu, in environments of their own.
+$(AOT_TPU_VERSIONS:%=aot-tpu-%): aot-tpu-%:
+	@$(find_312); \
+	if [ -n "$$python" ]; then \
+	  $(MAKE) --no-print-directory .venv-aot-tpu-$*/.made PYTHON="$$python" && \
+	  PYTHONPATH=. .venv-aot-tpu-$*/bin/python benchmarks/aot_tpu.py --out benchmarks/results/tpu_model_$*.md; \
+	else \
+	  echo "skipped: aot-tpu-$* needs Python 3.12; there is none on the path or in pyenv"; \
+	fi
+
 aot-slots: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_slots.py
 
@@ -248,7 +260,7 @@ needle: $(STAMP)
 	@$(BIN)/python -m benchmarks.needle
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot .venv-aot-tpu $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-page .venv-ray .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot .venv-aot-tpu $(AOT_VERSIONS:%=.venv-aot-%) $(AOT_TPU_VERSIONS:%=.venv-aot-tpu-%) .venv-latest .venv-lowest .venv-foreign .venv-page .venv-ray .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
@@ -337,6 +349,13 @@ $(AOT_TPU_STAMP): requirements.lock
 	version=$$(.venv-aot-$*/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	.venv-aot-$*/bin/python -m pip install $(PIP_FLAGS) --no-deps \
 	  jax-cuda13-plugin=="$$version" jax-cuda13-pjrt=="$$version" $(AOT_TOOLS); \
+	touch $@
+
+.venv-aot-tpu-%/.made: pyproject.toml
+	@set -e; \
+	echo "== .venv-aot-tpu-$*: creating with $$("$(PYTHON)" --version), and libtpu" >&2; \
+	"$(PYTHON)" -m venv .venv-aot-tpu-$*; \
+	.venv-aot-tpu-$*/bin/python -m pip install $(PIP_FLAGS) 'jax[tpu]==$*.*' -e .; \
 	touch $@
 
 # A few packages on top of .venv, which it sees: seconds and 70 MB instead of a second JAX.

@@ -1,21 +1,32 @@
 """Compiles the TPU kernels and an 8B model's programs for TPUs that are not there; writes what libtpu says of them.
 
-`make aot-tpu` runs it, in an environment with libtpu. It needs no TPU, and nothing runs on one: bytes are the
-compiler's, times are estimates by `perf_tpu`. It ends with 1 if a pool is not updated in place, or is copied where a
-kernel writes it.
+    make aot-tpu                                                        all parts
+    .venv-aot-tpu/bin/python benchmarks/aot_tpu.py --only loops --rows OmniKV --out PAGE.md     of one part these rows
+
+It needs libtpu and no TPU, and nothing runs on one: bytes are the compiler's, times are estimates by `perf_tpu`. With
+`--out` each row is kept as soon as it is compiled, in a JSON file beside the page, from which the page is written anew:
+rows that are not compiled this time stay as they were. It ends with 1 if a pool is not updated in place, is copied
+where a kernel writes it, if keys or values travel between devices, or a plan's arithmetic is more than 10% off.
 """
 
 import argparse
+import functools
+import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Plans are compiled by processes of their own, while this one has libtpu open.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import aot_sharded
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +35,14 @@ import shapes
 from jax.experimental import topologies
 
 import jaxkv
+from benchmarks import plan_cells, record
 from jaxkv.attention import Implementation
 from jaxkv.pallas_kernels import tpu_decode, tpu_prefill
 from jaxkv.planning import hlo
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
+from jaxkv.planning.setting import Setting
 from jaxkv.planning.tpus import tpus
+from jaxkv.planning.worker import compiled_program, on_devices
 
 # Batch, kv heads, group, head dim, pool rows.
 KERNELS = [(8, 8, 4, 128, 10240), (4, 32, 1, 128, 40960), (1, 8, 11, 128, 262144), (2, 8, 4, 256, 65536)]
@@ -36,13 +50,21 @@ FEW = 4
 
 
 class Loop(NamedTuple):
-    """A decode loop to compile: policy, sequences, tokens of each prompt, layers, and the implementation."""
+    """A decode loop to compile: policy, sequences, tokens of each prompt, layers, implementation, and the device."""
 
     policy: Any
     batch: int = 8
     tokens: int = 32768
     layers: int = 32
     implementation: Implementation = Implementation.TPU
+    device: str = perf_tpu.DEVICE
+
+
+class Row(NamedTuple):
+    """A row of a table: its cells, and what is wrong with it, if something is."""
+
+    cells: list[str]
+    wrong: str | None = None
 
 
 LOOPS = {
@@ -53,7 +75,19 @@ LOOPS = {
     "H2O": Loop(jaxkv.H2O(budget=1024)),
     "OmniKV, prompts of 4,096": Loop(jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18)), tokens=4096),
     "D2O, 4 layers": Loop(jaxkv.D2O(budget=1024), layers=FEW),
+    "FullKV, 4 sequences, 24 layers": Loop(jaxkv.FullKV(), batch=4, layers=24),
+    "FullKV, 4 sequences, a v5p": Loop(jaxkv.FullKV(), batch=4, device="v5p"),
 }
+# Eight v5e: policies that keep 1,024 rows a head of eight prompts.
+SHARDED = {"SnapKV": jaxkv.SnapKV(budget=1024)}
+CELLS = (
+    plan_cells.Cell("llama-3.1-8b", "v6e", "SnapKV", 8, 32768),
+    plan_cells.Cell("llama-3.1-8b", "v5p", "FullKV", 4, 32768),
+    plan_cells.Cell("llama-3.1-8b", "v5ex8", "AdaKV", 4, 32768),
+    plan_cells.Cell("llama-3.1-70b", "v5px8", "SnapKV", 4, 32768),
+    plan_cells.Cell("llama-3.1-70b", "tpu7xx8", "FullKV", 4, 32768),
+    plan_cells.Cell("llama-3.1-70b", "v6ex8", "H2O", 1, 32768),
+)
 LAYERS = {"by XLA": Implementation.XLA, "tpu": Implementation.TPU}
 
 
@@ -78,7 +112,7 @@ def compiled(traced: Any) -> tuple[Any, str, float]:
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
-def decode_row(device: str, shape: tuple[int, ...]) -> list[str]:
+def decode_row(device: str, shape: tuple[int, ...]) -> Row:
     """Row of the kernels' table: the decode kernel of a shape, in bfloat16, on a device."""
     where, (batch, heads, group, dim, rows) = mesh_of(device), shape
 
@@ -91,17 +125,12 @@ def decode_row(device: str, shape: tuple[int, ...]) -> list[str]:
         run = jax.jit(tpu_decode.append_and_attend, donate_argnums=(2, 3))
         memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
     size = 2 * batch * rows * dim * 2
-    return [
-        "decode",
-        device,
-        str(shape),
-        f"{seconds:.1f}",
-        f"{min(1, memory.alias_size_in_bytes / size):.0%}",
-        f"{memory.temp_size_in_bytes / 1e6:.2f}",
-    ]
+    share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
+    cells = ["decode", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
+    return Row(cells, None if share == "100%" else f"{share} of the pools are updated in place")
 
 
-def splash_row(device: str, dim: int) -> list[str]:
+def splash_row(device: str, dim: int) -> Row:
     """Row of the kernels' table: splash attention of a prompt of 4,096 tokens, with log-sum-exp."""
     where = mesh_of(device)
     q, k = (
@@ -110,14 +139,8 @@ def splash_row(device: str, dim: int) -> list[str]:
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
         run = jax.jit(lambda q, k, v: tpu_prefill.flash(q, k, v, lse=True))
         memory, _, seconds = compiled(run.trace(q, k, k))
-    return [
-        "splash",
-        device,
-        str((1, 8, 4, dim, 4096)),
-        f"{seconds:.1f}",
-        "-",
-        f"{memory.temp_size_in_bytes / 1e6:.2f}",
-    ]
+    shape = str((1, 8, 4, dim, 4096))
+    return Row(["splash", device, shape, f"{seconds:.1f}", "-", f"{memory.temp_size_in_bytes / 1e6:.2f}"])
 
 
 def work_of(loop: Loop, where: Mesh) -> Work:
@@ -127,9 +150,9 @@ def work_of(loop: Loop, where: Mesh) -> Work:
     return Work(flat=flat, policy=loop.policy, sharding=where.sharding, **given)
 
 
-def loop_row(name: str, loop: Loop) -> tuple[list[str], str | None]:
-    """Row of the decode loops' table, and what is wrong with the loop, or None."""
-    where = mesh_of(perf_tpu.DEVICE)
+def loop_row(name: str, loop: Loop) -> Row:
+    """Row of the decode loops' table."""
+    where, sheet = mesh_of(loop.device), tpus()[loop.device]
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
         work = work_of(loop, where)
         traced, pools = traced_loop(work)
@@ -144,15 +167,15 @@ def loop_row(name: str, loop: Loop) -> tuple[list[str], str | None]:
     row_bytes = 2 * config.head_dim * 2
     held = sum(pool.k.shape[1] for pool in pools) // (config.kv_heads * config.layers)
     each = perf_tpu.decode_kernel(loop.batch * config.kv_heads, held, row_bytes)
-    moved = copies * max(hlo.size_of(*one) for one in rows) / tpus()[perf_tpu.DEVICE].bandwidth
+    moved = copies * max(hlo.size_of(*one) for one in rows) / sheet.bandwidth
     xla = found / perf_tpu.CLOCK + moved
     weights = memory.argument_size_in_bytes - size - 2 * config.vocab * config.embed
     read = loop.batch * config.kv_heads * held * row_bytes * config.layers
-    ideal = (weights + read) / tpus()[perf_tpu.DEVICE].bandwidth
+    ideal = (weights + read) / sheet.bandwidth
     share = hlo.aliased(text) / size
     # Kernels that read chosen rows alone, and loops whose trips depend on data, are no part of the model.
-    known = kernels in (0, config.layers) and None not in inner
-    row = [
+    known = loop.device == perf_tpu.DEVICE and kernels in (0, config.layers) and None not in inner
+    cells = [
         name,
         f"{seconds:.0f}",
         f"{size / 1e9:.3f}",
@@ -168,13 +191,13 @@ def loop_row(name: str, loop: Loop) -> tuple[list[str], str | None]:
     ]
     wrong = None
     if share < 1:
-        wrong = f"{name}: {share:.0%} of the pools are updated in place"
+        wrong = f"{share:.0%} of the pools are updated in place"
     elif kernels == config.layers and copies:
-        wrong = f"{name}: {copies} copies of pools that a kernel writes"
-    return row, wrong
+        wrong = f"{copies} copies of pools that a kernel writes"
+    return Row(cells, wrong)
 
 
-def layer_row(name: str, implementation: Implementation, tokens: int = 32768) -> list[str]:
+def layer_row(name: str, implementation: Implementation, tokens: int = 32768) -> Row:
     """Row of the prefill's table: one of Llama 3 8B's layers over a prompt under SnapKV."""
     where = mesh_of(perf_tpu.DEVICE)
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
@@ -190,14 +213,124 @@ def layer_row(name: str, implementation: Implementation, tokens: int = 32768) ->
     share = flops / total / tpus()[perf_tpu.DEVICE].products
     # By XLA blocks are as many as a prompt fills: an estimate has to know their number.
     times = [f"{1e3 * total:.0f}", f"{32 * total:.1f}", f"{share:.0%}"]
-    return [
+    cells = [name, f"{seconds:.0f}", f"{memory.temp_size_in_bytes / 1e9:.3f}", f"{found / 1e6:.0f}", str(kernels)]
+    return Row(cells + (times if perf_tpu.countable(text) else ["-"] * len(times)))
+
+
+def sharded_row(name: str, policy: Any) -> Row:
+    """Row of the table of sharded loops: Llama 3 8B's over eight v5e, and what one of them holds and sends."""
+    began, config = time.perf_counter(), shapes.llama_3_8b()
+    given = {"gpus": 8, "batch": 8, "context": 32768, "new": 256}
+    with on_devices(Setting(model="8B", config=config, policy=policy, gpu=tpus()["v5e"], **given)) as work:
+        axes = work.flat.axes
+        assert axes is not None
+        traced, pools = traced_loop(work)
+        made, text = compiled_program("decode", traced, platform="tpu")
+    local = [aot_sharded.on_one(leaf, "B P D", axes) for leaf in jax.tree.leaves(pools)]
+    size, copies = sum(hlo.size_of(*each) for each in local), hlo.copies(text, {each for each in local if each[1][2:]})
+    share, sent = hlo.aliased(text) / size, [(each.kind, each.arrays, each.count) for each in made.sent]
+    sums = [each for each in sent if aot_sharded.is_sum({"embed": config.embed}, each)]
+    shown = lambda some: ", ".join(f"{count} x {kind} {arrays}" for kind, arrays, count in some) or "nothing"  # noqa: E731
+    cells = [
         name,
-        f"{seconds:.0f}",
-        f"{memory.temp_size_in_bytes / 1e9:.3f}",
-        f"{found / 1e6:.0f}",
-        str(kernels),
-        *(times if perf_tpu.countable(text) else ["-"] * len(times)),
+        " x ".join(f"{count} {axis}" for axis, count in axes.mesh.shape.items()),
+        f"{time.perf_counter() - began:.0f}",
+        f"{made.arguments / 1e9:.2f}",
+        f"{size / 1e9:.3f}",
+        f"{share:.0%}",
+        f"{made.temporaries / 1e6:.0f}",
+        str(copies),
+        shown(sums),
+        shown([each for each in sent if each not in sums]),
     ]
+    wrong = f"{copies} copies of pools, {share:.0%} of them updated in place" if copies or share < 1 else None
+    if any(config.head_dim in sizes for _, arrays, _ in sent for _, sizes in hlo.arrays_in(arrays)):
+        wrong = "keys or values travel"
+    return Row(cells, wrong)
+
+
+def cell_row(cell: plan_cells.Cell) -> Row:
+    """Row of the plan's table: peaks by its arithmetic and by `jaxkv plan --compile`."""
+    found, cells, wrong = plan_cells.measure(cell), [cell.name], list[str]()
+    for name, (mine, theirs, _) in plan_cells.compared(cell, found).items():
+        error = plan_cells.off(mine, theirs)
+        cells += [f"{mine / 1e9:.2f}", f"{theirs / 1e9:.2f}", f"{error:+.1%}"]
+        cells += [found["prefill"]["name"]] if name == "prefill" else []
+        wrong += [f"{name} is {error:+.1%} off"] if abs(error) > plan_cells.MOST else []
+    return Row([*cells, f"{found['seconds']:.0f}"], ", ".join(wrong) or None)
+
+
+class Part(NamedTuple):
+    """A table: its title, the lines above it, its columns, and its rows by name, each a call that compiles it."""
+
+    title: str
+    lines: list[str]
+    head: list[str]
+    rows: dict[str, Callable[[], Row]]
+
+
+def parts() -> dict[str, Part]:
+    """Dict of the tables by the words that `--only` takes."""
+    device = perf_tpu.DEVICE
+    known = [(kind, KERNELS[0]) for kind in tpus()] + [(device, shape) for shape in KERNELS[1:]]
+    kernels = {f"decode {kind} {shape}": functools.partial(decode_row, kind, shape) for kind, shape in known}
+    splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]
+    kernels |= {f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash}
+    return {
+        "kernels": Part(
+            "Kernels",
+            ["Shapes: batch, kv heads, group, head dim, rows of the pool or tokens of the prompt; bfloat16."],
+            ["kernel", "device", "shape", "compiled, s", "pools in place", "temporaries, MB"],
+            kernels,
+        ),
+        "layers": Part(
+            "A layer of a prompt of 32,768 tokens",
+            [f"Llama 3 8B, bfloat16, one {device}."],
+            ["implementation", "compiled, s", "temporaries, GB", "million cycles of XLA's", "kernels", "ms, estimate"]
+            + ["s of 32 layers, estimate", "of peak FLOP/s, estimate"],
+            {name: functools.partial(layer_row, name, each) for name, each in LAYERS.items()},
+        ),
+        "loops": Part(
+            "Decode loops",
+            [
+                f"Llama 3 8B, bfloat16, one {device}; 8 sequences, 32 layers, a budget of 1,024 and prompts of 32,768",
+                "tokens if nothing else is said. The ideal reads weights and rows once, at the data sheet's bandwidth.",
+                "There is no estimate (-) on other devices, where kernels read chosen rows alone, or where loops run",
+                "as often as data say: their cycles count once. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
+            ],
+            ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
+            + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"],
+            {name: functools.partial(loop_row, name, each) for name, each in LOOPS.items()},
+        ),
+        "sharded": Part(
+            "A decode loop over eight v5e",
+            [
+                "Llama 3 8B, bfloat16, 8 prompts of 32,768 tokens, a budget of 1,024, tensor parallel: what one of the",
+                "devices holds, and what travels between them in a step. Sums are those of hidden states.",
+            ],
+            ["policy", "mesh", "traced and compiled, s", "arguments, GB", "pools, GB", "in place", "temporaries, MB"]
+            + ["copies of rows", "sums", "what else travels"],
+            {name: functools.partial(sharded_row, name, policy) for name, policy in SHARDED.items()},
+        ),
+        "cells": Part(
+            "The arithmetic of a plan, and the compiler",
+            [
+                "Peaks of one device by arithmetic (`jaxkv plan`) and by libtpu (`jaxkv plan --compile`), bfloat16,",
+                "budgets of 2,048 rows a head, 256 new tokens; `make plan-cells` has the same of GPUs.",
+            ],
+            ["model, TPUs, policy, prompts", "prefill by arithmetic, GB", "compiled, GB", "error", "largest program"]
+            + ["decode by arithmetic, GB", "compiled, GB", "error", "seconds"],
+            {cell.name: functools.partial(cell_row, cell) for cell in CELLS},
+        ),
+    }
+
+
+def commit() -> str:
+    """This checkout's commit, with -dirty if files other than results have changed since."""
+    git = ["git", "-C", str(record.ROOT)]
+    named = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]).returncode == 0
+    return named.stdout.strip() + ("" if clean else "-dirty")
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -205,64 +338,51 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(each) + " |" for each in (head, ["---"] * len(head), *rows)]
 
 
-def report(kernels: list[list[str]], layers: list[list[str]], loops: list[list[str]]) -> str:
-    """The Markdown page: how it was made, and the tables."""
-    rules, device = (perf_tpu.__doc__ or "").split("Rules:\n", 1)[1].rstrip(), perf_tpu.DEVICE
+def report(kept: dict[str, Any]) -> str:
+    """The Markdown page of the rows that were kept, by part and name: how it was made, and the tables."""
+    rules = (perf_tpu.__doc__ or "").split("Rules:\n", 1)[1].rstrip()
+    made = [{each["jax"]: each["commit"]} for each in kept.values()]
+    versions = " and ".join(dict.fromkeys(version for each in made for version in each))
+    commits = ", ".join(dict.fromkeys(one for each in made for one in each.values()))
     lines = [
         "# TPUs, by their compiler and a model",
         "",
-        f"Compiled by libtpu of jax {jax.__version__} (`make aot-tpu`) on a machine without a TPU. **Nothing here",
-        "ran on a TPU**: bytes are the compiler's, times are estimates, by these rules (`benchmarks/perf_tpu.py`):",
+        f"Compiled by libtpu of jax {versions} at {commits} (`make aot-tpu`), on a machine without a TPU.",
+        "**Nothing here ran on a TPU**: bytes are the compiler's, times are estimates, by these rules",
+        "(`benchmarks/perf_tpu.py`):",
         "",
         rules,
-        "",
-        "## Kernels",
-        "",
-        "Shapes: batch, kv heads, group, head dim, rows of the pool or tokens of the prompt; bfloat16.",
-        "",
     ]
-    head = ["kernel", "device", "shape", "compiled, s", "pools in place", "temporaries, MB"]
-    lines += table(head, kernels)
-    lines += ["", "## A layer of a prompt of 32,768 tokens", "", f"Llama 3 8B, bfloat16, one {device}.", ""]
-    head = ["implementation", "compiled, s", "temporaries, GB", "million cycles of XLA's", "kernels", "ms, estimate"]
-    lines += table([*head, "s of 32 layers, estimate", "of peak FLOP/s, estimate"], layers)
-    lines += [
-        "",
-        "## Decode loops of 8 sequences",
-        "",
-        f"Llama 3 8B, bfloat16, one {device}; 32 layers, budget 1,024 and prompts of 32,768 tokens if nothing else is",
-        "said. The ideal reads weights and rows once, at the data sheet's bandwidth. There is no estimate (-) where",
-        "kernels read chosen rows alone, or where loops run as often as data say: their cycles count once.",
-        "",
-    ]
-    head = ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
-    head += ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"]
-    return "\n".join([*lines, *table(head, loops), ""])
+    for name, part in parts().items():
+        rows = [found["cells"] for row in part.rows if (found := kept.get(f"{name}: {row}")) is not None]
+        if rows:
+            lines += ["", f"## {part.title}", "", *part.lines, "", *table(part.head, rows)]
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:
     """Compiles everything, prints or writes the tables; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the tables there, as Markdown")
+    parser.add_argument("--out", type=Path, help="write the tables there, as Markdown, and their rows beside, as JSON")
+    parser.add_argument("--only", choices=parts(), help="one part")
+    parser.add_argument("--rows", default="", help="the rows whose names hold this")
     parser.add_argument("--quick", action="store_true", help="the kernels, and one loop of few layers")
     asked = parser.parse_args()
-    kernels = [decode_row(device, KERNELS[0]) for device in tpus()]
-    kernels += [decode_row(perf_tpu.DEVICE, shape) for shape in KERNELS[1:]]
-    kernels += [splash_row(device, 128) for device in tpus()]
-    kernels += [splash_row(perf_tpu.DEVICE, dim) for dim in (64, 80, 96, 256)]
-    layers = [] if asked.quick else [layer_row(name, each) for name, each in LAYERS.items()]
-    chosen = {"SnapKV, 4 layers": LOOPS["SnapKV"]._replace(layers=FEW)} if asked.quick else LOOPS
-    loops, wrong = [], [" ".join(row) for row in kernels if row[0] == "decode" and row[4] != "100%"]
-    for name, loop in chosen.items():
-        row, found = loop_row(name, loop)
-        loops.append(row)
-        wrong += [found] if found else []
-        print("\t".join(row), file=sys.stderr)
-    text = report(kernels, layers, loops)
-    if asked.out is None:
-        print(text)
-    else:
-        asked.out.write_text(text, "utf-8")
+    chosen = {name: part.rows for name, part in parts().items() if asked.only in (None, name)}
+    if asked.quick:
+        name = f"SnapKV, {FEW} layers"
+        few = functools.partial(loop_row, name, LOOPS["SnapKV"]._replace(layers=FEW))
+        chosen = {"kernels": parts()["kernels"].rows, "loops": {name: few}}
+    made, wrong = {"jax": jax.__version__, "commit": commit()}, list[str]()
+    for part, rows in chosen.items():
+        for name in (each for each in rows if asked.rows in each):
+            row = rows[name]()
+            print("\t".join(row.cells), flush=True)
+            wrong += [f"{name}: {row.wrong}"] if row.wrong else []
+            if asked.out is not None:
+                kept = asked.out.with_suffix(".json")
+                record.add(kept, f"{part}: {name}", {**made, "cells": row.cells})
+                asked.out.write_text(report(json.loads(kept.read_text())), "utf-8")
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong else 0
 

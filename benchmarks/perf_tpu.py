@@ -72,11 +72,24 @@ def _cycles(parts: dict[str, list[str]], name: str) -> int:
 
 
 def step(text: str) -> tuple[int, list[int | None]]:
-    """Estimated cycles of a decode loop's body, and the trips of each loop within it (None where they vary)."""
+    """Estimated cycles of a decode loop's body, and the trips of all loops within it (None where they vary).
+
+    Of the entry's loops it is the one of most cycles: shorter ones make ready what a step carries along.
+    """
     parts = computations(text)
-    outer = next(loop for line in parts["ENTRY"] if (loop := _WHILE.search(line)) is not None)
-    inner = [loop for line in parts[outer[2]] if (loop := _WHILE.search(line)) is not None]
-    return _cycles(parts, outer[2]), [trips(parts[each[1]]) for each in inner]
+    outer = [loop[2] for line in parts["ENTRY"] if (loop := _WHILE.search(line)) is not None]
+    body = max(outer, key=lambda name: _cycles(parts, name))
+    return _cycles(parts, body), _loops(parts, body)
+
+
+def _loops(parts: dict[str, list[str]], name: str) -> list[int | None]:
+    """Trips of all loops of one of `computations`, those within loops included."""
+    found = list[int | None]()
+    for line in parts[name]:
+        loop = _WHILE.search(line)
+        if loop is not None:
+            found += [trips(parts[loop[1]]), *_loops(parts, loop[2])]
+    return found
 
 
 def decode_kernel(segments: int, rows: int, row_bytes: int) -> float:

@@ -1,10 +1,12 @@
 """The model of TPU times: cycles and loops of a compiled program's text, and the arithmetic of kernels."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 TEXT = """HloModule jit__loop, entry_computation_layout={(s32[])->s32[]}
 
 %cond.1 (arg.1: (s32[])) -> pred[] {
@@ -41,9 +43,12 @@ def perf_tpu(monkeypatch):
 
 
 def test_cycles_of_loops(perf_tpu):
-    """A loop takes its body's cycles times its trips; one that ends by an argument counts once."""
+    """A loop takes its body's cycles times its trips, one that ends by an argument one; a step is the longest."""
     assert perf_tpu.cycles(TEXT) == 1000 + 16 * 100 + 7
     assert perf_tpu.step(TEXT) == (16 * 100 + 7, [16])
+    first = "  %while.0 = (s32[]{:T(128)}) while(%tuple.3), condition=%outer.cond, body=%body.1\n"
+    before = TEXT.replace("  %while.2", first + "  %while.2")
+    assert perf_tpu.cycles(before) == perf_tpu.cycles(TEXT) + 100 and perf_tpu.step(before) == (16 * 100 + 7, [16])
     parts = perf_tpu.computations(TEXT)
     assert not perf_tpu.countable(TEXT) and perf_tpu.countable(TEXT.replace("%outer.cond,", "%cond.1,"))
     assert perf_tpu.trips(parts["cond.1"]) == 16 and perf_tpu.trips(parts["outer.cond"]) is None
@@ -54,3 +59,13 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     assert long == pytest.approx(64 * 65536 * 512 / 1638e9)
     assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
     assert perf_tpu.splash(1, 32, 32768, 128) == pytest.approx(32 * 32768**2 * 256 / 459e12)
+
+
+@pytest.mark.parametrize("kept", sorted(RESULTS.glob("tpu_model*.json")), ids=lambda path: path.stem)
+def test_pages_are_what_the_script_writes(monkeypatch, perf_tpu, kept):
+    """Each page is made of the rows that were kept beside it, all of them, and of nothing else."""
+    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, "1")
+    script, rows = importlib.import_module("aot_tpu"), json.loads(kept.read_text())
+    assert script.report(rows) == kept.with_suffix(".md").read_text()
+    assert set(rows) <= {f"{name}: {row}" for name, part in script.parts().items() for row in part.rows}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import subprocess
 
 import jax
 import pytest
@@ -117,6 +118,28 @@ def test_what_is_missing_is_said(monkeypatch):
         away = Setting(model="tiny", config=SHAPE, policy=policy, gpu=gpus()["h100"], context=TOKENS)
         with pytest.raises(ValueError, match=f"are not compiled: plan without the compiler, or leave {option} out"):
             compiled.compile_plan(away)
+
+
+@pytest.mark.parametrize("kind", ["h100", "v6e"])
+def test_libtpu_is_opened_beside_another_process(monkeypatch, kind):
+    """A plan for TPUs neither waits for libtpu's lock nor asks for a TPU; one for GPUs sets no such variable."""
+    known = {**gpus(), **tpus()}
+    setting = Setting(model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=known[kind], context=TOKENS)
+    asked = []
+
+    def run(command, *, stdout, env, **options):
+        asked.append(env)
+        stdout.write(b"no word of it")
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
+    monkeypatch.setattr(compiled, "plugin", lambda gpu: "1.0")
+    monkeypatch.setattr(compiled, "ptxas", lambda: None)
+    monkeypatch.setattr(compiled.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match="the process that compiles ended with 1: no word of it"):
+        compiled.compile_plan(setting)
+    expected = ("1", "cpu") if kind == "v6e" else (None, None)
+    assert (asked[0].get("ALLOW_MULTIPLE_LIBTPU_LOAD"), asked[0].get("JAX_PLATFORMS")) == expected
 
 
 PTXAS = """ptxas info    : 0 bytes gmem

@@ -216,14 +216,14 @@ def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: b
     if dump:
         # From JAX 0.11 on PTX is dumped only on demand.
         flags.append(f"--xla_dump_to={folder} --xla_dump_hlo_as_text=false --xla_dump_emitter_re=ptx")
-    # Silences the warnings that there is no GPU, and hides one that is there; asks no server which TPU this is.
+    # Silences the warnings that there is no GPU, and hides one that is there.
     quiet = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    quiet |= {"TPU_SKIP_MDS_QUERY": "1"} if setting.gpu.platform == "tpu" else {}
     environment = {**os.environ, **quiet, "XLA_FLAGS": " ".join(flags).strip()}
     environment.pop("JAX_PLATFORMS", None)
     if setting.gpu.platform == "tpu":
-        # libtpu compiles for a slice that is described to it; JAX itself starts on the CPU.
-        environment["JAX_PLATFORMS"] = "cpu"
+        # libtpu compiles for a slice that is described to it; JAX itself starts on the CPU. No server is asked which
+        # TPU this is. Nothing runs on one: the lock of another process that has libtpu open does not matter.
+        environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
     result, said = folder / "result.pickle", folder / "said.txt"
     with said.open("wb") as log:
         command = [sys.executable, "-c", _CHILD]
