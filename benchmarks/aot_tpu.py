@@ -347,7 +347,7 @@ def report(kept: dict[str, Any]) -> str:
     lines = [
         "# TPUs, by their compiler and a model",
         "",
-        f"Compiled by libtpu of jax {versions} at {commits} (`make aot-tpu`), on a machine without a TPU.",
+        f"Compiled by libtpu of jax {versions} at {commits} (`benchmarks/aot_tpu.py`), on a machine without a TPU.",
         "**Nothing here ran on a TPU**: bytes are the compiler's, times are estimates, by these rules",
         "(`benchmarks/perf_tpu.py`):",
         "",
