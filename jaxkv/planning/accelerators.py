@@ -1,4 +1,4 @@
-"""What GPUs and TPUs of a plan have in common: memory, bandwidth, FLOP/s and links, read from packaged data sheets."""
+"""Figures that plans need of GPUs and TPUs: memory, bandwidth, FLOP/s and links, read from packaged data sheets."""
 
 import dataclasses
 import json
