@@ -8,10 +8,11 @@ import pytest
 import tiny
 from meshes import mesh_of
 from policy_table import REPEATED
-from test_windows import LENGTHS, NEW, SHAPE, WINDOW, prompts
+from test_windows import LENGTHS, LONGER, NEW, SHAPE, WINDOW, prompts
 
 import jaxkv
-from jaxkv.engine.growth import first_room
+from jaxkv.cache import repack
+from jaxkv.engine.growth import first_room, forked
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies import GiniLayers
@@ -77,6 +78,15 @@ def test_kernels_meshes_slots_and_saved_caches(name, tmp_path):
     session.prefill(prompts()).save(tmp_path / "cache")
     _, again = session.draw(jaxkv.load_cache(tmp_path / "cache"), 12)
     assert again.tolist() == want
+
+
+def test_a_question_finds_room_in_every_layer():
+    """Where windows are out of rows and others are not: in a shared pool all of them move."""
+    session = jaxkv.Session(tiny.tiny(LONGER), POLICIES["gini"](16))
+    cache, _ = session.draw(session.prefill(prompts(), new=3), 3)
+    short = repack(cache, room=np.asarray([0, 0, 220, 0, 0]))
+    assert short.free()[2] > 200 > short.free()[0]
+    assert forked(short, 3, 200, 9).free().min() >= 200
 
 
 @pytest.mark.parametrize("name", ["d2o", "gini", "global", "global, every", "kvzip", "pyramidinfer", "merge"])

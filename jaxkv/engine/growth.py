@@ -150,8 +150,9 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     with hosts.together("copying a cache", mesh):
         memory.check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
     rooms = _sliding(np.full(len(windows), room), windows, bucket(longest + 1))
-    # Window layers run out of rows before others do: these do not grow meanwhile.
-    return repack(given, room=np.where(enough, 0, rooms) if any(windows) else rooms, batch=batch)
+    # Window layers run out of rows before others do: these do not grow meanwhile, unless all move in a shared pool.
+    apart = any(windows) and not given.layout.one_pool
+    return repack(given, room=np.where(enough, 0, rooms) if apart else rooms, batch=batch)
 
 
 def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
