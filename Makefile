@@ -52,7 +52,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_saved_caches.py tests/test_golden.py
 
 .PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
-  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-tpu aot-sharded aot-slots plan-cells \
+  sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-tpu aot-tpu-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%) $(AOT_TPU_VERSIONS:%=aot-tpu-%)
 
@@ -81,7 +81,7 @@ help:
 	@echo "make recall       attention in documents: what policies recall and lose of it at equal totals, on this machine"
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
-	@echo "make aot-tpu      kernels and an 8B model's programs compiled by libtpu for TPUs that are not there; a model of times"
+	@echo "make aot-tpu      kernels and an 8B model's programs compiled by libtpu for TPUs that are not there; a model of times; -quick: some"
 	@echo "make aot-tpu-0.12 the same by JAX 0.12, under Python 3.12"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
 	@echo "make aot-slots    an engine's loop of 256 slots, 8B on an H200 and 70B on 8 H100s, beside that of one batch"
@@ -112,7 +112,7 @@ test: lint
 
 environment: $(STAMP)
 
-environments: $(LOWEST_STAMP) $(FOREIGN_STAMP) $(DOCS_STAMP) $(PAGE_STAMP) $(AOT_STAMP)
+environments: $(LOWEST_STAMP) $(FOREIGN_STAMP) $(DOCS_STAMP) $(PAGE_STAMP) $(AOT_STAMP) $(AOT_TPU_STAMP)
 
 lint: $(STAMP)
 	@echo "== ruff"
@@ -199,6 +199,9 @@ aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_sharded.py
 	@$(AOT)/python benchmarks/aot_export.py
 	@$(AOT)/python benchmarks/perf_model.py --out benchmarks/results/gpu_model.md
+
+aot-tpu-quick: $(AOT_TPU_STAMP)
+	@PYTHONPATH=. .venv-aot-tpu/bin/python benchmarks/aot_tpu.py --quick
 
 aot-tpu: $(AOT_TPU_STAMP)
 	@PYTHONPATH=. .venv-aot-tpu/bin/python benchmarks/aot_tpu.py --out benchmarks/results/tpu_model.md

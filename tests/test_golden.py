@@ -26,6 +26,15 @@ def golden(name):
     return [MODELS[f"{name}/logits{row}"] for row in range(len(LENGTHS))]
 
 
+def assert_close(ours, theirs):
+    """Asserts that logits differ by rounding: by 8e-6 of the largest, and by less than 1e-4.
+
+    Logits of these random models reach 29, and transformers' own in float32 are up to 2.8e-5 away from what it computes
+    in float64 (phi3_long): no smaller bound in absolute numbers holds for all of them.
+    """
+    assert running.gap(ours, theirs) < min(1e-4, 8e-6 * np.abs(theirs).max())
+
+
 def test_every_folder_has_golden_logits():
     folders = {path.name for path in (running.GOLDEN / "models").iterdir()}
     assert folders == {*NAMES, "llama_gqa_sharded"}
@@ -39,27 +48,27 @@ DECODED = ("falcon_7b", "falcon_serial", "qwen3_moe", "qwen3_moe_fused")
 def test_prefill_gives_the_logits_of_every_position(name):
     batch = running.by_prefixes(running.golden_model(name), rows(name))
     for logits, expected in zip(batch, golden(name), strict=True):
-        assert running.gap(logits, expected) < 1e-4
+        assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_padded_batch_gives_the_logits_of_its_rows(name):
     _, logits = running.prefill(running.golden_model(name), rows(name))
-    assert running.gap(logits, np.stack([expected[-1] for expected in golden(name)])) < 1e-4
+    assert_close(logits, np.stack([expected[-1] for expected in golden(name)]))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_token_by_token_gives_the_logits_of_every_position(name):
     batch = running.by_tokens(running.golden_model(name), rows(name))
     for logits, expected in zip(batch, golden(name), strict=True):
-        assert running.gap(logits, expected) < 1e-4
+        assert_close(logits, expected)
 
 
 def test_shards_give_the_logits_of_one_file():
     name, ids = "llama_gqa_sharded", rows("llama_gqa")
     assert len(list((running.GOLDEN / "models" / name).glob("*.safetensors"))) > 1
     _, logits = running.prefill(running.golden_model(name), ids)
-    assert running.gap(logits, np.stack([expected[-1] for expected in golden("llama_gqa")])) < 1e-4
+    assert_close(logits, np.stack([expected[-1] for expected in golden("llama_gqa")]))
     assert running.golden_model(name).fingerprint == running.golden_model("llama_gqa").fingerprint
 
 
