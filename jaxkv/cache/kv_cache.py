@@ -264,10 +264,15 @@ class KVCache:
 
     def free(self) -> Int[np.ndarray, " L"]:
         """Numpy array `[L]` of free rows behind segments: for each layer the smallest number over its segments."""
+        return self.free_rows().min(axis=1)
+
+    def free_rows(self) -> Int[np.ndarray, "L B"]:
+        """Numpy array `[L, B]` of free rows behind segments: the smallest number over a sequence's kv heads."""
         parts = self.stretches
         # Each device's part of a pool is laid out as a pool of its own for its heads.
         start, length = (a.reshape(a.shape[0], -1, a.shape[2] // parts) for a in map(host, (self.start, self.length)))
-        return np.asarray(self.layout.free(start, length, [pool.rows // parts for pool in self.pools])).min(axis=(1, 2))
+        free = np.asarray(self.layout.free(start, length, [pool.rows // parts for pool in self.pools])).min(axis=2)
+        return free.reshape(len(free), -1, parts).min(axis=2)
 
 
 def laid_out(

@@ -31,13 +31,14 @@ def room_for(
     *,
     grown: int = 0,
     slides: bool = True,
+    least: int = 1,
 ) -> Int[np.ndarray, " L"]:
     """Number of free rows `[L]` to leave behind each segment for `new` tokens, up to `MOST_AHEAD` or `grown`; bucketed.
 
     One if each new row evicts one; the rows until the policy compresses again; or one for each new token, up to
     `MOST_AHEAD`, or up to the rows that the cache has `grown` by if that is more. `left` are the rows that a layer's
     segments may still gain before their limit, under policies that have one. Where a window layer `slides`, it takes
-    as many rows as its window, or 256, before those that left the window are dropped.
+    as many rows as its window, or 256 or `least`, before those that left the window are dropped.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
     if parts.ongoing is None:
@@ -48,7 +49,7 @@ def room_for(
         # The same for every part of an answer, its last and shortest one too.
         period = parts.every or 1
         room = growing + (period if period <= MOST_AHEAD else ahead)
-    return _sliding(room, windows, parts.every or 1) if slides else room
+    return _sliding(room, windows, max(parts.every or 1, least)) if slides else room
 
 
 def _sliding(room: Int[np.ndarray, " L"], windows: tuple[int | None, ...], least: int) -> Int[np.ndarray, " L"]:
@@ -65,15 +66,16 @@ def first_room(
     *,
     most: int = MOST_AHEAD,
     slides: bool = True,
+    least: int = 1,
 ) -> tuple[int, ...]:
     """Free rows to leave behind each segment at prefill, for up to `most` of the `new` tokens: a tuple, one per layer.
 
-    There is room for up to `most` tokens from the beginning; a slot, which neither grows nor `slides`, has it for all.
-    `windows` are `ModelConfig.windows`.
+    There is room for up to `most` tokens from the beginning; a slot, which does not grow, has it for all. `windows` are
+    `ModelConfig.windows`; a window layer that `slides` has room for its window's rows, or 256 or `least`.
     """
     short = 0 if parts.reach is None else max(0, parts.reach - int(np.min(lengths)))
     left = np.where(parts.unlimited(windows) if parts.evicts else np.zeros(len(windows), bool), new, short)
-    return tuple(room_for(parts, windows, left, new, grown=most, slides=slides).tolist())
+    return tuple(room_for(parts, windows, left, new, grown=most, slides=slides, least=least).tolist())
 
 
 def steps_that_fit(cache: KVCache) -> int:

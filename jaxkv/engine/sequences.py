@@ -30,12 +30,14 @@ class Paused:
     """A sequence outside of any slot (its arrays, random key, whether it is done), to be inserted into a slot.
 
     Arrays are of one sequence, on a mesh of one in each group, for each of which `beyond` counts rows of its fullest
-    segment beyond the limit. `key` is for policies that draw when they compress again; `done` if it draws no more.
+    segment beyond the limit, and `left` rows that are free behind each window of window layers that slide. `key` is for
+    policies that draw when they compress again; `done` if it draws no more.
     """
 
     arrays: Sequences
     key: PRNGKeyArray
     beyond: Int[np.ndarray, " g"]
+    left: Int[np.ndarray, " g"]
     done: bool
 
 

@@ -3,9 +3,12 @@
 import dataclasses
 
 import numpy as np
+from jaxtyping import Bool
 
 from jaxkv._errors import require
+from jaxkv.cache import KVCache
 from jaxkv.engine.growth import first_room
+from jaxkv.engine.hadamard import transforms
 from jaxkv.engine.lengths import bucket, buckets
 from jaxkv.engine.plan import pools_for
 from jaxkv.models.config import ModelConfig
@@ -26,6 +29,30 @@ class SlotShape:
         """Most tokens of a slot's text: its limits of prompt, question and answer added, rounded up to a bucket."""
         return bucket(self.prompt + self.question + self.new)
 
+    def require_fits(self, parts: Parts, cache: KVCache, rows: int, sliding: Bool[np.ndarray, " L"]) -> None:
+        """Raises ValueError for a cache with pools of other sizes or another store, or with fewer than `rows` free.
+
+        Layers in the mask `sliding` are not asked for free rows.
+        """
+        sizes = tuple(pool.rows // cache.stretches for pool in cache.pools)
+        require(sizes == self.rows, "cache", f"pools of {sizes} rows", "give what prefill of these slots returned")
+        # A policy's own class may have another store by now than when its cache was saved.
+        stores, mine = {type(pool.store).__name__ for pool in cache.pools}, parts.store.__name__
+        require(
+            stores == {mine}, "cache", f"rows held by {stores}", f"these slots have {mine}: prefill the prompt anew"
+        )
+        plain = "rows as they are" if cache.tables.centre is None else "transformed rows"
+        remedy = "these slots hold others, as caches of another version of jaxkv do: prefill the prompt anew"
+        require((cache.tables.centre is not None) == transforms(parts), "cache", plain, remedy)
+        free = int(cache.free()[~sliding].min(initial=self.longest))
+        remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
+        require(rows <= free, "cache", f"{rows} more rows", remedy)
+
+
+def slides(parts: Parts) -> bool:
+    """True if window layers of a slot drop the rows that leave their windows: not those that share a pool."""
+    return not parts.layout.one_pool
+
 
 def slot_shape(
     parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, stretches: int = 1
@@ -43,11 +70,13 @@ def slot_shape(
     # A policy that compresses again spreads a longer text over layers as it would a longer prompt.
     more = question + new
     longest = prompt + (more if parts.every else 0)
-    most = np.zeros(1, np.int64)
+    most, asked = np.zeros(1, np.int64), bucket(max(1, question))
     for shortest, size in buckets(longest):
         # The shortest prompt of a bucket grows furthest towards a limit in rows.
-        room = np.asarray(first_room(parts, config.windows, np.asarray([shortest]), more, most=more, slides=False))
+        short = np.asarray([shortest])
+        given = first_room(parts, config.windows, short, more, most=more, slides=slides(parts), least=asked)
+        room = np.asarray(given)
         # A question goes beyond a limit before the policy compresses it.
-        room = room + (bucket(question) if question and parts.ongoing is not None else 0)
+        room = room + (asked if question and parts.ongoing is not None else 0)
         most = np.maximum(most, pools_for(parts, config, size, tuple(room.tolist()), stretches))
     return SlotShape(rows=tuple(most.tolist()), prompt=prompt, question=question, new=new)

@@ -15,18 +15,17 @@ from jaxkv import arguments, memory
 from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import own_settings, settled
-from jaxkv.cache import Cache, KVCache
+from jaxkv.cache import Cache, KVCache, slid
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.decode import Beside, extend, read_on_top
-from jaxkv.engine.hadamard import transforms
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.lengths import bucket, buckets, tokens_per_call
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
-from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.engine.slot_shape import slides, slot_shape
 from jaxkv.engine.spec import specialise
 from jaxkv.policies.policy import Method
 from jaxkv.sampling import Sampling
@@ -100,6 +99,8 @@ class Slots:
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self._parts, self._every = parts, parts.every
+        # Layers whose rows are dropped as they leave the window.
+        self._sliding = np.asarray([width is not None and slides(parts) for width in config.windows])
         self._spec = specialise(
             params.flat,
             parts,
@@ -109,8 +110,9 @@ class Slots:
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
-        # Known for each slot without reading the device: rows in its tails, and rows beyond its limit.
-        self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
+        # Known for each slot without reading the device: rows in its tails, rows beyond its limit, and rows left behind
+        # the windows of layers that slide.
+        self._waiting, self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(3))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Sequences
         self._tails: tuple[Tail, ...]
@@ -162,6 +164,8 @@ class Slots:
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
         size = tokens_per_call(longest)
         tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
+        if self._free(copy).min() < longest:
+            copy = slid(copy, self.shape.rows)
         run = partial(extend, params.flat, spec=self._spec)
         logits, copy = read_on_top(run, copy, tokens, every.lengths, size=size)
         if due(copy).any():
@@ -195,8 +199,8 @@ class Slots:
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
         arrays = sequences_of(cache, new, arguments.as_sampling(sampling), table, key)
-        nothing = np.zeros(self._groups, np.int64)
-        return Paused(arrays=arrays, key=key, beyond=beyond(cache) if self._every else nothing, done=False)
+        over = beyond(cache) if self._every else np.zeros(self._groups, np.int64)
+        return Paused(arrays=arrays, key=key, beyond=over, left=self._free(cache), done=False)
 
     @settled
     def peek(self, sequence: Paused) -> int:
@@ -210,7 +214,8 @@ class Slots:
         """Copies a sequence from `begin` or `take` into a slot, in place; the other slots are unchanged."""
         self._put(sequence.arrays, slot)
         self.done[slot], self._waiting[slot] = sequence.done, 0
-        self._beyond[slot] = sequence.beyond[self._group_of(slot)]
+        group = self._group_of(slot)
+        self._beyond[slot], self._left[slot] = sequence.beyond[group], sequence.left[group]
         self._keys[slot] = sequence.key
 
     @settled
@@ -218,8 +223,8 @@ class Slots:
         """Copy of a slot's sequence as a `Paused`, to be inserted into any slot; the original stays in its slot."""
         self._settle(np.arange(self.count) == slot)
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
-        over = np.full(self._groups, self._beyond[slot])
-        return Paused(arrays=arrays, key=self._keys[slot], beyond=over, done=bool(self.done[slot]))
+        over, left = (np.full(self._groups, each[slot]) for each in (self._beyond, self._left))
+        return Paused(arrays=arrays, key=self._keys[slot], beyond=over, left=left, done=bool(self.done[slot]))
 
     @settled
     def release(self, slots: Iterable[int]) -> None:
@@ -250,13 +255,17 @@ class Slots:
     def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
         """One call of the compiled loop, up to `steps` tokens per slot; returns ids `[B, n]`, -1 where none was drawn.
 
-        It draws fewer if tails fill up or a sequence becomes due to be compressed again.
+        It draws fewer if tails fill up, or a sequence becomes due to be compressed again or to drop rows of windows.
         """
         steps = min(steps, self.size)
         if self._every is not None:
             for slot in np.flatnonzero(~self.done & (self._beyond >= self._every)).tolist():
                 self._again(slot)
             steps = min(steps, self._every - int(self._beyond[~self.done].max(initial=0)))
+        if self._sliding.any():
+            for slot in np.flatnonzero(~self.done & (self._left == 0)).tolist():
+                self._slide(slot)
+            steps = min(steps, int(self._left[~self.done].min(initial=steps)))
         if self._spec.tail:
             # Each tail is emptied when it is full, a moment that depends on no other sequence.
             self._settle(~self.done & (self._waiting == self.size))
@@ -271,6 +280,7 @@ class Slots:
         # A token that ends a sequence becomes no row.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
         self._waiting, self._beyond = self._waiting + rows * self._spec.tail, self._beyond + rows
+        self._left = self._left - rows
         return tokens
 
     def _running(self) -> loop.Running:
@@ -314,6 +324,8 @@ class Slots:
         self.insert(self.take(0), 0)
         if self._every is not None:
             self._again(0)
+        if self._sliding.any():
+            self._slide(0)
         self.release(range(self.count))
         jax.block_until_ready(self._all)
 
@@ -339,20 +351,7 @@ class Slots:
     def _require_fits(self, cache: KVCache, rows: int) -> None:
         """Raises an error for a cache of another model, policy, store or pool size, or with fewer than `rows` free."""
         arguments.require_ours(self.session.params, cache, self.session.policy)
-        sizes, free = tuple(pool.rows // cache.stretches for pool in cache.pools), int(cache.free().min())
-        require(
-            sizes == self.shape.rows, "cache", f"pools of {sizes} rows", "give what prefill of these slots returned"
-        )
-        # A policy's own class may have another store by now than when its cache was saved.
-        stores, mine = {type(pool.store).__name__ for pool in cache.pools}, self._parts.store.__name__
-        require(
-            stores == {mine}, "cache", f"rows held by {stores}", f"these slots have {mine}: prefill the prompt anew"
-        )
-        plain = "rows as they are" if cache.tables.centre is None else "transformed rows"
-        remedy = "these slots hold others, as caches of another version of jaxkv do: prefill the prompt anew"
-        require((cache.tables.centre is not None) == transforms(self._parts), "cache", plain, remedy)
-        remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
-        require(rows <= free, "cache", f"{rows} more rows", remedy)
+        self.shape.require_fits(self._parts, cache, rows, self._sliding)
 
     def _group_of(self, slot: int) -> int:
         """Index of the mesh group whose devices hold a slot."""
@@ -381,7 +380,21 @@ class Slots:
         one = self.take(slot).arrays
         cache = self._compressed(self._handle(one.cache), self._keys[slot])
         self._put(dataclasses.replace(one, cache=cache.arrays), slot)
-        self._beyond[slot] = beyond(cache)[self._group_of(slot)]
+        group = self._group_of(slot)
+        self._beyond[slot], self._left[slot] = beyond(cache)[group], self._free(cache)[group]
+
+    def _slide(self, slot: int) -> None:
+        """Drops the rows of a slot's window layers that have left their windows, in place."""
+        one = self.take(slot).arrays
+        cache = slid(self._handle(one.cache), self.shape.rows)
+        self._put(dataclasses.replace(one, cache=cache.arrays), slot)
+        self._left[slot] = self._free(cache)[self._group_of(slot)]
+
+    def _free(self, cache: KVCache) -> Int[np.ndarray, " g"]:
+        """Fewest free rows `[g]` behind windows of layers that slide, per mesh group; the largest int64 if none."""
+        if not self._sliding.any():
+            return np.full(self._groups, np.iinfo(np.int64).max)
+        return cache.free_rows()[self._sliding].min(axis=0)
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
         """Copy of a cache with sequences over their row limit compressed again, in pools of the slots' fixed size."""
