@@ -417,4 +417,4 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
         return limit, state
     short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
-    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes), state
+    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes, prompts.windows), state
