@@ -82,3 +82,10 @@ def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
         data = saved(figure, path.suffix[1:].lower() or "png", dpi=250)
     # For a symbolic link, its target file is replaced, not the link.
     write_whole(Path(os.path.realpath(path)), data)
+
+
+def layer_names(axis: Any, layers: tuple[int, ...]) -> None:
+    """Labels an axis of layer positions with the `layers` there, as indices in the model; unchanged for 0 to L - 1."""
+    if layers != tuple(range(len(layers))):
+        names = dict(enumerate(map(str, layers)))
+        axis.set_major_formatter(lambda at, _: names.get(at, ""))

@@ -79,7 +79,7 @@ def compress(
         layer: index of this layer, for policies whose budget, scores or draws differ by layer.
         layers: L of the model, for policies whose budget or scores do.
         window: number of last tokens, its own included, that a token of this layer attends to; None for all. The last
-            `window` rows are kept then, whatever the policy, and `layer` and `layers` count the other layers alone.
+            `window` rows are kept then, whatever the policy; `layer`, `layers` and tables count the other layers alone.
         sink_logits: `[H]` learned logits that take part in the softmax of each query head, without a value; scores and
             `attend` count them.
         softcap: cap of the layer's logits, which are softcap * tanh(logits / softcap), likewise.
@@ -216,7 +216,8 @@ def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
 
     budget, forced = from_none(told.budget), from_none(told.forced)
     if told.rows is None or told.recent is None:
-        reach = parts.layers.bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
+        bound = parts.among(windows).layers.bound
+        reach = bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
         most = min(int(reach.max()), layers * slots) + sum(min(slots, width or 0) for width in windows)
         return _Sizes(capacity=(most,), budget=budget, forced=forced)
     capacity = tuple(told.rows.max(axis=1).tolist())
@@ -257,7 +258,7 @@ class _Given(Source):
         if known(self.length) and parts.scorer is not None:
             # Budgets can only be validated if lengths are known, not while tracing.
             lengths = np.asarray(self.length, np.int64)
-            parts.budgets(lengths, self.sizes.forced[lengths])
+            parts.among(self.windows).budgets(lengths, self.sizes.forced[lengths])
 
     def candidates(self, index: int) -> Candidates:
         """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""

@@ -1,28 +1,23 @@
 """Models with a learned logit per query head in the softmax, without a value (gpt-oss): oracles, policies, meshes."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
 import tiny
-from meshes import mesh_of
-from test_windows import LENGTHS, NEW, SHAPE, prompts
+from test_windows import SHAPE
+from text_oracle import attended, check_drawn, check_kept, check_kernels_and_meshes, check_texts, check_wide
 
 import jaxkv
 from jaxkv import attention
 from jaxkv.attention import Implementation, backend_of, columns, xla
 from jaxkv.attention.xla import Walk
-from jaxkv.models.layers import linear
-from jaxkv.models.rope import angles, rotate
 
 # Alternate layers of a window, as in gpt-oss; and a model without any.
 SUNK = dataclasses.replace(SHAPE, sink_logits=True)
 WHOLE = dataclasses.replace(tiny.shape(layers=3, kv_heads=2, group=3, dim=16), sink_logits=True)
-OPTIONS = {"max_new_tokens": 12, "stop_at_eos": False}
 POLICIES = {
     "full": jaxkv.FullKV(),
     "snapkv": jaxkv.SnapKV(budget=16, window=6),
@@ -42,15 +37,6 @@ MORE = {
         budget=16, **{"chunk": 24, "tail": 3, "first": (1, 2, 3), "following": (4, 5), "closing": (6,)}
     ),
 }
-
-
-def attended(q, k, v, sinks):
-    """Oracle of one query in float64: output, log-sum-exp and the share of each key, a sink logit in the softmax."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    logits = np.append(k @ q / math.sqrt(len(q)), float(sinks))
-    weights = np.exp(logits - logits.max())
-    shares = weights / weights.sum()
-    return shares[:-1] @ v, logits.max() + math.log(weights.sum()), shares[:-1]
 
 
 def normal(seed, *shape):
@@ -97,56 +83,14 @@ def test_a_pools_output_and_scores(walk, implementation):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def forward(model, ids):
-    """Oracle: logits behind each token of one text, the whole attention matrix in float64, block by block."""
-    config, x = model.config, model.decoder.embedding[...][jnp.asarray(ids)]
-    position = np.arange(len(ids))
-    for layer, block in enumerate(model.decoder.blocks):
-        spec = config.spec_of(layer)
-        by = angles(jnp.asarray(position, jnp.int32)[None], spec.rope, config.head_dim)
-        normed = block.normed(x[None])
-        q = np.asarray(rotate(jnp.moveaxis(linear(block.attention, "q", normed), 1, 3), by), np.float64)[0]
-        kv = linear(block.attention, "kv", normed)
-        k = np.asarray(rotate(jnp.moveaxis(kv[:, :, 0], 1, 2), by), np.float64)[0]
-        v = np.asarray(jnp.moveaxis(kv[:, :, 1], 1, 2), np.float64)[0]
-        sinks, out = np.asarray(block.attention.sink_logits[...]), np.zeros(q.shape)
-        for head, group, token in np.ndindex(q.shape[:3]):
-            first = 0 if spec.window is None else max(0, token - spec.window + 1)
-            rows = slice(first, token + 1)
-            out[head, group, token] = attended(q[head, group, token], k[head, rows], v[head, rows], sinks[head, group])[
-                0
-            ]
-        x = block.finish(x[None], jnp.asarray(out[None], x.dtype))[0]
-    normed = model.decoder.norm(x)
-    return np.asarray(
-        linear(model.decoder, "head", normed)
-        if model.decoder.head is not None
-        else normed @ model.decoder.embedding[...].T
-    )
-
-
 @pytest.mark.parametrize("config", [SUNK, WHOLE], ids=["windows", "whole"])
 def test_texts_by_an_oracle(config):
-    """Prompts, questions of several tokens on top of them, and drawn tokens."""
-    model = tiny.tiny(config)
-    session, rng, texts = jaxkv.Session(model, jaxkv.FullKV()), np.random.default_rng(1), prompts()
-    cache = session.prefill(texts)
-    for lengths in ((3, 11, 1), (1, 1, 1), (19, 2, 8)):
-        for row, text in enumerate(texts):
-            np.testing.assert_allclose(cache.logits[row], forward(model, text)[-1], rtol=1e-4, atol=5e-5)
-        asked = [rng.integers(3, config.vocab, n).tolist() for n in lengths]
-        cache, drawn = session.draw(session.extend(cache, asked), 3)
-        texts = [text + more + new for text, more, new in zip(texts, asked, drawn.tolist(), strict=True)]
+    check_texts(config)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drawn_tokens_are_those_of_the_longer_prompt(dtype):
-    """Past several windows; in 16 bits rows wait beside the pools of a CPU."""
-    session = jaxkv.Session(tiny.tiny(SUNK, dtype=dtype), jaxkv.FullKV())
-    _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
-    texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
-    again = session.prefill([text[: size + NEW - 1] for text, size in zip(texts, LENGTHS, strict=True)])
-    assert np.asarray(again.logits).argmax(axis=-1).tolist() == [text[-1] for text in texts]
+    check_drawn(SUNK, dtype)
 
 
 @pytest.mark.parametrize(
@@ -155,29 +99,14 @@ def test_drawn_tokens_are_those_of_the_longer_prompt(dtype):
     ids=lambda each: str(each)[:9],
 )
 def test_kernels_and_meshes(config, name):
-    """Prefill, scores, steps and evictions by interpreted kernels, and split by heads: the same tokens."""
-    model, policy = tiny.tiny(config), (POLICIES | MORE)[name]
-    plain = jaxkv.generate(model, prompts(), **OPTIONS, policy=policy)
-    for given in ({"implementation": "pallas"}, {"mesh": mesh_of(2, 2)}):
-        found = jaxkv.generate(model, prompts(), **OPTIONS, policy=policy, **given)
-        assert [each.tolist() for each in found.tokens] == [each.tolist() for each in plain.tokens], given
-    meshes.forget()
+    check_kernels_and_meshes(config, (POLICIES | MORE)[name])
 
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "tova"])
 def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
-    model, policy = tiny.tiny(SUNK), POLICIES[name]
-    wide = (
-        jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, window=6))
-        if name == "adakv"
-        else dataclasses.replace(policy, budget=64)
-    )
-    full, ours = (jaxkv.generate(model, prompts(), **OPTIONS, policy=each) for each in (jaxkv.FullKV(), wide))
-    assert [each.tolist() for each in ours.tokens] == [each.tolist() for each in full.tokens]
+    check_wide(SUNK, POLICIES[name])
 
 
 def test_sinks_change_what_is_kept_and_drawn():
-    """They are read: without them answers and choices are others."""
-    sunk, plain = (tiny.tiny(dataclasses.replace(WHOLE, sink_logits=given)) for given in (True, False))
-    caches = [jaxkv.Session(model, jaxkv.SnapKV(budget=16, window=6)).prefill(prompts()) for model in (sunk, plain)]
-    assert np.abs(np.asarray(caches[0].logits) - np.asarray(caches[1].logits)).max() > 1e-2
+    """They are read: without them answers and choices are others; both choices are the oracle's."""
+    check_kept(WHOLE, apart_from=dataclasses.replace(WHOLE, sink_logits=False))

@@ -1,24 +1,22 @@
 """Models that cap the logits of attention, c * tanh(logit / c), and their last ones (Gemma 2): oracles, policies."""
 
 import dataclasses
-import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
+import text_oracle
 import tiny
-from meshes import mesh_of
-from test_windows import LENGTHS, NEW, SHAPE, prompts
+from test_windows import SHAPE, prompts
+from text_oracle import capped, check_drawn, check_kept, check_kernels_and_meshes, check_texts, check_wide
 
 import jaxkv
 from jaxkv import attention
 from jaxkv.attention import Implementation, backend_of, chunk_peaks, columns, filters, xla
 from jaxkv.attention.xla import Walk
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import linear
-from jaxkv.models.rope import angles, rotate
 from jaxkv.models.values import LayerSpec
 from jaxkv.planning.catalog import catalog
 
@@ -32,7 +30,6 @@ CAPPED = dataclasses.replace(
 WHOLE = dataclasses.replace(
     tiny.shape(layers=3, kv_heads=2, group=3, dim=16), kinds=(LayerSpec(softcap=CAP, scale=1.0),), logit_softcap=0.5
 )
-OPTIONS = {"max_new_tokens": 12, "stop_at_eos": False}
 POLICIES = {
     "full": jaxkv.FullKV(),
     "snapkv": jaxkv.SnapKV(budget=16, window=6),
@@ -57,17 +54,7 @@ MORE = {
 BACKENDS = [Implementation.XLA, Implementation.INTERPRETED]
 
 
-def capped(logits, cap=CAP):
-    return cap * np.tanh(np.asarray(logits, np.float64) / cap)
-
-
-def attended(q, k, v, scale=None):
-    """Oracle of one query in float64: output, log-sum-exp and the share of each key, of capped logits."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    logits = capped(k @ q * (1 / math.sqrt(len(q)) if scale is None else scale))
-    weights = np.exp(logits - logits.max())
-    shares = weights / weights.sum()
-    return shares @ v, logits.max() + math.log(weights.sum()), shares
+attended = partial(text_oracle.attended, cap=CAP)
 
 
 def normal(seed, *shape):
@@ -160,7 +147,7 @@ def test_several_tokens_scores_by_an_oracle():
     want = np.zeros(260)
     for head, row in np.ndindex(2, 4):
         span = slice(int(start[0, head]), int(start[0, head] + length[0, head]))
-        logits = capped(np.asarray(k[0, span], np.float64) @ np.asarray(q[0, head, row], np.float64) / 4)
+        logits = capped(np.asarray(k[0, span], np.float64) @ np.asarray(q[0, head, row], np.float64) / 4, CAP)
         want[span] += np.exp(logits - float(lse[0, head, row]))
     for walk in Walk:
         found = columns.pool_sums(q, k, lse, start, length, jnp.zeros((1, 260)), walk=walk, weight=1.0, softcap=CAP)
@@ -190,52 +177,14 @@ def test_choices_and_peaks_by_an_oracle(monkeypatch):
         np.testing.assert_allclose(peaks[0, head], np.max(each, axis=0), atol=1e-5)
 
 
-def forward(model, ids):
-    """Oracle: logits behind each token of one text, the whole attention matrix in float64, block by block."""
-    config, x = model.config, model.decoder.embedding[...][jnp.asarray(ids)]
-    position = np.arange(len(ids))
-    for layer, block in enumerate(model.decoder.blocks):
-        spec = config.spec_of(layer)
-        by = angles(jnp.asarray(position, jnp.int32)[None], spec.rope, config.head_dim)
-        normed = block.normed(x[None])
-        q = np.asarray(rotate(jnp.moveaxis(linear(block.attention, "q", normed), 1, 3), by), np.float64)[0]
-        kv = linear(block.attention, "kv", normed)
-        k = np.asarray(rotate(jnp.moveaxis(kv[:, :, 0], 1, 2), by), np.float64)[0]
-        v = np.asarray(jnp.moveaxis(kv[:, :, 1], 1, 2), np.float64)[0]
-        out = np.zeros(q.shape)
-        for head, group, token in np.ndindex(q.shape[:3]):
-            rows = slice(0 if spec.window is None else max(0, token - spec.window + 1), token + 1)
-            out[head, group, token] = attended(q[head, group, token], k[head, rows], v[head, rows], spec.scale)[0]
-        x = block.finish(x[None], jnp.asarray(out[None], x.dtype))[0]
-    normed, decoder = model.decoder.norm(x), model.decoder
-    last = normed @ decoder.embedding[...].T if decoder.head is None else linear(decoder, "head", normed)
-    return capped(last, config.logit_softcap)
-
-
 @pytest.mark.parametrize("config", [CAPPED, WHOLE], ids=["windows", "whole"])
 def test_texts_by_an_oracle(config):
-    """Prompts, questions of several tokens on top of them, and drawn tokens."""
-    model = tiny.tiny(config)
-    session, rng, texts = jaxkv.Session(model, jaxkv.FullKV()), np.random.default_rng(1), prompts()
-    cache = session.prefill(texts)
-    for lengths in ((3, 11, 1), (1, 1, 1), (19, 2, 8)):
-        for row, text in enumerate(texts):
-            want = forward(model, text)[-1]
-            assert np.abs(want).max() > 0.8 * config.logit_softcap
-            np.testing.assert_allclose(cache.logits[row], want, rtol=1e-4, atol=5e-5)
-        asked = [rng.integers(3, config.vocab, n).tolist() for n in lengths]
-        cache, drawn = session.draw(session.extend(cache, asked), 3)
-        texts = [text + more + new for text, more, new in zip(texts, asked, drawn.tolist(), strict=True)]
+    check_texts(config, least=0.8 * config.logit_softcap)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drawn_tokens_are_those_of_the_longer_prompt(dtype):
-    """Past several windows; in 16 bits rows wait beside the pools of a CPU."""
-    session = jaxkv.Session(tiny.tiny(CAPPED, dtype=dtype), jaxkv.FullKV())
-    _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
-    texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
-    again = session.prefill([text[: size + NEW - 1] for text, size in zip(texts, LENGTHS, strict=True)])
-    assert np.asarray(again.logits).argmax(axis=-1).tolist() == [text[-1] for text in texts]
+    check_drawn(CAPPED, dtype)
 
 
 @pytest.mark.parametrize(
@@ -244,34 +193,23 @@ def test_drawn_tokens_are_those_of_the_longer_prompt(dtype):
     ids=lambda each: str(each)[:12] if isinstance(each, str) else "windows" if any(each.windows) else "whole",
 )
 def test_kernels_and_meshes(config, name):
-    """Prefill, scores, steps and evictions by interpreted kernels, and split by heads: the same tokens."""
-    model, policy = tiny.tiny(config), (POLICIES | MORE)[name]
-    plain = jaxkv.generate(model, prompts(), **OPTIONS, policy=policy)
-    for given in ({"implementation": "pallas"}, {"mesh": mesh_of(2, 2)}):
-        found = jaxkv.generate(model, prompts(), **OPTIONS, policy=policy, **given)
-        assert [each.tolist() for each in found.tokens] == [each.tolist() for each in plain.tokens], given
-    meshes.forget()
+    check_kernels_and_meshes(config, (POLICIES | MORE)[name])
 
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "tova"])
 def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
-    model, policy = tiny.tiny(CAPPED), POLICIES[name]
-    wide = (
-        jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, window=6))
-        if name == "adakv"
-        else dataclasses.replace(policy, budget=64)
-    )
-    full, ours = (jaxkv.generate(model, prompts(), **OPTIONS, policy=each) for each in (jaxkv.FullKV(), wide))
-    assert [each.tolist() for each in ours.tokens] == [each.tolist() for each in full.tokens]
+    check_wide(CAPPED, POLICIES[name])
 
 
 def test_caps_change_what_is_drawn_and_kept():
     """A cap above all logits changes nothing; it is part of what programs are compiled for."""
-    made = [dataclasses.replace(WHOLE, kinds=(LayerSpec(softcap=cap, scale=1.0),)) for cap in (CAP, 1e4, None)]
-    caches = [jaxkv.Session(tiny.tiny(each), jaxkv.SnapKV(budget=16, window=6)).prefill(prompts()) for each in made]
-    low, high, none = (np.asarray(each.logits) for each in caches)
-    np.testing.assert_allclose(high, none, atol=1e-4)
-    assert np.abs(low - none).max() > 1e-2
+    low, high, none = (
+        dataclasses.replace(WHOLE, kinds=(LayerSpec(softcap=cap, scale=1.0),)) for cap in (CAP, 1e4, None)
+    )
+    check_kept(low, apart_from=none)
+    policy = jaxkv.SnapKV(budget=16, window=6)
+    caches = [jaxkv.Session(tiny.tiny(each), policy).prefill(prompts()) for each in (high, none)]
+    np.testing.assert_allclose(caches[0].logits, caches[1].logits, atol=1e-4)
 
 
 def test_published_configs():

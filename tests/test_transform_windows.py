@@ -135,6 +135,6 @@ def test_what_is_refused():
             jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)
     with pytest.raises(ValueError, match="windows='1 layers': give as many as there are of k: 2"):
         jaxkv.compress_layers(k, v, policy=policy, queries=q, windows=[6])
-    with pytest.raises(ValueError, match="some layers of this model have windows, and this is not built for them"):
-        scores = jaxkv.HeadKV(scores=((1.0, 2.0),) * 2, budget=12, window=4)
+    with pytest.raises(ValueError, match="scores='of 1 layers': all are 0 in the layers without a window"):
+        scores = jaxkv.HeadKV(scores=((1.0, 2.0), (0.0, 0.0)), budget=12, window=4)
         jaxkv.compress_layers(k, v, policy=scores, queries=q, windows=[6, None])

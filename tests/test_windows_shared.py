@@ -43,25 +43,30 @@ def drawn(model, texts, policy, **options):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_rows_and_tokens(name):
-    """Bytes as planned, windows whole; budgets of the prompt change nothing; sequences are what they are alone."""
-    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
-    session = jaxkv.Session(model, policy)
-    cache = session.prefill(prompts(), new=NEW)
-    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), NEW)
-    assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, room=room).cache_bytes
+    cache = check_rows_and_tokens(SHAPE, POLICIES[name])
     kept = np.asarray(cache.length)[WHOLE].sum(axis=(0, 2))
     assert (kept <= np.minimum(LENGTHS, 16) * len(WHOLE) * SHAPE.kv_heads).all() and kept.min() > 0
+
+
+def check_rows_and_tokens(shape, policy_of):
+    """Bytes as planned, windows whole; budgets of the prompt change nothing; sequences are what they are alone."""
+    model, policy = tiny.tiny(shape), policy_of(16)
+    session = jaxkv.Session(model, policy)
+    made = cache = session.prefill(prompts(), new=NEW)
+    room = first_room(policy.parts(), shape.windows, np.asarray(LENGTHS), NEW)
+    assert cache.nbytes == plan_prefill(shape, policy, LENGTHS, room=room).cache_bytes
     tokens = drawn(model, prompts(), policy)
     assert drawn(model, prompts()[1:2], policy) == tokens[1:2]
-    assert drawn(model, prompts(), POLICIES[name](64)) == drawn(model, prompts(), jaxkv.FullKV())
+    assert drawn(model, prompts(), policy_of(64)) == drawn(model, prompts(), jaxkv.FullKV())
     # Window after window, with a question between: the last rows are there, in order and without a gap.
     cache, more = session.draw(cache, 40)
     assert [each[:12] for each in more.tolist()] == tokens
     cache, _ = session.draw(session.extend(cache, [[5] * 11, [6], [7] * 4]), 9)
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if SHAPE.windows[layer] is not None:
+        if shape.windows[layer] is not None:
             seen = int(np.asarray(cache.seen)[row])
             assert positions.tolist() == list(range(seen - len(positions), seen)) and len(positions) >= WINDOW
+    return made
 
 
 @pytest.mark.parametrize("name", ["d2o", "global, h2o", "global, every"])

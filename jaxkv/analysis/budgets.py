@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import _checks
-from jaxkv._drawing import PAGE, paper, whole_numbers
+from jaxkv._drawing import PAGE, layer_names, paper, whole_numbers
 from jaxkv.analysis.choosing import Budget, Policies, grid
 from jaxkv.analysis.figures import PolicyFigure, mean_of
 from jaxkv.analysis.measuring import Arrays, PolicyMeasure, Text, measured
@@ -59,6 +59,7 @@ class Budgets(PolicyFigure):
                 panel.set_title("\n".join(textwrap.wrap(name, 22)), fontsize=7)
                 panel.set(xlabel="kv head", xticks=np.unique(np.linspace(0, heads - 1, 4).round()))
                 whole_numbers(panel.yaxis)
+                layer_names(panel.yaxis, self.indices(mine.shape[1]))
             for panel in panels.flat[len(self.policies) :]:
                 panel.set_axis_off()
             for panel in panels[:, 0]:

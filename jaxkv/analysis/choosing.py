@@ -24,6 +24,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
+from jaxkv.policies.reading import without_window
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Needs
 from jaxkv.policies.wrapper import with_budget
@@ -94,7 +95,7 @@ def _name(policy: PolicyLike) -> str:
 def kept_rows(
     params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
-    """Dict {policy: mask `bool[L, K, n]` of prompt rows that its prefill keeps}; one forward pass serves all policies.
+    """Dict {policy: mask `bool[L, K, n]` of rows its prefill keeps in L layers without a window}; one pass serves all.
 
     Policies that read prompts twice run a prefill of their own.
     `prompt` holds one prompt, repeated for each data group of a mesh. `key` is the random key of policies that draw;
@@ -119,7 +120,7 @@ def kept_rows(
     )
     tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs) if choices else ()):
-        for each in choices:
+        for each in choices if flat.config.windows[index] is None else ():
             each.look(index, out)
         del out
     masks = twice | {policy: each.masks() for policy, each in zip(once, choices, strict=True)}
@@ -134,17 +135,20 @@ def _reads_twice(policy: Method) -> bool:
 def _after_prefill(
     params: LanguageModel, prompt: Encoded, policy: Method, key: PRNGKeyArray
 ) -> Bool[np.ndarray, "L K n"]:
-    """Runs a policy's own prefill; returns the mask `bool[L, K, n]` of the first prompt's rows that its cache holds."""
-    return Session(params, policy, key=key).prefill(prompt).holds(0, int(prompt.lengths[0]))
+    """Mask `bool[L, K, n]` of the first prompt's rows that a policy's own prefill keeps in layers without a window."""
+    held = Session(params, policy, key=key).prefill(prompt).holds(0, int(prompt.lengths[0]))
+    return held[np.asarray(without_window(params.config.windows))]
 
 
 class _Choices:
     """Collects one policy's masks of kept rows: layer by layer, or at the end if layer budgets depend on scores."""
 
     def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: PRNGKeyArray):
-        self.flat, self.parts = flat, policy.parts()
+        # As of a model of the layers without a window.
+        windows = flat.config.windows
+        self.flat, self.parts, self.windows = flat, policy.parts().among(windows), (None,) * windows.count(None)
         self.lengths, self.key = prompt.lengths.astype(np.int64), key
-        self.told = by_length(self.parts, self.lengths, flat.config.windows)
+        self.told = by_length(self.parts, self.lengths, self.windows)
         self.length = place(prompt.lengths, "B", flat.axes)
         self.forced = place(self.parts.keep.mask(self.lengths, slots), "B S", flat.axes)
         self.whole = of_prompt(None, self.forced, self.length)
@@ -164,7 +168,8 @@ class _Choices:
         self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim, first=first))
         if not parts.layers.from_scores:
             rows, recent = self._tables()
-            self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])
+            at = len(self.chosen)
+            self._choose([self.waiting], rows[at : at + 1], recent[at : at + 1])
 
     def masks(self) -> Bool[np.ndarray, "L K n"]:
         """Masks `bool[L, K, n]` of all layers' kept rows, after the last `look`; chosen here if budgets use scores."""
@@ -173,9 +178,8 @@ class _Choices:
             self._choose([self.waiting], rows[:1], recent[:1])
         elif self.waiting:
             claims = np.stack([host(layer.claim) for layer in self.waiting])
-            rows, recent = rows_by_claims(
-                self.parts, self.told.budget, self.lengths, self.told.forced, claims, (None,) * len(claims)
-            )
+            told = self.told
+            rows, recent = rows_by_claims(self.parts, told.budget, self.lengths, told.forced, claims, self.windows)
             self._choose([[layer] for layer in self.waiting], rows, recent)
         return np.stack(self.chosen)
 

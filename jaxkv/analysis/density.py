@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import _checks
-from jaxkv._drawing import PAGE, paper, style, whole_numbers
+from jaxkv._drawing import PAGE, layer_names, paper, style, whole_numbers
 from jaxkv._errors import require
 from jaxkv.analysis.figures import BELOW_ONE, Figure, mean_of
 from jaxkv.analysis.measuring import Arrays, Layer, Measure, Text, by_head, measured
@@ -55,8 +55,8 @@ class Density(Figure):
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
-            layers: indices of the layers whose maps are drawn; by default the lowest two, the middle one and the
-                highest two.
+            layers: indices, among the measured ones, of the layers whose maps are drawn; by default the lowest two,
+                the middle one and the highest two.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
@@ -82,7 +82,7 @@ class Density(Figure):
         norm, image = LogNorm(low, max(float(np.nanmax(drawn)), 2 * low)), None
         for panel, layer, each in zip(panels, layers, drawn, strict=True):
             image = panel.imshow(np.maximum(each, low), norm=norm, cmap="viridis", extent=(0, 100, 100, 0))
-            panel.set(title=f"layer {layer}", xticks=(0, 50, 100), yticks=(0, 50, 100))
+            panel.set(title=f"layer {self.indices(len(self.maps))[layer]}", xticks=(0, 50, 100), yticks=(0, 50, 100))
             panel.tick_params(labelleft=panel is panels[0])
         panels[0].set_ylabel("query, % of the text")
         panels[len(panels) // 2].set_xlabel("key, % of the text")
@@ -104,13 +104,14 @@ class Density(Figure):
         handles = [each for axes in (panel, other) for each in axes.get_legend_handles_labels()[0]]
         panel.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
         whole_numbers(panel.xaxis)
+        layer_names(panel.xaxis, self.indices(len(index)))
 
     def records(self) -> list[dict[str, Any]]:
         """List of dicts, one per layer: variance over keys (heads' mean, min, max), and % of weights that are large."""
         heads = zip(self.variance.mean(axis=1), self.variance.min(axis=1), self.variance.max(axis=1), strict=True)
         return [
             {
-                "layer": layer,
+                "layer": self.indices(len(self.dense))[layer],
                 "variance": float(mean),
                 "least head": float(least),
                 "most head": float(most),

@@ -17,7 +17,18 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure(abc.ABC):
-    """Base class of a measurement's result: arrays and numbers, with a picture file and table rows made from them."""
+    """Base class of a measurement's result: arrays and numbers, with a picture file and table rows made from them.
+
+    Attributes:
+        layers: index in the model of each of the L layers that were measured: of all without a window; () for 0 to
+            L - 1.
+    """
+
+    layers: tuple[int, ...] = ()
+
+    def indices(self, count: int) -> tuple[int, ...]:
+        """Tuple of the indices in the model of the figure's `count` layers."""
+        return self.layers or tuple(range(count))
 
     @abc.abstractmethod
     def picture(self, path: str | Path) -> None:

@@ -64,6 +64,8 @@ def fit_gate(
     penalty = _checks.real("penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True)
     given = _checks.several("texts", texts, "give a list of one or more texts, or of their ids")
     config, session = params.config, Session(params)
+    remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
+    require(not any(config.windows), "model", params.name, remedy)
     prompts = [session.encoded(each) for each in given]
     for at, prompt in enumerate(prompts):
         count, most = int(prompt.lengths.max()), config.max_positions

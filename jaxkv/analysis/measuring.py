@@ -28,6 +28,7 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies.policy import Method
+from jaxkv.policies.reading import without_window
 from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.mesh import Axes, missing, place
 from jaxkv.text.prompts import Encoded, Prompt, encode
@@ -43,7 +44,7 @@ class Text:
         count: number of tokens.
         slots: number of tokens after padding.
         prompt: number of first tokens, those that policies see.
-        rows: `bool[L, K, n]` by policy, the prompt rows that it keeps.
+        rows: `bool[L, K, n]` by policy, the prompt rows that it keeps in the L measured layers.
         axes: axes of the model's mesh; None for one device.
         copies: number of sequences: the text, once for each data group of a mesh.
     """
@@ -76,7 +77,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One measured layer: its index, parameters and prefill output (`out`, with queries, keys and values)."""
+    """One measured layer: its index among these, parameters, prefill output (`out`, with queries, keys and values)."""
 
     index: int
     leaves: Leaves
@@ -160,10 +161,14 @@ def measured(
 ) -> list[Any]:
     """Runs texts under full attention; returns one `Figure` per measurement in a list; ValueError for non-finite ones.
 
+    Layers with a window, from which policies choose nothing, are run, but not measured.
     If measurements have policies, each text without its `following` last tokens is run once more, for all policies
     together. `key` is for policies that draw; `begin` is called before each text with its index and number of tokens.
     """
     params = as_model(params)
+    whole = without_window(params.config.windows)
+    remedy = "every layer has a window, and none attends to the whole text: take another model"
+    require(bool(whole), "params", params.name, remedy)
     least = max((measure.least_following for measure in measures), default=0)
     remedy = f"give how many last tokens policies do not see, {least} or more"
     following = _checks.whole("following", following, remedy, least=least)
@@ -185,7 +190,8 @@ def measured(
         for each, mine, measure in zip(found, layers, measures, strict=True):
             each.append(measure.of_text(text, mine))
         done.append(dataclasses.replace(text, rows={}))
-    figures = [measure.figure(done, each) for measure, each in zip(measures, found, strict=True)]
+    made = (measure.figure(done, each) for measure, each in zip(measures, found, strict=True))
+    figures = [dataclasses.replace(figure, layers=whole) for figure in made]
     for figure in figures:
         sound = all(np.isfinite(each).all() for each in figure.arrays().values() if each.dtype.kind == "f")
         require(sound, "params", params.name, "the model's attention is not finite: check its weights")
@@ -200,14 +206,19 @@ def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Seque
     if not some:
         return found
     flat, axes = params.flat, params.axes
+    require(not params.config.sink_logits, "params", params.name, "attention with sinks is not analysed")
+    whole = without_window(params.config.windows)
     needs = Needs(queries=max(each.queries for each in some), sums=any(each.sums for each in some))
     tokens, length = place(encoded.padded(text.slots), "B S", axes), place(encoded.lengths, "B", axes)
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
-        layer = Layer(index=index, leaves=flat.blocks[index], graphs=flat.graphs_of(index), out=out)
-        for mine, measure, need in zip(found, measures, asked, strict=True):
-            if need is not None:
-                mine.append(measure.of_layer(text, layer))
-        del out, layer
+        if index in whole:
+            graphs, at = flat.graphs_of(index), whole.index(index)
+            layer = Layer(index=at, leaves=flat.blocks[index], graphs=graphs, out=out)
+            for mine, measure, need in zip(found, measures, asked, strict=True):
+                if need is not None:
+                    mine.append(measure.of_layer(text, layer))
+            del layer
+        del out
     return found
 
 

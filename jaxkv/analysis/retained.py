@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import _checks
-from jaxkv._drawing import COLUMN, paper
+from jaxkv._drawing import COLUMN, layer_names, paper
 from jaxkv.analysis.figures import Figure, mean_of
 from jaxkv.analysis.measuring import Arrays, Layer, QueryMeasure, Text, measured
 from jaxkv.attention import window_mass
@@ -66,7 +66,8 @@ class Retained(Figure):
             panel.set(ylim=(0, 102), xlim=(min(across[0], 50), 100))
             panel.set(xticks=(1, 10, 100), xticklabels=("1", "10", "100"))
             panel.legend(loc="lower right", frameon=False)
-            figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
+            bar = figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
+            layer_names(bar.ax.yaxis, self.indices(layers))
 
     def records(self) -> list[dict[str, Any]]:
         """List of dicts, one per share of keys: mean, min, median and max of the heads' attention held, in %."""

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import _checks
-from jaxkv._drawing import COLUMN, paper
+from jaxkv._drawing import COLUMN, layer_names, paper
 from jaxkv._errors import require
 from jaxkv.analysis.figures import BELOW_ONE, Figure, mean_of
 from jaxkv.analysis.measuring import Arrays, Layer, QueryMeasure, Text, measured
@@ -33,7 +33,7 @@ class Similarity(Figure):
 
     Attributes:
         mass: `f32[L, L]` at [l, m], for m >= l: the share of m's attention on l's most attended tokens, averaged over
-            queries and texts; 0 below the diagonal.
+            queries and texts; 0 below the diagonal. L counts the layers without a window.
         share: number of most attended tokens, as a share of those that a query sees.
         queries: number of last tokens of each text whose attention is measured.
         lengths: number of tokens of each text.
@@ -55,22 +55,26 @@ class Similarity(Figure):
             ImportError: without matplotlib, naming the extra that brings it.
         """
         layers = len(self.mass)
-        marked = [_checks.index("filters", layer, layers) for layer in filters]
+        indices = self.indices(layers)
+        marked = [_checks.index("filters", layer, indices[-1] + 1) for layer in filters]
         upper = np.where(np.arange(layers)[:, None] <= np.arange(layers), self.mass, np.nan)
         with paper(path, width=COLUMN, height=2.9) as figure:
             panel = figure.add_subplot()
             image = panel.imshow(upper, vmin=0, vmax=1, cmap="viridis", origin="upper")
             figure.colorbar(image, label=f"share of attention on the top {self.share:.1%} of tokens")
             panel.set(xlabel="layer that reads", ylabel="layer that chooses")
+            layer_names(panel.xaxis, indices)
+            layer_names(panel.yaxis, indices)
             for layer in marked:
-                panel.axhline(layer, color="#D55E00", linewidth=0.8, linestyle="--")
+                require(layer in indices, "filters", layer, f"give some of {', '.join(map(str, indices))}")
+                panel.axhline(indices.index(layer), color="#D55E00", linewidth=0.8, linestyle="--")
 
     def records(self) -> list[dict[str, Any]]:
         """List of dicts, one per layer but the last: share of its own and higher layers' attention on its top keys."""
         above = [self.mass[layer, layer + 1 :] for layer in range(len(self.mass))]
         return [
             {
-                "layer": layer,
+                "layer": self.indices(len(self.mass))[layer],
                 "of itself": float(self.mass[layer, layer]),
                 "of the next": float(each[0]),
                 "of all above": float(each.mean()),
@@ -190,9 +194,10 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
         m: number of filter layers.
         adjacent: number of layers above each filter layer that read everything, too.
         most_whole: largest number of layers that read everything; by default a quarter of all, as in the paper.
+            Layers with a window count nowhere.
 
     Returns:
-        The best of all sets of filter layers.
+        The best of all sets of filter layers, as indices of the model's layers.
 
     Raises:
         ValueError: if no set leaves enough layers to read a choice.
@@ -213,7 +218,8 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     remedy = f"{layers} layers, of which at most {most} read everything, leave no such set: give fewer filters"
     require(best is not None and best[0] >= 0, "m", m, remedy)
     assert best is not None
-    return FilterLayers(filters=best[1], carried=best[0], similarity=found)
+    indices = found.indices(layers)
+    return FilterLayers(filters=tuple(indices[layer] for layer in best[1]), carried=best[0], similarity=found)
 
 
 def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tuple[int, int, int]:
@@ -252,6 +258,6 @@ def filter_layers(
         ValueError: as `similarity` and `best_filters` do.
     """
     # Invalid settings are refused before the texts are run.
-    _settings(m, adjacent, most_whole, as_model(params).config.layers)
+    _settings(m, adjacent, most_whole, as_model(params).config.windows.count(None))
     found = similarity(params, texts, share=share, queries=queries)
     return best_filters(found, m=m, adjacent=adjacent, most_whole=most_whole)

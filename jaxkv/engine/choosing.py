@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._values import Typed
+from jaxkv._values import ENDLESS, Typed
 from jaxkv.cache.packing import Unpacked
 from jaxkv.policies.heads import (
     HeadBudgets,
@@ -111,13 +112,21 @@ class Choice(NamedTuple):
 
 
 def limits_of(
-    heads: HeadBudgets, kept: Int[Array, "L B K"], usual: Int[Array, "L B K"], axes: Axes | None
+    heads: HeadBudgets,
+    kept: Int[Array, "L B K"],
+    usual: Int[Array, "L B K"],
+    axes: Axes | None,
+    windows: tuple[int | None, ...],
 ) -> Int[Array, "L B K"]:
-    """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`."""
+    """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`.
+
+    `windows` are `ModelConfig.windows`: segments of layers that have one grow without an end.
+    """
     own_of = own_limits(heads)
     if own_of is None:
         return usual
-    whole = jnp.asarray(own_of, jnp.int32)[:, None]
+    near = np.asarray([width is not None for width in windows])
+    whole = jnp.asarray(np.where(near[:, None], ENDLESS, own_of), jnp.int32)[:, None]
     return jnp.maximum(kept, own(whole, "K", 2, axes) if inside() else whole)
 
 
@@ -136,8 +145,8 @@ def choose(
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
-    `due` keep all rows. `index` is that of the first layer. Ties go to the lowest head, then to the lowest layer, then
-    to the lowest position.
+    `due` keep all rows. `index` is that of the first layer, counted among those without a window. Ties go to the lowest
+    head, then to the lowest layer, then to the lowest position.
     """
     if layers[0].scores is None:
         return Choice(tuple(layer.inside for layer in layers), Tally())

@@ -40,11 +40,13 @@ class Source(abc.ABC):
 
     Attributes:
         indices: indices of the layers in the model.
+        windows: each of the model's layers' window, None for none; budgets are those of the layers without one.
         axes: axes of the mesh that the layers lie on; None off a mesh.
         ahead: number of layers that may still be computed while the next one is dispatched, as memory allows.
     """
 
     indices: Sequence[int]
+    windows: tuple[int | None, ...]
     axes: Axes | None = None
     ahead: int = 0
 
@@ -114,6 +116,7 @@ def compress(
     that draw; `room` are the rows to leave behind each layer's segments where layers share a pool, by default the rest
     of it evenly. Only sequences that are `due`, by default all, are compressed: the others are moved as they are.
     """
+    parts = parts.among(source.windows)
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
@@ -201,8 +204,8 @@ def _chosen(
     masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its rows have been chosen.
-        one, heads, axes = [seen.pop(0)], parts.heads, source.axes
-        choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=index)
+        one, heads, axes, of = [seen.pop(0)], parts.heads, source.axes, source.windows[:index].count(None)
+        choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=of)
         masks += choice.masks
         tally, below = tally.plus(choice.tally), masks[-1][:, 0] if parts.nested and with_scores[at] else below
     return masks, with_scores, tally

@@ -104,7 +104,7 @@ def by_length(
     spread over the other layers. With `strict`, a budget below the number of forced rows raises ValueError, unless the
     policy clamps budgets.
     """
-    layers = windows.count(None)
+    layers, parts = windows.count(None), parts.among(windows)
     length = np.asarray(lengths, np.int64)
     forced = parts.keep.counts(length)
     budget = parts.budgets(length, forced, strict=strict)
@@ -150,6 +150,7 @@ def rows_by_claims(
     Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.
     """
     with _in_64_bits(claims):
+        parts = parts.among(windows)
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
         rows = parts.layers.rows(budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims)
         recent = parts.recents(rows, lengths, forced, claims, budget)

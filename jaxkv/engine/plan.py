@@ -254,7 +254,8 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, .
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
             forced = np.minimum(numbers.forced + between, top)
-            reach = parts.layers.bound(np.minimum(budget + between, top), lengths, forced, layers=whole)
+            bound = parts.among(windows).layers.bound
+            reach = bound(np.minimum(budget + between, top), lengths, forced, layers=whole)
             shared = max(shared, min(int(reach.max()), whole * top))
             continue
         rows = np.asarray(numbers.rows)

@@ -98,14 +98,14 @@ def run_layer(
 def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
     """Generator: runs right-padded prompts through the model, no compression, and yields each layer's `LayerOut`.
 
-    A layer's hidden states are donated to the next one; `needs` adds to keys and values; no windows, no caps.
+    A layer's hidden states are donated to the next one; `needs` adds to keys and values of layers without a window.
     """
-    special = [each for each in flat.config.kinds if each.window or each.softcap]
-    require(not special, "model", special, "attention within windows, or of capped logits, is not analysed")
+    special = [each for each in flat.config.kinds if each.softcap]
+    require(not special, "model", special, "attention of capped logits is not analysed")
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = angles_by_rope(flat, tokens.shape[1])
-    for index in range(len(flat.blocks)):
-        out = run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
+    for index, window in enumerate(flat.config.windows):
+        out = run_layer(flat, index, x, length, tables, needs if window is None else Needs(), Implementation.XLA)
         x = out.x
         yield out
         # One layer at a time: the caller must drop its reference, too.
@@ -417,4 +417,4 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
         return limit, state
     short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
-    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes), state
+    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes, prompts.windows), state

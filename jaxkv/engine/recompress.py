@@ -81,7 +81,7 @@ def recompress(
     held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed)
     now = place(due(cache), "B", flat.axes)
     made = finished(compress(held, parts, key=key, room=held.room, due=now))
-    target = limits_of(parts.heads, made.length, made.length, flat.axes)
+    target = limits_of(parts.heads, made.length, made.length, flat.axes, flat.config.windows)
     again = now[:, None] & ~np.asarray([width is not None for width in flat.config.windows])[:, None, None]
     if parts.heads.uniform:
         wants = namespace(held.wants).broadcast_to(held.wants[..., None], target.shape)
@@ -147,6 +147,7 @@ class _Held(Source):
         assert parts.scorer is not None and parts.ongoing is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
         self.indices, self.wants, self.axes = range(len(room)), _wanted_rows(parts, cache), flat.axes
+        self.windows = flat.config.windows
         self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
         forced, xp = parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)), namespace(self.wants)
         # Rows that other protected rows leave to the most recent ones in each layer.
@@ -259,7 +260,7 @@ def _wanted_of_whole(parts: Parts, cache: KVCache, layers: list[int]) -> Any:
     seen, budget, xp = _numbers(cache.seen), _numbers(cache.state.budget), namespace(limit)
     forced = parts.keep.counts(seen, _numbers(cache.state.prompt))
     now = xp.maximum(xp.minimum(budget, seen), forced)
-    return layer_rows(parts, now, seen, forced, layers=len(limit))
+    return layer_rows(parts.among(cache.config.windows), now, seen, forced, layers=len(limit))
 
 
 def _taken(layer: _Layer, static: _Static) -> Unpacked:

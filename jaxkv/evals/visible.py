@@ -102,6 +102,8 @@ def visible_attention(
     """
     for name, ids in (("prompt", prompt), ("answer", answer)):
         require(len(ids) >= 1, name, ids, "give at least 1 token")
+    remedy = "some layers have windows: this looks at models whose layers all attend to the whole prompt"
+    require(not any(params.config.windows), "model", params.name, remedy)
     policy = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     whole, steps, axes = [*prompt, *answer], len(answer), params.axes
     copies, slots = 1 + missing(1, axes), bucket(len(whole))

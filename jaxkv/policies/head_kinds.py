@@ -1,6 +1,8 @@
 """Budgets of kv heads of two kinds: heads that keep every row, and heads that keep a fixed number of rows."""
 
 import dataclasses
+import math
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -11,7 +13,18 @@ from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value, namespace
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
+from jaxkv.policies.reading import without_window
 from jaxkv.policies.topk import sortable, top
+
+
+def kinds_of(pattern: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tuple[bool, ...], ...]:
+    """Nested tuple of bools `[L][K]`, True for retrieval heads: all but the share `sparsity` of lowest numbers."""
+    numbers = np.asarray(pattern)
+    # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
+    few = numbers.size if sparsity == 1 else math.ceil(Fraction(repr(sparsity)) * (numbers.size - 1))
+    kinds = np.ones(numbers.size, bool)
+    kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
+    return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +36,9 @@ class HeadKinds(OfModel, LayerBudgets, Value):
     Attributes:
         retrieval: for each layer and kv head, True if the head keeps every row and grows while decoding.
         reach: rows of the other heads, first and most recent ones together.
+        pattern: numbers of all layers and heads that `retrieval` follows from, with `sparsity`, by `kinds_of`: the
+            kinds are then found anew among layers without a window. () if it was made in another way.
+        sparsity: share of heads that are streaming heads.
     """
 
     of_field: ClassVar[str] = "pattern"
@@ -34,6 +50,8 @@ class HeadKinds(OfModel, LayerBudgets, Value):
 
     retrieval: tuple[tuple[bool, ...], ...]
     reach: int
+    pattern: tuple[tuple[float, ...], ...] = ()
+    sparsity: float = 0.5
 
     @property
     def layers(self) -> int:
@@ -45,6 +63,14 @@ class HeadKinds(OfModel, LayerBudgets, Value):
     def heads(self) -> int:
         """Number of kv heads of the model."""
         return len(self.retrieval[0])
+
+    def among(self, windows: tuple[int | None, ...]) -> "HeadKinds":
+        """Copy with the kinds of the layers without a window alone: the share `sparsity` is one of their heads."""
+        self.require_sizes(layers=len(windows))
+        index = without_window(windows)
+        pattern = tuple(self.pattern[layer] for layer in index) if self.pattern else ()
+        kinds = kinds_of(pattern, self.sparsity) if pattern else tuple(self.retrieval[layer] for layer in index)
+        return dataclasses.replace(self, retrieval=kinds, pattern=pattern)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Mean rows per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""

@@ -26,6 +26,7 @@ class Importance(OfModel, LayerBudgets, Value):
     Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
     parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score. The published code
     budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no rows for.
+    `scores` are of all layers of the model; those of layers with a window, which share in no budget, are ignored.
     """
 
     of_field: ClassVar[str] = "scores"
@@ -64,8 +65,19 @@ class Importance(OfModel, LayerBudgets, Value):
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
         self.require_sizes(layers=config.layers)
+        if any(config.windows):
+            self.among(config.windows)
         remedy = f"the model has {config.kv_heads} kv heads and {config.heads} query heads: give {self.wanted}"
         require(self.heads in (config.kv_heads, config.heads), self.of_field, f"{self.heads} heads", remedy)
+
+    def among(self, windows: tuple[int | None, ...]) -> "Importance":
+        """Copy with the scores of the layers without a window alone; ValueError if all of these are 0."""
+        self.require_sizes(layers=len(windows))
+        assert not isinstance(self.scores, str)
+        scores = tuple(row for row, width in zip(self.scores, windows, strict=True) if width is None)
+        remedy = "all are 0 in the layers without a window: give one of these more"
+        require(any(map(any, scores)), self.of_field, f"of {len(scores)} layers", remedy)
+        return dataclasses.replace(self, scores=scores)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of all other rows of the budget."""

@@ -50,7 +50,8 @@ class HeadBudgets(Protocol):
 
         Head budgets that differ by layer have an attribute `needs_layer`, True, and take a further argument `layer`,
         the layer's index `i32[]`. Head budgets whose heads have limits of their own under `Evict` have a method
-        `limits()`, which returns them, `[L, K]`; they are then the policy's layer budgets, too.
+        `limits()`, which returns them, `[L, K]`; they are then the policy's layer budgets, too. For models with window
+        layers both need a method `among(windows)`, as layer budgets do; `layer` counts the layers without a window.
         """
 
 

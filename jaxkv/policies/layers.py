@@ -82,6 +82,9 @@ class LayerBudgets(Protocol):
         Layer budgets whose rows do not follow from the policy's budget, which is then None, have a method
         `average(length, forced)`, which returns rows per kv head and layer on average `[N]`, and an attribute `reach`,
         rows that segments of shorter prompts grow to under `Evict`.
+
+        Layer budgets that know layers by their index have a method `among(windows)`: with `ModelConfig.windows`, those
+        of the layers without a window alone, which are then counted from 0.
         """
 
     def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:

@@ -13,7 +13,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, as_policy_budget
-from jaxkv.policies.heads import HeadBudgets, UniformHeads, needs_layer, own_budgets, own_limits, shares_positions
+from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
 from jaxkv.policies.merger import Merger, check_merger
@@ -31,6 +31,7 @@ from jaxkv.policies.scorer import (
     two_stages,
 )
 from jaxkv.policies.threshold import check_threshold, threshold_of
+from jaxkv.policies.windowed_budgets import cut_to_whole
 from jaxkv.policies.windowed_reads import reading_beside
 
 
@@ -204,23 +205,25 @@ class Parts(Value):
         getattr(self.read, "require_fits", lambda config: None)(config)
 
     def require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
-        """Raises ValueError if a policy does more than choose a layer's rows and evict: what fits beside windows."""
+        """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
         require(bool(whole) or (self.scorer or self.read) is None, "policy", self.scorer or self.read, remedy)
         remedy = "some layers of this model have windows, and this is not built for them: leave it out"
-        for name, value, fits in (
-            ("layers", self.layers, own_limits(self.heads) is None and not getattr(self.layers, "dense_layers", ())),
-            ("heads", self.heads, not needs_layer(self.heads)),
-            ("rolling", self.rolling, not self.rolling),
-            ("scorer", self.scorer, not sets_rows(self.layers)),
-        ):
-            require(fits, name, value, remedy)
+        require(not self.rolling, "rolling", self.rolling, remedy)
+        self.among(windows)
+
+    def among(self, windows: tuple[int | None, ...]) -> "Parts":
+        """`Parts` as for a model of the layers without a window alone: tables by layer are cut; the same without any.
+
+        `windows` are `ModelConfig.windows`. ValueError if a table names layers with windows, or nothing but these.
+        """
+        return cut_to_whole(self, windows) if any(windows) and None in windows else self
 
     def unlimited(self, windows: tuple[int | None, ...]) -> Bool[np.ndarray, " L"]:
         """Mask of layers that gain a row at each token without an end: the policy's, and those of `config.windows`."""
         mask = np.asarray([width is not None for width in windows])
-        mask[~mask] = self.layers.unlimited(windows.count(None))
+        mask[~mask] = self.among(windows).layers.unlimited(windows.count(None))
         return mask
 
     @property

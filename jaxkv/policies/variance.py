@@ -12,6 +12,7 @@ from jaxkv._checks import choice, field, real
 from jaxkv._errors import require
 from jaxkv._values import Value, halved, is_traced, namespace, plain
 from jaxkv.policies.layers import Counts, LayerBudgets, Reals, Table, finite, round_remainders, round_to_sum
+from jaxkv.policies.reading import without_window
 from jaxkv.policies.scorer import Observed
 
 # Every layer keeps at least 1 / _LEAST of the prompt, as in the published code.
@@ -42,8 +43,8 @@ class VarianceLayers(LayerBudgets, Value):
 
     Attributes:
         statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
-        dense_layers: layers that keep the whole prompt; negative ones count from the top. Their rows are taken out of
-            the budget.
+        dense_layers: layers of the model that keep the whole prompt, none of those with a window; negative ones count
+            from the top. Their rows are taken out of the budget.
 
     References:
         D2O, arXiv:2406.13035, equations 4 and 5, Table 4.
@@ -63,6 +64,14 @@ class VarianceLayers(LayerBudgets, Value):
         whole = listed and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         require(whole, "dense_layers", given, "give layers such as (0, 1, -1)")
         object.__setattr__(self, "dense_layers", layers)
+
+    def among(self, windows: tuple[int | None, ...]) -> "VarianceLayers":
+        """Copy whose `dense_layers` are counted among the layers without a window; ValueError if one has a window."""
+        named = np.flatnonzero(dense_mask(self.dense_layers, len(windows))).tolist()
+        index, found = without_window(windows), [layer for layer in named if windows[layer] is not None]
+        remedy = f"layers {found} have windows, and keep no more than these: name some of {', '.join(map(str, index))}"
+        require(not found, "dense_layers", self.dense_layers, remedy)
+        return dataclasses.replace(self, dense_layers=tuple(index.index(layer) for layer in named))
 
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed

@@ -1,14 +1,10 @@
 """DuoAttention: kv heads of two kinds: some keep every row, the others the first and the most recent ones."""
 
 import dataclasses
-import math
-from fractions import Fraction
 from typing import Any, ClassVar
 
-import numpy as np
-
 from jaxkv._checks import field, real, whole
-from jaxkv.policies.head_kinds import HeadKinds
+from jaxkv.policies.head_kinds import HeadKinds, kinds_of
 from jaxkv.policies.head_scores import as_pattern
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -28,8 +24,10 @@ class DuoAttention(Method):
     large behind streaming heads as behind retrieval heads.
 
     Attributes:
-        pattern: how much each layer's kv heads need all rows, `[L][K]` numbers from 0 to 1, or the published folder.
-        sparsity: share of kv heads that are streaming heads: those of the lowest numbers.
+        pattern: how much each layer's kv heads need all rows, `[L][K]` numbers from 0 to 1, or the published folder;
+            one row for every layer of the model, those of layers with a window are ignored.
+        sparsity: share of kv heads that are streaming heads: those of the lowest numbers. Heads of layers with a
+            window do not count.
         sinks: first tokens that always stay; None: config.json's in the pattern's folder, 64 without one.
         window: most recent tokens that stay in streaming heads, where rows of `protect` take the places of its oldest;
             None: config.json's, 256 without one.
@@ -61,16 +59,14 @@ class DuoAttention(Method):
         """Nested tuple of bools `[L][K]`, True for retrieval heads (highest `pattern` numbers); () without any."""
         if self.pattern is None:
             return ()
-        numbers = np.asarray(self.pattern)
-        # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
-        few = numbers.size if self.sparsity == 1 else math.ceil(Fraction(repr(self.sparsity)) * (numbers.size - 1))
-        kinds = np.ones(numbers.size, bool)
-        kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
-        return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
+        assert not isinstance(self.pattern, str)
+        return kinds_of(self.pattern, self.sparsity)
 
     def parts(self) -> Parts:
         """Config `Parts`: retrieval heads keep all rows; others keep sinks and recent rows and evict by age."""
         assert self.sinks is not None and self.window is not None
-        kinds = HeadKinds(retrieval=self.kinds(), reach=self.sinks + self.window)
+        assert not isinstance(self.pattern, str)
+        reach, pattern = self.sinks + self.window, self.pattern or ()
+        kinds = HeadKinds(retrieval=self.kinds(), reach=reach, pattern=pattern, sparsity=self.sparsity)
         keep = Keep(sinks=self.sinks, window=1)
         return self.compose(scorer=Position(), keep=keep, evict=ByAge(), layers=kinds, heads=kinds)

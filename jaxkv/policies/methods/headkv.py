@@ -18,7 +18,8 @@ class HeadKV(WindowMethod):
     """Keeps rows as SnapKV does, more in heads found important for retrieval, under one budget over all layers.
 
     Attributes:
-        scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike.
+        scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike. One row
+            for every layer of the model; those of layers with a window are ignored.
         beta: 1/beta of the rows go by the scores, the rest evenly: larger is more even.
 
     References:

@@ -28,7 +28,8 @@ class LUKV(Wrapper):
 
     Attributes:
         curves: share of rows that each kv head drops where all together drop 1 %, 2 %, to 99 %: a .npy file of
-            `[99, L, K]` numbers in [0, 1], as published, or a table of them; None: all heads alike.
+            `[99, L, K]` numbers in [0, 1], as published, or a table of them; None: all heads alike. L counts every
+            layer of the model; curves of layers with a window are ignored.
         base: the policy whose scores are used, and its budget, a share; by default ExpectedAttention. The curves
             published for it go with `base=ExpectedAttention(budget=..., epsilon=0.02)`.
 
