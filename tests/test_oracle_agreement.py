@@ -48,6 +48,7 @@ class _Drawn(compress.Source):
 
     def __post_init__(self):
         self.indices, self.parts = range(len(self.k)), self.policy.parts()
+        self.windows = (None,) * len(self.k)
         self.length = jnp.asarray(self.lengths, jnp.int32)
         self.forced = self.parts.keep.mask(self.lengths, SLOTS)
         self.prompts = choosing.of_prompt(None, jnp.asarray(self.forced), self.length)
