@@ -161,20 +161,23 @@ def loop_row(name: str, loop: Loop) -> Row:
     arrays = [(hlo.NAMES[leaf.dtype.name], tuple(leaf.shape)) for leaf in leaves]
     size = sum(hlo.size_of(*each) for each in arrays)
     rows = {each for each in arrays if len(each[1]) == 3}
-    copies, kernels = hlo.copies(text, rows), text.count('custom_call_target="tpu_custom_call"')
+    copies, kernels = hlo.copies(text, rows), perf_tpu.kernels(text)
     found, inner = perf_tpu.step(text)
     config = work.flat.config
-    row_bytes = 2 * config.head_dim * 2
+    row_bytes, segments = 2 * config.head_dim * 2, loop.batch * config.kv_heads
     held = sum(pool.k.shape[1] for pool in pools) // (config.kv_heads * config.layers)
-    each = perf_tpu.decode_kernel(loop.batch * config.kv_heads, held, row_bytes)
-    moved = copies * max(hlo.size_of(*one) for one in rows) / sheet.bandwidth
-    xla = found / perf_tpu.CLOCK + moved
+    # Sparse layers read chosen rows by one kernel and those since the prompt by another.
+    sparse, chosen, rest = kernels["tpu_attend"] // 2, getattr(loop.policy, "budget", held), held - loop.tokens
+    times = perf_tpu.decode_kernel(segments, held, row_bytes, scores=bool(kernels["tpu_rank"])) * kernels["tpu_decode"]
+    times += sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
+    times += perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
+    moved = copies * max(hlo.size_of(*one) for one in rows) + 2 * perf_tpu.gathered(text)
     weights = memory.argument_size_in_bytes - size - 2 * config.vocab * config.embed
-    read = loop.batch * config.kv_heads * held * row_bytes * config.layers
-    ideal = (weights + read) / sheet.bandwidth
+    read = segments * row_bytes * ((config.layers - sparse) * held + sparse * (chosen + rest))
+    xla, ideal = found / perf_tpu.CLOCK + moved / sheet.bandwidth, (weights + read) / sheet.bandwidth
     share = hlo.aliased(text) / size
-    # Kernels that read chosen rows alone, and loops whose trips depend on data, are no part of the model.
-    known = loop.device == perf_tpu.DEVICE and kernels in (0, config.layers) and None not in inner
+    # Loops whose trips depend on data are no part of the model.
+    known = loop.device == perf_tpu.DEVICE and None not in inner
     cells = [
         name,
         f"{seconds:.0f}",
@@ -185,14 +188,14 @@ def loop_row(name: str, loop: Loop) -> Row:
         str(copies),
         f"{len(inner)}",
         f"{found / 1e6:.2f}",
-        str(kernels),
-        f"{1e3 * (xla + kernels * each):.2f}" if known else "-",
+        str(kernels.total()),
+        f"{1e3 * (xla + times):.2f}" if known else "-",
         f"{1e3 * ideal:.2f}",
     ]
     wrong = None
     if share < 1:
         wrong = f"{share:.0%} of the pools are updated in place"
-    elif kernels == config.layers and copies:
+    elif kernels["tpu_decode"] == config.layers and copies:
         wrong = f"{copies} copies of pools that a kernel writes"
     return Row(cells, wrong)
 
@@ -295,8 +298,9 @@ def parts() -> dict[str, Part]:
             [
                 f"Llama 3 8B, bfloat16, one {device}; 8 sequences, 32 layers, a budget of 1,024 and prompts of 32,768",
                 "tokens if nothing else is said. The ideal reads weights and rows once, at the data sheet's bandwidth.",
-                "There is no estimate (-) on other devices, where kernels read chosen rows alone, or where loops run",
-                "as often as data say: their cycles count once. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
+                "OmniKV's sparse layers read chosen rows and those since the prompt. There is no estimate (-) on other",
+                "devices, or where loops run as often as data say: their cycles count once. Of FullKV's 4 x 32,768",
+                "rows 24 layers fit a v6e.",
             ],
             ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
             + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"],

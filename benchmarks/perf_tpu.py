@@ -6,25 +6,33 @@ Rules:
 2. A loop takes its body's cycles times the constant that its condition compares with. A loop over drawn tokens compares
    with an argument: one trip of it is a decode step.
 3. A decode kernel takes the longer of two times, summed over segments: copies of its rows, in chunks, at the data
-   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO.
+   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO; with
+   scores `SCORED_BUNDLES`, of a block and a segment. The kernels of eviction take theirs: `RANK_BUNDLES` a head, of
+   eight sequences and a register of 128 rows, `MOVE_BUNDLES` a segment, and `LAUNCH_BUNDLES` both together.
 4. Splash attention takes its products, half of all pairs of tokens, at `SPLASH` of the data sheet's FLOP/s: assumed.
-5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it.
+5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it. So do
+   gathers of rows, for which the compiler writes no cycles: their bytes twice, read and written.
 6. Left out: other copies that run beside operations, what a step costs on the host, links of chips. Times are therefore
    lower bounds.
 """
 
+import collections
 import re
 
-from jaxkv.pallas_kernels.tpu_decode import BLOCK, CHUNK
+from jaxkv.pallas_kernels.tpu_rows import BLOCK, CHUNK
+from jaxkv.planning import hlo
 from jaxkv.planning.tpus import tpus
 
 DEVICE = "v6e"
 CLOCK = 1.75e9
 BLOCK_BUNDLES, PROGRAM_BUNDLES = 340, 250
+SCORED_BUNDLES = 480, 320
+RANK_BUNDLES, MOVE_BUNDLES, LAUNCH_BUNDLES = 17, 160, 200
 SPLASH = 0.5
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_KERNEL = re.compile(r"^\s*(?:ROOT )?%(\w+?)(?:\.\d+)* = .*custom_call_target=\"tpu_custom_call\"", re.MULTILINE)
 _WHILE = re.compile(r" while\(.*condition=%([\w.\-]+).*body=%([\w.\-]+)")
 
 
@@ -92,11 +100,32 @@ def _loops(parts: dict[str, list[str]], name: str) -> list[int | None]:
     return found
 
 
-def decode_kernel(segments: int, rows: int, row_bytes: int) -> float:
+def kernels(text: str) -> collections.Counter[str]:
+    """Counter of the calls of kernels in an HLO text by the kernels' names, each call once."""
+    return collections.Counter(_KERNEL.findall(text))
+
+
+def gathered(text: str) -> int:
+    """Bytes of the rows that gathers of an HLO text collect: of results with three axes."""
+    found = [hlo.arrays_in(each)[0] for each in re.findall(r"= (\S+) gather\(", text)]
+    return sum(hlo.size_of(*each) for each in found if len(each[1]) == 3)
+
+
+def decode_kernel(segments: int, rows: int, row_bytes: int, *, scores: bool = False) -> float:
     """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all."""
-    copied = -(-rows // CHUNK) * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
-    bundles = (-(-rows // BLOCK) * BLOCK_BUNDLES + PROGRAM_BUNDLES) / CLOCK
-    return segments * max(copied, bundles)
+    chunks = -(-rows // CHUNK)
+    copied = chunks * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
+    # With scores the rows of a segment are dealt to blocks of whole chunks.
+    blocks, (each, program) = -(-rows // BLOCK), (BLOCK_BUNDLES, PROGRAM_BUNDLES)
+    if scores:
+        blocks, (each, program) = chunks * CHUNK / BLOCK, SCORED_BUNDLES
+    return segments * max(copied, (blocks * each + program) / CLOCK)
+
+
+def eviction(batch: int, heads: int, rows: int) -> float:
+    """Seconds of the two kernels that rank the rows of a pool of so many rows and move one in each of its segments."""
+    ranked = -(-batch // 8) * heads * -(-rows // 128) * RANK_BUNDLES
+    return (ranked + batch * heads * MOVE_BUNDLES + LAUNCH_BUNDLES) / CLOCK
 
 
 def splash(batch: int, heads: int, tokens: int, dim: int) -> float:

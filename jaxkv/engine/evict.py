@@ -156,8 +156,8 @@ def evict(
     keys with the likely row's key) and `norms` (of the keys) save work if they are given.
     """
     backend = backend_of(how.implementation)
-    fused = backend.fused_eviction and pool.store.fused_eviction
-    if fused and _in_a_kernel(how.ongoing):
+    fused = pool.store.fused_eviction and backend.moves(pool.k)
+    if fused and _in_a_kernel(how.ongoing) and backend.ranks(pool.k):
         return _evict_by_kernel(pool, segments, how.ongoing, backend)
     victim, there, second = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & there, attended)

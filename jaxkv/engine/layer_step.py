@@ -219,7 +219,7 @@ def attend(
         return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
-    if joins(spec, rows.pool) and rows.chosen is None and rows.pages is None and rows.norms is None:
+    if joins(spec, token, rows.pool, rows.window) and rows.chosen is None and rows.pages is None and rows.norms is None:
         out, pool = attend_joining(spec, token, rows.pool, rows.segments, rows.window, new)
         return out, dataclasses.replace(rows, pool=pool), None
     # A single token's row is appended first; attention then reads it like the others.
