@@ -166,9 +166,10 @@ def loop_row(name: str, loop: Loop) -> Row:
     config = work.flat.config
     row_bytes, segments = 2 * config.head_dim * 2, loop.batch * config.kv_heads
     held = sum(pool.k.shape[1] for pool in pools) // (config.kv_heads * config.layers)
-    # Sparse layers read chosen rows by one kernel and those since the prompt by another.
-    sparse, chosen, rest = kernels["tpu_attend"] // 2, getattr(loop.policy, "budget", held), held - loop.tokens
-    times = perf_tpu.decode_kernel(segments, held, row_bytes, scores=bool(kernels["tpu_rank"])) * kernels["tpu_decode"]
+    # Sparse layers read chosen rows by one kernel; another appends, and reads those since the prompt.
+    sparse, chosen, rest = kernels["tpu_attend"], getattr(loop.policy, "budget", held), held - loop.tokens
+    dense, scores = kernels["tpu_decode"] - sparse, bool(kernels["tpu_rank"])
+    times = perf_tpu.decode_kernel(segments, held, row_bytes, scores=scores) * dense
     times += sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
     times += perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
     moved = copies * max(hlo.size_of(*one) for one in rows) + 2 * perf_tpu.gathered(text)

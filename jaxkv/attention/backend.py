@@ -51,6 +51,8 @@ class Backend(InPlace, abc.ABC):
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
         cpu_forms: True if XLA's operations around it take the forms that a CPU runs fastest, such as slices of 16-bit
             floats as integers; False for plain ones.
+        operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
+            them; else the compiler may compute them within these, again for each tile.
         keeps_norms: True if norms of keys are kept between steps for policies that compare keys, not computed again.
         fused_step: True if it has `deal`, `decode_token` and `add_norm`.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
@@ -61,6 +63,7 @@ class Backend(InPlace, abc.ABC):
     windows: ClassVar[bool] = False
     few_launches: ClassVar[bool] = False
     cpu_forms: ClassVar[bool] = True
+    operands_apart: ClassVar[bool] = False
     keeps_norms: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False
     custom_calls: ClassVar[tuple[str, ...]] = ()

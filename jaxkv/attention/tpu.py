@@ -31,6 +31,7 @@ class Tpu(Xla):
 
     at_once = True
     cpu_forms = False
+    operands_apart = True
     fused_eviction = True
     custom_calls = ("tpu_custom_call",)
     interpret: ClassVar[bool] = False

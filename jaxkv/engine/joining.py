@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv.attention import merge
 from jaxkv.cache.pools import Pool, append_places
 from jaxkv.cache.stores import Dense
 from jaxkv.engine.bookkeeping import scores_of
 from jaxkv.engine.segments import Segments, in_window
+from jaxkv.engine.sparse import Chosen, over_chosen, rest_segments
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import NewTokens, Token
 
@@ -23,11 +25,32 @@ def joins(spec: Spec, token: Token, pool: Pool, window: int | None) -> bool:
 
 
 def attend_joining(
-    spec: Spec, token: Token, pool: Pool, segments: Segments, window: int | None, new: NewTokens
+    spec: Spec,
+    token: Token,
+    pool: Pool,
+    segments: Segments,
+    window: int | None,
+    new: NewTokens,
+    chosen: Chosen | None,
 ) -> tuple[Float[Array, "B K G one D"], Pool]:
-    """Appends one token's row and attends to its segment, or the last `window` rows of it; returns output and pool."""
+    """Appends one token's row and attends to its segment, or the last `window` rows of it; returns output and pool.
+
+    Of the rows that filter layers choose from only the `chosen` ones are read, if there are some: after the append, for
+    a read before it would cost a copy.
+    """
+    if chosen is not None:
+        out, lse, pool = _joined(spec, token, pool, rest_segments(spec, segments), None, new)
+        return merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse), pool
     if spec.scored:
         return _scored(spec, token, pool, segments, new)
+    out, _, pool = _joined(spec, token, pool, segments, window, new)
+    return out, pool
+
+
+def _joined(
+    spec: Spec, token: Token, pool: Pool, segments: Segments, window: int | None, new: NewTokens
+) -> tuple[Float[Array, "B K G one D"], Float[Array, "B K G one"], Pool]:
+    """Appends one token's row and attends to its segment, or its last `window` rows; output, log-sum-exp, pool."""
     start, length, counts = segments.start, segments.length, new.count[:, None]
     near, held = in_window(start, length + counts, window)
     out, lse, k, v = spec.backend.append_and_attend(
@@ -41,7 +64,7 @@ def attend_joining(
     )
     pool = _placed(spec, token, pool, segments, new)
     pool = dataclasses.replace(pool, store=pool.store.holding(k, v))
-    return token.with_sinks(out[..., None, :], lse[..., None])[0], pool
+    return *token.with_sinks(out[..., None, :], lse[..., None]), pool
 
 
 def _placed(spec: Spec, token: Token, pool: Pool, segments: Segments, new: NewTokens) -> Pool:
