@@ -37,7 +37,8 @@ from jax.experimental import topologies
 import jaxkv
 from benchmarks import plan_cells, record
 from jaxkv.attention import Implementation
-from jaxkv.pallas_kernels import tpu_decode, tpu_prefill
+from jaxkv.engine import evict
+from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill
 from jaxkv.planning import hlo
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
@@ -46,6 +47,8 @@ from jaxkv.planning.worker import compiled_program, on_devices
 
 # Batch, kv heads, group, head dim, pool rows.
 KERNELS = [(8, 8, 4, 128, 10240), (4, 32, 1, 128, 40960), (1, 8, 11, 128, 262144), (2, 8, 4, 256, 65536)]
+# The same of pools from which each new row evicts one.
+EVICTS = (8, 8, 4, 128, 8200)
 FEW = 4
 
 
@@ -112,8 +115,8 @@ def compiled(traced: Any) -> tuple[Any, str, float]:
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
-def decode_row(device: str, shape: tuple[int, ...]) -> Row:
-    """Row of the kernels' table: the decode kernel of a shape, in bfloat16, on a device."""
+def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False) -> Row:
+    """Row of the kernels' table: the decode kernel of a shape, in bfloat16, on a device, or the one that scores."""
     where, (batch, heads, group, dim, rows) = mesh_of(device), shape
 
     def of(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -122,11 +125,28 @@ def decode_row(device: str, shape: tuple[int, ...]) -> Row:
     new, pool = (of(batch, heads, dim),) * 2, (of(batch, rows, dim),) * 2
     tables = of(batch, heads, dtype=jnp.int32), of(batch, heads, dtype=jnp.int32), of(batch, dtype=jnp.int32)
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        run = jax.jit(tpu_decode.append_and_attend, donate_argnums=(2, 3))
+        scored = functools.partial(tpu_decode.append_and_score, widest=rows // heads)
+        run = jax.jit(scored if scores else tpu_decode.append_and_attend, donate_argnums=(2, 3))
         memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
     size = 2 * batch * rows * dim * 2
     share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
-    cells = ["decode", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
+    name, temporaries = "scores" if scores else "decode", f"{memory.temp_size_in_bytes / 1e6:.2f}"
+    wrong = None if share == "100%" else f"{share} of the pools are updated in place"
+    return Row([name, device, str(shape), f"{seconds:.1f}", share, temporaries], wrong)
+
+
+def evict_row(device: str, shape: tuple[int, ...]) -> Row:
+    """Row of the kernels' table: the two kernels of H2O's eviction, from pools of a shape in bfloat16, on a device."""
+    where, (batch, heads, _, dim, rows) = mesh_of(device), shape
+    of = functools.partial(jax.ShapeDtypeStruct, sharding=where.sharding)
+    leaves = [of((batch, rows, dim), jnp.bfloat16)] * 2 + [of((batch, rows), each) for each in (jnp.int32, jnp.float32)]
+    tables = [of((batch, heads), jnp.int32)] * 4 + [of((batch,), jnp.int32)] * 2
+    weigh = evict.weigh_of(jaxkv.H2O(budget=1024).parts().ongoing)
+    with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
+        run = jax.jit(functools.partial(tpu_evict.evict_rows, weigh=weigh), donate_argnums=(0, 1, 2, 3))
+        memory, _, seconds = compiled(run.trace(*leaves, *tables))
+    share = f"{min(1, memory.alias_size_in_bytes / sum(each.size * each.dtype.itemsize for each in leaves)):.0%}"
+    cells = ["evict", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
     return Row(cells, None if share == "100%" else f"{share} of the pools are updated in place")
 
 
@@ -278,6 +298,8 @@ def parts() -> dict[str, Part]:
     device = perf_tpu.DEVICE
     known = [(kind, KERNELS[0]) for kind in tpus()] + [(device, shape) for shape in KERNELS[1:]]
     kernels = {f"decode {kind} {shape}": functools.partial(decode_row, kind, shape) for kind, shape in known}
+    for name, row in (("scores", functools.partial(decode_row, scores=True)), ("evict", evict_row)):
+        kernels |= {f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()}
     splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]
     kernels |= {f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash}
     return {

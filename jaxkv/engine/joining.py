@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkv.attention import merge
@@ -91,4 +92,6 @@ def _scored(
     )
     pool = _placed(spec, token, pool, segments, new)
     assert pool.score is not None  # Only scored pools receive.
-    return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v), score=pool.score + received)
+    # Together: else XLA adds up at the end of the step, and holds what all layers' rows received until then.
+    out, score = lax.optimization_barrier((out, pool.score + received))
+    return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v), score=score)
