@@ -49,6 +49,11 @@ def test_cycles_of_loops(perf_tpu):
     first = "  %while.0 = (s32[]{:T(128)}) while(%tuple.3), condition=%outer.cond, body=%body.1\n"
     before = TEXT.replace("  %while.2", first + "  %while.2")
     assert perf_tpu.cycles(before) == perf_tpu.cycles(TEXT) + 100 and perf_tpu.step(before) == (16 * 100 + 7, [16])
+    walks = TEXT.replace("condition=%cond.1,", "condition=%outer.cond,")
+    walks = walks.replace('"100"', '"100","dynamic_slice_sizes={128,64}"')
+    assert perf_tpu.step(walks, 1025) == (9 * 100 + 7, [None]) and perf_tpu.step(walks) == (100 + 7, [None])
+    no_count = walks.replace("ROOT %lt.2 = pred[] compare", "ROOT %or.2 = pred[] or").replace("3), direction=LT", "3)")
+    assert perf_tpu.step(no_count, 1025) == (100 + 7, [None])
     parts = perf_tpu.computations(TEXT)
     assert not perf_tpu.countable(TEXT) and perf_tpu.countable(TEXT.replace("%outer.cond,", "%cond.1,"))
     assert perf_tpu.trips(parts["cond.1"]) == 16 and perf_tpu.trips(parts["outer.cond"]) is None
