@@ -257,19 +257,19 @@ class Backend(InPlace, abc.ABC):
         return keys, values, jnp.where(real, source % slots, -1)
 
     def gathered(
-        self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B n"]
+        self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B K T"]
     ) -> tuple[Float[Array, "B n D"], Float[Array, "B n D"]]:
         """Gathers pool rows by index for reading; returns their keys and values, finite ones where an index is -1.
 
         Args:
             k: keys of a pool.
             v: values.
-            rows: pool rows; -1 for none.
+            rows: pool rows of each head; -1 for none.
 
         Returns:
-            Keys and values.
+            Keys and values, the T rows of one head after another.
         """
-        return self.packed(k[:, None], v[:, None], rows)[:2]
+        return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
 
     def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int | float) -> Any:
         """Table of the pool rows that each decode kernel program reads; NotImplementedError in this base class.

@@ -54,11 +54,11 @@ class InPlace:
         """
         raise NotImplementedError
 
-    def joins_scored(self, q: Float[Array, "B K G D"], k: Float[Array, "B P D"], walk: Walk) -> bool:
+    def joins_scored(self, q: Float[Array, "B K G one D"], k: Float[Array, "B P D"], walk: Walk) -> bool:
         """True if `append_and_score` takes such queries and pools; always False in the base class.
 
         Args:
-            q: queries, of which the shape counts.
+            q: queries of one token, of which the shape counts.
             k: keys of a pool, of which shape and dtype count.
             walk: how segments lie in it.
 

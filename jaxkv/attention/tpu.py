@@ -134,7 +134,7 @@ class Tpu(Xla):
 
         Masks would take a TPU as long as the rows themselves.
         """
-        at, batch = jnp.maximum(rows, 0), jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+        at, batch = jnp.maximum(rows, 0).reshape(len(rows), -1), jnp.arange(len(rows), dtype=jnp.int32)[:, None]
         keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
         return keys, values
 

@@ -22,7 +22,7 @@ def joins(spec: Spec, token: Token, pool: Pool, window: int | None) -> bool:
         return False
     if not spec.scored:
         return spec.backend.joins(pool.store.k)
-    return window is None and spec.backend.joins_scored(token.q[..., 0, :], pool.store.k, spec.layout.walk)
+    return window is None and spec.backend.joins_scored(token.q, pool.store.k, spec.layout.walk)
 
 
 def attend_joining(

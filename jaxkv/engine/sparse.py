@@ -215,7 +215,7 @@ def over_chosen(
     heads = segments.start.shape[1]
     if loaded is None:
         rows, count = rows_of(chosen, pool, segments.start, choosable, reading)
-        k, v = spec.backend.gathered(pool.k, pool.v, rows.reshape(rows.shape[0], -1))
+        k, v = spec.backend.gathered(pool.k, pool.v, rows)
     else:
         batch, *_, dim = loaded.shape
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
