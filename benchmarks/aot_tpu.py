@@ -323,7 +323,7 @@ def parts() -> dict[str, Part]:
                 f"Llama 3 8B, bfloat16, one {device}; 8 sequences, 32 layers, a budget of 1,024 and prompts of 32,768",
                 "tokens if nothing else is said. The ideal reads weights and rows once, at the data sheet's bandwidth.",
                 "OmniKV's sparse layers read chosen rows and those since the prompt. There is no estimate (-) on other",
-                "devices. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
+                "devices, nor in rows older than its rule. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
             ],
             ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
             + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"],
