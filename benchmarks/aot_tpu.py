@@ -37,7 +37,8 @@ from jax.experimental import topologies
 import jaxkv
 from benchmarks import plan_cells, record
 from jaxkv.attention import Implementation
-from jaxkv.pallas_kernels import tpu_decode, tpu_prefill
+from jaxkv.engine import evict
+from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill
 from jaxkv.planning import hlo
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
@@ -46,6 +47,8 @@ from jaxkv.planning.worker import compiled_program, on_devices
 
 # Batch, kv heads, group, head dim, pool rows.
 KERNELS = [(8, 8, 4, 128, 10240), (4, 32, 1, 128, 40960), (1, 8, 11, 128, 262144), (2, 8, 4, 256, 65536)]
+# The same of pools from which each new row evicts one.
+EVICTS = (8, 8, 4, 128, 8200)
 FEW = 4
 
 
@@ -74,6 +77,7 @@ LOOPS = {
     "AdaKV": Loop(jaxkv.AdaKV(budget=1024)),
     "H2O": Loop(jaxkv.H2O(budget=1024)),
     "OmniKV, prompts of 4,096": Loop(jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18)), tokens=4096),
+    "D2O": Loop(jaxkv.D2O(budget=1024)),
     "D2O, 4 layers": Loop(jaxkv.D2O(budget=1024), layers=FEW),
     "FullKV, 4 sequences, 24 layers": Loop(jaxkv.FullKV(), batch=4, layers=24),
     "FullKV, 4 sequences, a v5p": Loop(jaxkv.FullKV(), batch=4, device="v5p"),
@@ -112,8 +116,8 @@ def compiled(traced: Any) -> tuple[Any, str, float]:
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
-def decode_row(device: str, shape: tuple[int, ...]) -> Row:
-    """Row of the kernels' table: the decode kernel of a shape, in bfloat16, on a device."""
+def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False) -> Row:
+    """Row of the kernels' table: the decode kernel of a shape, in bfloat16, on a device, or the one that scores."""
     where, (batch, heads, group, dim, rows) = mesh_of(device), shape
 
     def of(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -122,11 +126,28 @@ def decode_row(device: str, shape: tuple[int, ...]) -> Row:
     new, pool = (of(batch, heads, dim),) * 2, (of(batch, rows, dim),) * 2
     tables = of(batch, heads, dtype=jnp.int32), of(batch, heads, dtype=jnp.int32), of(batch, dtype=jnp.int32)
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        run = jax.jit(tpu_decode.append_and_attend, donate_argnums=(2, 3))
+        scored = functools.partial(tpu_decode.append_and_score, widest=rows // heads)
+        run = jax.jit(scored if scores else tpu_decode.append_and_attend, donate_argnums=(2, 3))
         memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
     size = 2 * batch * rows * dim * 2
     share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
-    cells = ["decode", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
+    name, temporaries = "scores" if scores else "decode", f"{memory.temp_size_in_bytes / 1e6:.2f}"
+    wrong = None if share == "100%" else f"{share} of the pools are updated in place"
+    return Row([name, device, str(shape), f"{seconds:.1f}", share, temporaries], wrong)
+
+
+def evict_row(device: str, shape: tuple[int, ...]) -> Row:
+    """Row of the kernels' table: the two kernels of H2O's eviction, from pools of a shape in bfloat16, on a device."""
+    where, (batch, heads, _, dim, rows) = mesh_of(device), shape
+    of = functools.partial(jax.ShapeDtypeStruct, sharding=where.sharding)
+    leaves = [of((batch, rows, dim), jnp.bfloat16)] * 2 + [of((batch, rows), each) for each in (jnp.int32, jnp.float32)]
+    tables = [of((batch, heads), jnp.int32)] * 4 + [of((batch,), jnp.int32)] * 2
+    weigh = evict.weigh_of(jaxkv.H2O(budget=1024).parts().ongoing)
+    with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
+        run = jax.jit(functools.partial(tpu_evict.evict_rows, weigh=weigh), donate_argnums=(0, 1, 2, 3))
+        memory, _, seconds = compiled(run.trace(*leaves, *tables))
+    share = f"{min(1, memory.alias_size_in_bytes / sum(each.size * each.dtype.itemsize for each in leaves)):.0%}"
+    cells = ["evict", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
     return Row(cells, None if share == "100%" else f"{share} of the pools are updated in place")
 
 
@@ -161,20 +182,24 @@ def loop_row(name: str, loop: Loop) -> Row:
     arrays = [(hlo.NAMES[leaf.dtype.name], tuple(leaf.shape)) for leaf in leaves]
     size = sum(hlo.size_of(*each) for each in arrays)
     rows = {each for each in arrays if len(each[1]) == 3}
-    copies, kernels = hlo.copies(text, rows), text.count('custom_call_target="tpu_custom_call"')
-    found, inner = perf_tpu.step(text)
+    copies, kernels = hlo.copies(text, rows), perf_tpu.kernels(text)
+    budget = getattr(loop.policy, "budget", loop.tokens)
+    found, inner = perf_tpu.step(text, budget)
     config = work.flat.config
-    row_bytes = 2 * config.head_dim * 2
+    row_bytes, segments = 2 * config.head_dim * 2, loop.batch * config.kv_heads
     held = sum(pool.k.shape[1] for pool in pools) // (config.kv_heads * config.layers)
-    each = perf_tpu.decode_kernel(loop.batch * config.kv_heads, held, row_bytes)
-    moved = copies * max(hlo.size_of(*one) for one in rows) / sheet.bandwidth
-    xla = found / perf_tpu.CLOCK + moved
+    # Sparse layers read chosen rows by one kernel; another appends, and reads those since the prompt.
+    sparse, chosen, rest = kernels["tpu_attend"], budget, held - loop.tokens
+    dense, scores = kernels["tpu_decode"] - sparse, bool(kernels["tpu_rank"])
+    times = perf_tpu.decode_kernel(segments, held, row_bytes, scores=scores) * dense
+    times += sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
+    times += perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
+    moved = copies * max(hlo.size_of(*one) for one in rows) + 2 * perf_tpu.gathered(text)
     weights = memory.argument_size_in_bytes - size - 2 * config.vocab * config.embed
-    read = loop.batch * config.kv_heads * held * row_bytes * config.layers
-    ideal = (weights + read) / sheet.bandwidth
+    read = segments * row_bytes * ((config.layers - sparse) * held + sparse * (chosen + rest))
+    xla, ideal = found / perf_tpu.CLOCK + moved / sheet.bandwidth, (weights + read) / sheet.bandwidth
     share = hlo.aliased(text) / size
-    # Kernels that read chosen rows alone, and loops whose trips depend on data, are no part of the model.
-    known = loop.device == perf_tpu.DEVICE and kernels in (0, config.layers) and None not in inner
+    known = loop.device == perf_tpu.DEVICE
     cells = [
         name,
         f"{seconds:.0f}",
@@ -185,14 +210,14 @@ def loop_row(name: str, loop: Loop) -> Row:
         str(copies),
         f"{len(inner)}",
         f"{found / 1e6:.2f}",
-        str(kernels),
-        f"{1e3 * (xla + kernels * each):.2f}" if known else "-",
+        str(kernels.total()),
+        f"{1e3 * (xla + times):.2f}" if known else "-",
         f"{1e3 * ideal:.2f}",
     ]
     wrong = None
     if share < 1:
         wrong = f"{share:.0%} of the pools are updated in place"
-    elif kernels == config.layers and copies:
+    elif kernels["tpu_decode"] == config.layers and copies:
         wrong = f"{copies} copies of pools that a kernel writes"
     return Row(cells, wrong)
 
@@ -274,6 +299,8 @@ def parts() -> dict[str, Part]:
     device = perf_tpu.DEVICE
     known = [(kind, KERNELS[0]) for kind in tpus()] + [(device, shape) for shape in KERNELS[1:]]
     kernels = {f"decode {kind} {shape}": functools.partial(decode_row, kind, shape) for kind, shape in known}
+    for name, row in (("scores", functools.partial(decode_row, scores=True)), ("evict", evict_row)):
+        kernels |= {f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()}
     splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]
     kernels |= {f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash}
     return {
@@ -295,8 +322,8 @@ def parts() -> dict[str, Part]:
             [
                 f"Llama 3 8B, bfloat16, one {device}; 8 sequences, 32 layers, a budget of 1,024 and prompts of 32,768",
                 "tokens if nothing else is said. The ideal reads weights and rows once, at the data sheet's bandwidth.",
-                "There is no estimate (-) on other devices, where kernels read chosen rows alone, or where loops run",
-                "as often as data say: their cycles count once. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
+                "OmniKV's sparse layers read chosen rows and those since the prompt. There is no estimate (-) on other",
+                "devices, nor in rows older than its rule. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
             ],
             ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
             + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"],

@@ -4,27 +4,38 @@ Rules:
 1. Operations of XLA take the `estimated_cycles` that the compiler writes beside them, at `CLOCK`. That clock is
    assumed: at it, products that read weights reach 86% of v6e's bandwidth by these cycles.
 2. A loop takes its body's cycles times the constant that its condition compares with. A loop over drawn tokens compares
-   with an argument: one trip of it is a decode step.
+   with an argument: one trip of it is a decode step. Where a step's loop compares a count with what data say, it walks
+   segments, and takes as many trips as the budget's rows have blocks of the rows that loops within it slice at once;
+   loops that compare no count take one.
 3. A decode kernel takes the longer of two times, summed over segments: copies of its rows, in chunks, at the data
-   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO.
+   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO; with
+   scores `SCORED_BUNDLES`, of a block and a segment. The kernels of eviction take theirs: `RANK_BUNDLES` a head, of
+   eight sequences and a register of 128 rows, `MOVE_BUNDLES` a segment, and `LAUNCH_BUNDLES` both together.
 4. Splash attention takes its products, half of all pairs of tokens, at `SPLASH` of the data sheet's FLOP/s: assumed.
-5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it.
+5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it. So do
+   gathers of rows, for which the compiler writes no cycles: their bytes twice, read and written.
 6. Left out: other copies that run beside operations, what a step costs on the host, links of chips. Times are therefore
    lower bounds.
 """
 
+import collections
 import re
 
-from jaxkv.pallas_kernels.tpu_decode import BLOCK, CHUNK
+from jaxkv.pallas_kernels.tpu_rows import BLOCK, CHUNK
+from jaxkv.planning import hlo
 from jaxkv.planning.tpus import tpus
 
 DEVICE = "v6e"
 CLOCK = 1.75e9
 BLOCK_BUNDLES, PROGRAM_BUNDLES = 340, 250
+SCORED_BUNDLES = 480, 320
+RANK_BUNDLES, MOVE_BUNDLES, LAUNCH_BUNDLES = 17, 160, 200
 SPLASH = 0.5
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_KERNEL = re.compile(r"^\s*(?:ROOT )?%(\w+?)(?:\.\d+)* = .*custom_call_target=\"tpu_custom_call\"", re.MULTILINE)
+_SLICED, _CALLS = re.compile(r"dynamic_slice_sizes=\{(\d+)"), re.compile(r" calls=%([\w.\-]+)")
 _WHILE = re.compile(r" while\(.*condition=%([\w.\-]+).*body=%([\w.\-]+)")
 
 
@@ -50,7 +61,7 @@ def trips(condition: list[str]) -> int | None:
 
 def cycles(text: str, name: str = "ENTRY") -> int:
     """Estimated cycles of a computation of an HLO text and of the loops in it; loops of unknown trips count once."""
-    return _cycles(computations(text), name)
+    return _cycles(computations(text), name, None)
 
 
 def countable(text: str) -> bool:
@@ -60,26 +71,39 @@ def countable(text: str) -> bool:
     return all(trips(parts[loop[1]]) is not None for loop in loops)
 
 
-def _cycles(parts: dict[str, list[str]], name: str) -> int:
-    """Estimated cycles of one of `computations`, loops in it included."""
+def _sliced(parts: dict[str, list[str]], name: str) -> int:
+    """Most rows that one of `computations` slices at once, what it calls and loops in it included; at least 1."""
+    most = 1
+    for line in parts[name]:
+        called, loop = _CALLS.search(line), _WHILE.search(line)
+        inner = [each for each in (called and called[1], loop and loop[2]) if each in parts]
+        most = max([most, *map(int, _SLICED.findall(line)), *(_sliced(parts, each) for each in inner)])
+    return most
+
+
+def _cycles(parts: dict[str, list[str]], name: str, budget: int | None) -> int:
+    """Estimated cycles of one of `computations`, loops in it included; those of unknown counts walk `budget` rows."""
     total = 0
     for line in parts[name]:
         total += sum(map(int, _CYCLES.findall(line)))
         loop = _WHILE.search(line)
         if loop is not None:
-            total += (trips(parts[loop[1]]) or 1) * _cycles(parts, loop[2])
+            walks = budget is not None and any("direction=LT" in each for each in parts[loop[1]])
+            walked = -(-(budget or 1) // _sliced(parts, loop[2])) if walks else 1
+            total += (trips(parts[loop[1]]) or walked) * _cycles(parts, loop[2], budget)
     return total
 
 
-def step(text: str) -> tuple[int, list[int | None]]:
+def step(text: str, budget: int | None = None) -> tuple[int, list[int | None]]:
     """Estimated cycles of a decode loop's body, and the trips of all loops within it (None where they vary).
 
-    Of the entry's loops it is the one of most cycles: shorter ones make ready what a step carries along.
+    Of the entry's loops it is the one of most cycles: shorter ones make ready what a step carries along. Loops of
+    unknown counts walk segments of `budget` rows, or take one trip.
     """
     parts = computations(text)
     outer = [loop[2] for line in parts["ENTRY"] if (loop := _WHILE.search(line)) is not None]
-    body = max(outer, key=lambda name: _cycles(parts, name))
-    return _cycles(parts, body), _loops(parts, body)
+    body = max(outer, key=lambda name: _cycles(parts, name, None))
+    return _cycles(parts, body, budget), _loops(parts, body)
 
 
 def _loops(parts: dict[str, list[str]], name: str) -> list[int | None]:
@@ -92,11 +116,32 @@ def _loops(parts: dict[str, list[str]], name: str) -> list[int | None]:
     return found
 
 
-def decode_kernel(segments: int, rows: int, row_bytes: int) -> float:
+def kernels(text: str) -> collections.Counter[str]:
+    """Counter of the calls of kernels in an HLO text by the kernels' names, each call once."""
+    return collections.Counter(_KERNEL.findall(text))
+
+
+def gathered(text: str) -> int:
+    """Bytes of the rows that gathers of an HLO text collect: of results with three axes."""
+    found = [hlo.arrays_in(each)[0] for each in re.findall(r"= (\S+) gather\(", text)]
+    return sum(hlo.size_of(*each) for each in found if len(each[1]) == 3)
+
+
+def decode_kernel(segments: int, rows: int, row_bytes: int, *, scores: bool = False) -> float:
     """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all."""
-    copied = -(-rows // CHUNK) * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
-    bundles = (-(-rows // BLOCK) * BLOCK_BUNDLES + PROGRAM_BUNDLES) / CLOCK
-    return segments * max(copied, bundles)
+    chunks = -(-rows // CHUNK)
+    copied = chunks * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
+    # With scores the rows of a segment are dealt to blocks of whole chunks.
+    blocks, (each, program) = -(-rows // BLOCK), (BLOCK_BUNDLES, PROGRAM_BUNDLES)
+    if scores:
+        blocks, (each, program) = chunks * CHUNK / BLOCK, SCORED_BUNDLES
+    return segments * max(copied, (blocks * each + program) / CLOCK)
+
+
+def eviction(batch: int, heads: int, rows: int) -> float:
+    """Seconds of the two kernels that rank the rows of a pool of so many rows and move one in each of its segments."""
+    ranked = -(-batch // 8) * heads * -(-rows // 128) * RANK_BUNDLES
+    return (ranked + batch * heads * MOVE_BUNDLES + LAUNCH_BUNDLES) / CLOCK
 
 
 def splash(batch: int, heads: int, tokens: int, dim: int) -> float:

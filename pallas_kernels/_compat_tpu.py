@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as _tpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as _splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as _mask
 
+_LANES = 128
 when = pl.when
 ds = pl.ds
 program_id = pl.program_id
@@ -37,6 +38,13 @@ def block(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.Blo
 def in_hbm() -> pl.BlockSpec:
     """Spec of an argument that stays whole in HBM, from which the kernel copies what it needs."""
     return pl.BlockSpec(memory_space=_tpu.HBM)
+
+
+def add_lanes(ref: Any, at: Any, row: jax.Array) -> None:
+    """Adds a row of numbers to those of `ref`, [1, 1, n], from lane `at` on; its last 128 numbers have to be zeros."""
+    ahead = at & (_LANES - 1)
+    where = (0, slice(None), ds(multiple_of(at - ahead, _LANES), row.shape[1]))
+    ref[where] += _tpu.roll(row, ahead, 1)
 
 
 def call(

@@ -7,42 +7,43 @@ products, whichever segment they belong to, so that no program waits for its fir
     blocks          |  0  |  1  |  2  |3 | 4  |  |  5  |  6  |7 |      of BLOCK rows, copied in chunks of CHUNK rows
     copied             while block 0 is multiplied, blocks 1 to AHEAD are on their way
 
-HBM is read and written in tiles of `tile_rows` rows: a segment that begins inside a tile is copied from the tile's
-first row on, and rows of other segments are masked. A new row is written with the rows around it, as a tile: tiles of
-all heads of a sequence are read while the sequence before it is multiplied, changed, and written while its own rows
-are. Heads whose new rows lie in one tile change one copy of it. The rows around a new row do not change, so reading
-them meanwhile is no race, and the new row itself enters the softmax from VMEM.
+Tiles of new rows (`tpu_rows`) of all heads of a sequence are read while the sequence before it is multiplied, changed,
+and written while its own rows are. Heads whose new rows lie in one tile change one copy of it. The rows around a new
+row do not change, so reading them meanwhile is no race, and the new row itself enters the softmax from VMEM.
+
+With scores a segment's logits stay in VMEM until their log-sum-exp is known; then each row's attention is added up over
+the queries, and written to its place in the sequence's part of a pool.
 """
 
 import math
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import _compat_tpu as tpu
+from .tpu_rows import AHEAD, BLOCK, CHUNK, TILE, Copies, NewRows
 
-# Rows multiplied at once, and rows of one copy.
-BLOCK, CHUNK = 1024, 256
-# Blocks on their way while one is multiplied: bytes in flight have to cover the latency of HBM.
-AHEAD = 3
 # Sublanes of a 32-bit register; queries are padded to multiples of it.
 _SUBLANES = 8
 _LANES = 128
 _MASKED = -1e30
-
-
-def tile_rows(dtype: jax.typing.DTypeLike) -> int:
-    """Number of pool rows of a tile in HBM: 8 of 32 bits, 16 of 16 bits."""
-    return _SUBLANES * 4 // jnp.dtype(dtype).itemsize
+# Logits of a segment and scores of a pool's rows, at most, that VMEM holds: 4 MB each, the latter with a second buffer.
+_MOST_LOGITS, _MOST_SCORES = 1 << 20, 1 << 17
 
 
 def takes(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
     """True if the kernel takes pools of so many rows: whole tiles, of bfloat16 or float32."""
     known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return known and pool_rows % tile_rows(dtype) == 0
+    return known and pool_rows % TILE == 0
+
+
+def takes_scores(pool_rows: int, widest: int, queries: int) -> bool:
+    """True if VMEM holds what the kernel keeps of scores: a segment's logits, and one number for each pool row."""
+    held = -(-queries // _SUBLANES) * _SUBLANES * (widest + BLOCK)
+    return held <= _MOST_LOGITS and pool_rows <= _MOST_SCORES
 
 
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
@@ -60,7 +61,7 @@ def attend(
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group.
-        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of `tile_rows`.
+        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of 8.
         v: `[B, P, D]` likewise, finite everywhere.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
@@ -70,7 +71,7 @@ def attend(
     Returns:
         `[B, K, R, D]` in q's dtype, and `f32[B, K, R]` natural log-sum-exp of the scaled logits.
     """
-    out, lse = _run(q, (), k, v, (start, length), softcap=softcap, interpret=interpret)
+    out, lse = _run(q, (), k, v, (start, length), _How(softcap, interpret))
     return out, lse
 
 
@@ -94,7 +95,7 @@ def append_and_attend(
     Args:
         q: `[B, K, R, D]` rotated queries.
         new: keys and values `[B, K, D]` of the token, the keys rotated.
-        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of `tile_rows`.
+        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of 8.
         v: `[B, P, D]` likewise, finite everywhere.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment before the token, with room for one more behind them.
@@ -105,30 +106,98 @@ def append_and_attend(
     Returns:
         `[B, K, R, D]` in q's dtype; `f32[B, K, R]` natural log-sum-exp of the scaled logits; and k and v with the rows.
     """
-    tile = tile_rows(k.dtype)
-    base = (start + length) // tile
-    # Heads that write into one tile, by pairs: each begins with the copy of the one before, and the last one writes.
+    tables = _tables(start, length, counts)
+    out, lse, k, v = _run(q, _narrowed(new, k.dtype), k, v, tables, _How(softcap, interpret))
+    return out, lse, k, v
+
+
+@partial(jax.jit, static_argnames=("widest", "softcap", "interpret"))
+def append_and_score(
+    q: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    k: jax.Array,
+    v: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    counts: jax.Array,
+    *,
+    widest: int,
+    sink_logits: jax.Array | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Writes each head's new row behind its segment and attends; output, attention that rows received, and the pool.
+
+    Rows are written in place if the pool is donated.
+
+    Args:
+        q: `[B, K, R, D]` rotated queries.
+        new: keys and values `[B, K, D]` of the token, the keys rotated.
+        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of 8.
+        v: `[B, P, D]` likewise, finite everywhere.
+        start: `i32[B, K]` first row of each segment.
+        length: `i32[B, K]` rows of each segment before the token, with room for one more behind them.
+        counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
+        widest: most rows of a segment, the new one included.
+        sink_logits: `[K, R]` learned logits that take part in the softmax, without a value; by default none.
+        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
+        interpret: run on any device, to check it.
+
+    Returns:
+        `[B, K, R, D]` in q's dtype; `f32[B, P]` softmax weight of each row, mean over the R queries of its head, 0 in
+        ended sequences and outside of segments; and k and v with the rows.
+    """
+    token = _narrowed(new, k.dtype)
+    if sink_logits is not None:
+        wide = jnp.pad(sink_logits.astype(jnp.float32), ((0, 0), (0, -sink_logits.shape[1] % _SUBLANES)))
+        token = (*token, jnp.broadcast_to(wide[..., None], (*wide.shape, _LANES)))
+    how = _How(softcap, interpret, widest)
+    out, _, k, v, received = _run(q, token, k, v, _tables(start, length, counts), how)
+    return out, received[:, 0, : k.shape[1]], k, v
+
+
+def _narrowed(new, dtype):
+    """New keys and values `f32[B, K, 1, D]` rounded to the pool's dtype: 16-bit sublanes have no addresses."""
+    return tuple(each.astype(dtype).astype(jnp.float32)[:, :, None] for each in new)
+
+
+def _tables(start, length, counts):
+    """Five tables of a kernel that appends: `start`, `length` and `counts`; the heads whose tiles a head shares.
+
+    Of heads that write into one tile each begins with the copy of the one before, -1 for none; the last one writes.
+    """
+    base = (start + length) // TILE
     shared = base[:, :, None] == base[:, None, :]
     head = jnp.arange(base.shape[1], dtype=jnp.int32)
     before = jnp.where(shared & (head < head[:, None]), head, -1).max(axis=-1)
     last = ~(shared & (head > head[:, None])).any(axis=-1)
-    tables = (start, length, counts.astype(jnp.int32), before, last.astype(jnp.int32))
-    # Sublanes of 16-bit rows cannot be addressed one by one.
-    rows = tuple(each.astype(k.dtype).astype(jnp.float32)[:, :, None] for each in new)
-    out, lse, k, v = _run(q, rows, k, v, tables, softcap=softcap, interpret=interpret)
-    return out, lse, k, v
+    return start, length, counts.astype(jnp.int32), before, last.astype(jnp.int32)
 
 
-def _run(q, new, k, v, tables, *, softcap, interpret):
-    """Calls the kernel: `new` rows and five `tables` to append, none and two to attend; list of its outputs."""
+class _How(NamedTuple):
+    """Static settings of the kernel: the logits' cap, interpretation, most rows of a segment, None without scores."""
+
+    softcap: float | None
+    interpret: bool
+    widest: int | None = None
+
+
+def _run(q, new, k, v, tables, how):
+    """Calls the kernel: `new` rows (and sinks) and five `tables` to append, none and two to attend; its outputs."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
     scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(k.dtype)
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
-    size, tile, appends = BLOCK // CHUNK * chunk, tile_rows(k.dtype), bool(new)
+    appends, size = bool(new), BLOCK // CHUNK * chunk
+    if how.widest is not None:
+        # Equal blocks of about BLOCK rows, so that the last one is not almost empty.
+        most = how.widest + TILE - 1
+        count = max(1, round(most / BLOCK))
+        size = -(-most // (count * chunk)) * chunk
     one, all_heads = (lambda b, h: (b, h, 0, 0)), (lambda b, h: (b, 0, 0, 0))
-    token = [tpu.block((1, heads, 1, dim), all_heads)] * len(new)
+    token = [tpu.block((1, heads, 1, dim), all_heads)] * min(len(new), 2)
+    sinks = [tpu.block((1, padded, _LANES), lambda b, h: (h, 0, 0))] * (len(new) - len(token))
     scratch = [
         tpu.vmem((AHEAD + 1, size, dim), k.dtype),
         tpu.vmem((AHEAD + 1, size, dim), v.dtype),
@@ -136,7 +205,7 @@ def _run(q, new, k, v, tables, *, softcap, interpret):
         tpu.smem((5,), jnp.int32),
     ]
     if appends:
-        scratch += [tpu.vmem((2, 2, heads, tile, dim), k.dtype), tpu.semaphores((2,)), tpu.semaphores((2,))]
+        scratch += [tpu.vmem((2, 2, heads, TILE, dim), k.dtype), tpu.semaphores((2,)), tpu.semaphores((2,))]
     shapes = [
         jax.ShapeDtypeStruct(scaled.shape, q.dtype),
         jax.ShapeDtypeStruct((batch, heads, padded, _LANES), jnp.float32),
@@ -145,40 +214,51 @@ def _run(q, new, k, v, tables, *, softcap, interpret):
     if appends:
         shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v)]
         made += [tpu.in_hbm()] * 2
+    if how.widest is not None:
+        # A chunk's part begins at a whole register, and may end in another one behind the pool.
+        lanes = -(-k.shape[1] // _LANES) * _LANES + chunk + _LANES
+        shapes += [jax.ShapeDtypeStruct((batch, 1, lanes), jnp.float32)]
+        made += [tpu.block((1, 1, lanes), lambda b, h: (b, 0, 0))]
+        scratch += [tpu.vmem((padded, count * size), jnp.float32)]
+    static = {"appends": appends, "sinks": bool(sinks), "scores": how.widest is not None, "queries": rows}
     out, lse, *pool = tpu.call(
-        partial(_kernel, appends=appends, chunk=chunk, softcap=softcap),
+        partial(_kernel, chunk=chunk, softcap=how.softcap, **static),
         tables,
         (scaled, *new, k, v),
         name="tpu_decode" if appends else "tpu_attend",
         grid=(batch, heads),
-        given=[tpu.block((1, 1, padded, dim), one), *token, tpu.in_hbm(), tpu.in_hbm()],
+        given=[tpu.block((1, 1, padded, dim), one), *token, *sinks, tpu.in_hbm(), tpu.in_hbm()],
         made=made,
         shapes=shapes,
         scratch=scratch,
-        in_place={3: 2, 4: 3} if appends else {},
-        interpret=interpret,
+        in_place={len(new) + 1: 2, len(new) + 2: 3} if appends else {},
+        interpret=how.interpret,
     )
     return out[:, :, :rows], lse[:, :, :rows, 0], *pool
 
 
 # Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs
-# q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence, and the pools [B, P, D] in
-# HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], and the pools. Scratch: AHEAD + 1 blocks of keys and of values
-# [AHEAD + 1, BLOCK, D], a semaphore for each; five numbers (sequence, head and block that are copied next, and how many
-# blocks were copied and multiplied); and to append tiles of new rows [2 sequences, keys and values, K, tile, D], and a
-# semaphore for the reads and one for the writes of each of the two sequences.
-def _kernel(*refs, appends, chunk, softcap):
+# q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence, sink logits f32[1, R, 128]
+# of its head, and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], the pools, and attention
+# that rows received, f32[1, 1, P and more] of its sequence. Scratch: AHEAD + 1 blocks of keys and of values
+# [AHEAD + 1, rows of a block, D], a semaphore for each; five numbers (sequence, head and block that are copied next,
+# and how many blocks were copied and multiplied); to append tiles of new rows [2 sequences, keys and values, K, TILE,
+# D], and a semaphore for the reads and one for the writes of both sequences; for scores logits f32[R, rows].
+def _kernel(*refs, appends, sinks, scores, queries, chunk, softcap):
     """Attends a program's queries to its segment; begins copies of later blocks, and of the sequences' new rows."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs
     new_k, new_v, *refs = refs if appends else (None, None, *refs)
+    sink_ref, *refs = refs if sinks else (None, *refs)
     k_hbm, v_hbm, out_ref, lse_ref, *refs = refs
     pools, refs = (refs[:2], refs[2:]) if appends else ((), refs)
-    kbuf, vbuf, arrived, numbers, *tiles = refs
+    received, *refs = refs if scores else (None, *refs)
+    kbuf, vbuf, arrived, numbers, *refs = refs
+    tiles, kept = refs[:3], refs[3:]
     b, h = tpu.program_id(0), tpu.program_id(1)
     batch, heads = start.shape
-    copies = _Copies(start, length, (k_hbm, v_hbm), (kbuf, vbuf), arrived, numbers, chunk)
+    copies = Copies(start, length, (k_hbm, v_hbm), (kbuf, vbuf), arrived, numbers, chunk)
 
     @tpu.when((b == 0) & (h == 0))
     def _():
@@ -187,24 +267,36 @@ def _kernel(*refs, appends, chunk, softcap):
         copies.begin()
 
     if appends:
-        own = _NewRows(start, length, (counts, before, last), (new_k, new_v), pools, *tiles)
+        own = NewRows(start, length, (counts, before, last), (new_k, new_v), pools, *tiles)
 
         @tpu.when(h == 0)
         def _():
             own.append(b, batch)
+
+    if scores:
+
+        @tpu.when(h == 0)
+        def _():
+            received[...] = jnp.zeros(received.shape, received.dtype)
 
     q = q_ref[0, 0]
     shape = (q.shape[0], 1)
     carry = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32)
     if appends:
         joins = counts[b] > 0
-        logit = (q.astype(jnp.float32) * new_k[0, h]).sum(axis=1, keepdims=True)
+        logit = _capped((q.astype(jnp.float32) * new_k[0, h]).sum(axis=1, keepdims=True), softcap)
         value = jnp.broadcast_to(new_v[0, h], q.shape)
         carry = (
-            jnp.where(joins, _capped(logit, softcap), carry[0]),
+            jnp.where(joins, logit, carry[0]),
             jnp.where(joins, 1.0, carry[1]),
             jnp.where(joins, value, carry[2]),
         )
+    if sinks:
+        # A row of weight exp(sink) and of no value.
+        sink = sink_ref[0, :, :1]
+        higher = jnp.maximum(carry[0], sink)
+        shrink = jnp.exp(carry[0] - higher)
+        carry = higher, carry[1] * shrink + jnp.exp(sink - higher), carry[2] * shrink
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
 
@@ -215,6 +307,8 @@ def _kernel(*refs, appends, chunk, softcap):
         logits = _capped(product(q, kbuf[slot], (((1,), (1,)), ((), ()))), softcap)
         inside = copies.inside(b, h, index, logits.shape)
         logits = jnp.where(inside, logits, _MASKED)
+        if scores:
+            kept[0][:, tpu.ds(copies.at(index), copies.size)] = logits
         higher = jnp.maximum(top, logits.max(axis=1, keepdims=True))
         weights = jnp.where(inside, jnp.exp(logits - higher), 0.0)
         shrink = jnp.exp(top - higher)
@@ -224,7 +318,10 @@ def _kernel(*refs, appends, chunk, softcap):
     top, total, acc = lax.fori_loop(0, copies.blocks(b, h), step, carry)
     some = jnp.maximum(total, 1e-30)
     out_ref[0, 0] = (acc / some).astype(out_ref.dtype)
-    lse_ref[0, 0] = jnp.broadcast_to(jnp.where(total > 0, top + jnp.log(some), -jnp.inf), lse_ref.shape[2:])
+    lse = jnp.where(total > 0, top + jnp.log(some), -jnp.inf)
+    lse_ref[0, 0] = jnp.broadcast_to(lse, lse_ref.shape[2:])
+    if scores:
+        tpu.when(joins)(lambda: _receive(received, *kept, copies, b, h, logit, lse, queries))
     if appends:
 
         @tpu.when((b == batch - 1) & (h == heads - 1))
@@ -232,177 +329,27 @@ def _kernel(*refs, appends, chunk, softcap):
             own.finish(b)
 
 
-def _whole(row, tile):
-    """Row at which the tile of a row begins, i32; `tile` is a power of two."""
-    return tpu.multiple_of(row & -tile, tile)
+def _receive(received, kept, copies, b, h, logit, lse, queries):
+    """Adds a segment's attention, mean over its queries, to `received` at its rows' places, the new row's too."""
+    real = (lax.broadcasted_iota(jnp.int32, lse.shape, 0) < queries).astype(jnp.float32) / queries
+    total = lse - jnp.log(jnp.maximum(real, 1e-30))
+
+    def step(index, _):
+        """Loop body: a block's attention goes to its rows, chunk by chunk."""
+        shares = jnp.exp(kept[:, tpu.ds(copies.at(index), copies.size)] - total).sum(axis=0, keepdims=True)
+        for number, (row, some) in enumerate(copies.chunks(b, h, index)):
+
+            @tpu.when(some)
+            def _(number=number, row=row):
+                mine = shares[:, number * copies.chunk : (number + 1) * copies.chunk]
+                tpu.add_lanes(received, row, jnp.pad(mine, ((0, 0), (0, _LANES))))
+
+    lax.fori_loop(0, copies.blocks(b, h), step, None)
+    new = jnp.exp(logit - total).sum(axis=0, keepdims=True)
+    first = lax.broadcasted_iota(jnp.int32, (1, 2 * _LANES), 1) == 0
+    tpu.add_lanes(received, copies.end(b, h), jnp.where(first, new, 0.0))
 
 
 def _capped(logits, softcap):
     """Logits as they are without a `softcap`; with one softcap * tanh(logits / softcap)."""
     return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * softcap
-
-
-class _Copies:
-    """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order in which they are multiplied."""
-
-    def __init__(self, start: Any, length: Any, pools: Any, buffers: Any, arrived: Any, numbers: Any, chunk: int):
-        self.start, self.length, self.pools, self.buffers = start, length, pools, buffers
-        self.arrived, self.numbers, self.chunk = arrived, numbers, chunk
-        self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
-        self.tile = tile_rows(buffers[0].dtype)
-
-    def first(self, b, h):
-        """First row of the tile in which a segment begins, i32."""
-        return _whole(self.start[b, h], self.tile)
-
-    def blocks(self, b, h):
-        """Number of blocks that hold a segment's rows, i32; 0 for an empty one."""
-        rows = self.start[b, h] - self.first(b, h) + self.length[b, h]
-        return jnp.where(self.length[b, h] > 0, lax.div(rows + (self.size - 1), jnp.int32(self.size)), 0)
-
-    def begin(self):
-        """Points the ring at the first segment with rows, and begins the copies of AHEAD blocks."""
-        for index in (2, 3, 4):
-            self.numbers[index] = jnp.int32(0)
-        self._point_at(jnp.int32(0), jnp.int32(0))
-        lax.fori_loop(0, AHEAD, lambda index, _: self._begin_next(), None)
-
-    def awaited(self, b, h, index):
-        """Waits for a block and begins the copy of a later one; returns the buffer in which it lies, i32."""
-        self._begin_next()
-        done = self.numbers[4]
-        self.numbers[4] = done + 1
-        slot = lax.rem(done, jnp.int32(AHEAD + 1))
-        self._each(b, h, index, slot, lambda copy: copy.wait())
-        return slot
-
-    def inside(self, b, h, index, shape):
-        """Mask of a block's columns that are rows of the segment, and no rows twice."""
-        column = lax.broadcasted_iota(jnp.int32, shape, 1)
-        within = lax.rem(column, jnp.int32(self.chunk))
-        begin = self.first(b, h) + index * self.size + (column - within)
-        row = jnp.minimum(begin, self.rows - self.chunk) + within
-        return (row >= jnp.maximum(begin, self.start[b, h])) & (row < self.start[b, h] + self.length[b, h])
-
-    def _point_at(self, b, h):
-        """Points the ring at the first segment with rows from the one of (b, h) on; at none, behind all sequences."""
-        batch, heads = self.start.shape
-
-        def empty(at):
-            b, h = at
-            return (b < batch) & (self.length[jnp.minimum(b, batch - 1), h] == 0)
-
-        def after(at):
-            b, h = at
-            return jnp.where(h + 1 < heads, b, b + 1), jnp.where(h + 1 < heads, h + 1, 0)
-
-        self.numbers[0], self.numbers[1] = lax.while_loop(empty, after, (b, h))
-
-    def _begin_next(self):
-        """Begins the copy of the block that is next in the ring, if any is left, and points at the one behind it."""
-        b, h, index, copied = (self.numbers[each] for each in range(4))
-        batch, heads = self.start.shape
-
-        @tpu.when(b < batch)
-        def _():
-            self._each(b, h, index, lax.rem(copied, jnp.int32(AHEAD + 1)), lambda copy: copy.start())
-            self.numbers[3] = copied + 1
-            more = index + 1 < self.blocks(b, h)
-            self.numbers[2] = jnp.where(more, index + 1, 0)
-
-            @tpu.when(~more)
-            def _():
-                self._point_at(jnp.where(h + 1 < heads, b, b + 1), jnp.where(h + 1 < heads, h + 1, 0))
-
-    def _each(self, b, h, index, slot, act):
-        """Calls `act` on each copy of a block: chunks of keys and values, up to the last row of the segment."""
-        first, end = self.first(b, h) + index * self.size, self.start[b, h] + self.length[b, h]
-        for number in range(self.size // self.chunk):
-            at = first + number * self.chunk
-
-            # The last chunk of a pool begins earlier; rows that it has twice are masked.
-            @tpu.when(at < end)
-            def _(at=at, number=number):
-                row = tpu.multiple_of(jnp.minimum(at, self.rows - self.chunk), self.tile)
-                for pool, buffer in zip(self.pools, self.buffers, strict=True):
-                    target = buffer.at[slot, tpu.ds(number * self.chunk, self.chunk)]
-                    act(tpu.async_copy(pool.at[b, tpu.ds(row, self.chunk)], target, self.arrived.at[slot]))
-
-
-class _NewRows:
-    """New rows of sequences: their tiles are read, changed and written while other rows are multiplied."""
-
-    def __init__(self, start: Any, length: Any, tables: Any, new: Any, pools: Any, tiles: Any, read: Any, wrote: Any):
-        self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
-        self.counts, self.before, self.last = tables
-        self.read, self.wrote, self.heads, self.tile = read, wrote, tiles.shape[2], tiles.shape[3]
-
-    def append(self, b, sequences):
-        """Puts a sequence's new rows into their tiles and begins to write them; begins to read the next one's."""
-        mine = lax.rem(b, jnp.int32(2))
-
-        @tpu.when(b == 0)
-        def _():
-            self._each_read(b, lambda copy: copy.start())
-
-        self._each_read(b, lambda copy: copy.wait())
-
-        @tpu.when(self.counts[b] > 0)
-        def _():
-            lax.fori_loop(0, self.heads, lambda h, _: self._change(b, h, mine), None)
-
-        self._each_write(b, lambda copy: copy.start())
-
-        # The tiles of the sequence after this one take the place of those of the one before.
-        @tpu.when(b > 0)
-        def _():
-            self.finish(b - 1)
-
-        @tpu.when(b + 1 < sequences)
-        def _():
-            self._each_read(b + 1, lambda copy: copy.start())
-
-    def finish(self, b):
-        """Waits until a sequence's new rows are written."""
-        self._each_write(b, lambda copy: copy.wait())
-
-    def _base(self, b, h):
-        """First row of the tile of a segment's new row, i32."""
-        return _whole(self.start[b, h] + self.length[b, h], self.tile)
-
-    def _change(self, b, h, mine):
-        """Puts a head's new key and value into its tile, or into the one that an earlier head has changed."""
-        from_tile = jnp.where(self.before[b, h] < 0, h, self.before[b, h])
-        row = self.start[b, h] + self.length[b, h] - self._base(b, h)
-        for each, new in enumerate(self.new):
-            old = self.tiles[mine, each, from_tile].astype(jnp.float32)
-            here = lax.broadcasted_iota(jnp.int32, old.shape, 0) == row
-            self.tiles[mine, each, h] = jnp.where(here, new[0, h], old).astype(self.tiles.dtype)
-
-    def _each_read(self, b, act):
-        """Calls `act` on the copy of each head's tile from the pools; on none for an ended sequence."""
-        mine = lax.rem(b, jnp.int32(2))
-
-        def one(h, _):
-            for each, pool in enumerate(self.pools):
-                source = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
-                act(tpu.async_copy(source, self.tiles.at[mine, each, h], self.read.at[mine]))
-
-        @tpu.when(self.counts[b] > 0)
-        def _():
-            lax.fori_loop(0, self.heads, one, None)
-
-    def _each_write(self, b, act):
-        """Calls `act` on the copy of each changed tile to the pools; on none for an ended sequence."""
-        mine = lax.rem(b, jnp.int32(2))
-
-        def one(h, _):
-            @tpu.when(self.last[b, h] > 0)
-            def _():
-                for each, pool in enumerate(self.pools):
-                    target = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
-                    act(tpu.async_copy(self.tiles.at[mine, each, h], target, self.wrote.at[mine]))
-
-        @tpu.when(self.counts[b] > 0)
-        def _():
-            lax.fori_loop(0, self.heads, one, None)

@@ -1,5 +1,6 @@
 """Which implementation runs where, and that the kernels give what XLA gives through the whole of prefill and decode."""
 
+import dataclasses
 from unittest import mock
 
 import jax
@@ -133,22 +134,28 @@ def test_kernels_generate_what_xla_does(name):
 ON_TPUS = ["full", "adakv", "shared", "rolling", "h2o", "d2o", "again", "omnikv", "quest", "snapkv, int8"]
 
 
+# Pools of whole tiles, in which kernels score and evict rows: found by a kernel, or by XLA for all heads together.
+WHOLE_TILES = {
+    "h2o, whole tiles": jaxkv.H2O(budget=19),
+    "tova, whole tiles": jaxkv.TOVA(budget=19),
+    "adakv, whole tiles": jaxkv.AdaKV(base=jaxkv.RoCo(budget=19)),
+}
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a TPU's kernels are interpreted on a CPU alone")
 
 
 @on_a_cpu
-@pytest.mark.parametrize("name", ON_TPUS)
+@pytest.mark.parametrize("name", [*ON_TPUS, *WHOLE_TILES])
 def test_a_tpus_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
-    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
+    kwargs = {"policy": (POLICIES | WHOLE_TILES)[name], "max_new_tokens": 5, "stop_at_eos": False}
     plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu"))
     assert kernels.stats.attention == "tpu (interpreted)"
     for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
     for ours, theirs in zip(kernels.cache.pools, plain.cache.pools, strict=True):
-        for one, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
             np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-4)
 
 
@@ -164,7 +171,7 @@ def test_layers_with_windows_on_a_tpu():
 
 @pytest.mark.usefixtures("as_users_call")
 def test_a_tpus_programs_have_its_kernels():
-    """A layer of a prompt in bfloat16 is prefilled by splash attention, and a step appends and attends by a kernel."""
+    """A layer of a prompt in bfloat16 is prefilled by splash attention; a step appends, attends, evicts by kernels."""
     flat = abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=128), "bfloat16")
     given = {"policy": jaxkv.SnapKV(budget=64, window=8), "batch": 2, "tokens": 256, "new": 16}
     work = Work(flat=flat, implementation=TPU, **given)
@@ -172,6 +179,10 @@ def test_a_tpus_programs_have_its_kernels():
     with_kernels = [layer.traced, traced_loop(work)[0]]
     prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
     assert "splash_mha" in prefill and "tpu_decode" in decode and "stablehlo.bitcast_convert" not in prefill
+    for policy, finds in ((jaxkv.H2O(budget=255), True), (jaxkv.TOVA(budget=255), False)):
+        traced, _ = traced_loop(dataclasses.replace(work, policy=policy, tokens=512))
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_decode" in text and "tpu_move" in text and ("tpu_rank" in text) == finds
 
 
 @pytest.mark.usefixtures("as_users_call")

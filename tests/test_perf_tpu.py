@@ -49,6 +49,11 @@ def test_cycles_of_loops(perf_tpu):
     first = "  %while.0 = (s32[]{:T(128)}) while(%tuple.3), condition=%outer.cond, body=%body.1\n"
     before = TEXT.replace("  %while.2", first + "  %while.2")
     assert perf_tpu.cycles(before) == perf_tpu.cycles(TEXT) + 100 and perf_tpu.step(before) == (16 * 100 + 7, [16])
+    walks = TEXT.replace("condition=%cond.1,", "condition=%outer.cond,")
+    walks = walks.replace('"100"', '"100","dynamic_slice_sizes={128,64}"')
+    assert perf_tpu.step(walks, 1025) == (9 * 100 + 7, [None]) and perf_tpu.step(walks) == (100 + 7, [None])
+    no_count = walks.replace("ROOT %lt.2 = pred[] compare", "ROOT %or.2 = pred[] or").replace("3), direction=LT", "3)")
+    assert perf_tpu.step(no_count, 1025) == (100 + 7, [None])
     parts = perf_tpu.computations(TEXT)
     assert not perf_tpu.countable(TEXT) and perf_tpu.countable(TEXT.replace("%outer.cond,", "%cond.1,"))
     assert perf_tpu.trips(parts["cond.1"]) == 16 and perf_tpu.trips(parts["outer.cond"]) is None
@@ -58,7 +63,24 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     long, short = (perf_tpu.decode_kernel(64, rows, 512) for rows in (65536, 16))
     assert long == pytest.approx(64 * 65536 * 512 / 1638e9)
     assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
+    scored = perf_tpu.decode_kernel(64, 1025, 512, scores=True)
+    assert scored == pytest.approx(64 * (1.25 * 480 + 320) / 1.75e9)
+    assert perf_tpu.eviction(8, 8, 8200) == pytest.approx((8 * 65 * 17 + 64 * 160 + 200) / 1.75e9)
     assert perf_tpu.splash(1, 32, 32768, 128) == pytest.approx(32 * 32768**2 * 256 / 459e12)
+
+
+def test_kernels_and_gathers_of_a_text(perf_tpu):
+    """Kernels count by name; of gathers the rows of pools do, whose results have three axes."""
+    text = """
+  %tpu_decode.8 = (bf16[8,8,8,128]{3,2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call"
+  ROOT %tpu_decode = (bf16[8,8,8,128]{3,2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call"
+  %tpu_attend.1 = (bf16[8,8,8,128]{3,2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call"
+  %custom-call.1 = s32[8] custom-call(%x), custom_call_target="Other"
+  %gather.1 = bf16[8,16,128]{2,1,0} gather(%x, %y), offset_dims={2}
+  %gather.2 = bf16[8,4096]{1,0} gather(%x, %y), offset_dims={1}
+"""
+    assert perf_tpu.kernels(text) == {"tpu_decode": 2, "tpu_attend": 1}
+    assert perf_tpu.gathered(text) == 2 * 8 * 16 * 128
 
 
 @pytest.mark.parametrize("kept", sorted(RESULTS.glob("tpu_model*.json")), ids=lambda path: path.stem)

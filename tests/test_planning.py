@@ -267,6 +267,19 @@ def test_tpus_are_planned_for_as_gpus_are():
         plan("llama-3.1-8b", gpus="v6", context=4096)
 
 
+def test_copies_in_other_tiles_are_counted():
+    """TPU7x: the weights again while tokens are drawn, and the hidden states of three loops in prefill; of 16 bits."""
+    both = {}
+    for dtype in ("bfloat16", "float32"):
+        found = plan("llama-3.1-8b", gpus="tpu7x", context=4096, batch=4, policy=jaxkv.FullKV(), dtype=dtype)
+        one = dataclasses.replace(found.setting, gpu=dataclasses.replace(tpus()["tpu7x"], retiles=False))
+        both[dtype] = sizes_of(found.setting), sizes_of(one)
+    more, less = both["bfloat16"]
+    assert more.prefill - less.prefill == 3 * 4 * 4096 * 4096 * 2
+    assert more.decode - less.decode == more.weights == less.weights
+    assert both["float32"][0] == both["float32"][1]
+
+
 def test_budgets_that_no_short_prompt_has_are_left_out():
     """A share below sinks and window: the longest context that fits is looked for among those that can have it."""
     policy = jaxkv.SnapKV(budget=0.01, min_budget="raise")

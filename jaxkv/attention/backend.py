@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import Received
+from jaxkv.attention.in_place import InPlace
 from jaxkv.attention.xla import Walk
 
 
@@ -31,13 +32,14 @@ class Setting(NamedTuple):
         return self.platform in ("gpu", "cuda")
 
 
-class Backend(abc.ABC):
+class Backend(InPlace, abc.ABC):
     """Abstract base class of a device's attention: prefill, decode, scoring required; fused steps, eviction optional.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
-    `fused_eviction`; `append_and_attend`, where `joins` says so. Without the fused ones the engine takes XLA's
-    operations. New rows are written by `cache.stores`, which know how rows are held.
+    `fused_eviction`, where `ranks` and `moves` say so; `append_and_attend` and `append_and_score`, where `joins` and
+    `joins_scored` do. Without the fused ones the engine takes XLA's operations. New rows are written by `cache.stores`,
+    which know how rows are held.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it.
 
@@ -49,9 +51,10 @@ class Backend(abc.ABC):
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
         cpu_forms: True if XLA's operations around it take the forms that a CPU runs fastest, such as slices of 16-bit
             floats as integers; False for plain ones.
+        operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
+            them; else the compiler may compute them within these, again for each tile.
         keeps_norms: True if norms of keys are kept between steps for policies that compare keys, not computed again.
         fused_step: True if it has `deal`, `decode_token` and `add_norm`.
-        fused_eviction: True if it has `evict_rows` and `replace_rows`.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
     """
 
@@ -60,9 +63,9 @@ class Backend(abc.ABC):
     windows: ClassVar[bool] = False
     few_launches: ClassVar[bool] = False
     cpu_forms: ClassVar[bool] = True
+    operands_apart: ClassVar[bool] = False
     keeps_norms: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False
-    fused_eviction: ClassVar[bool] = False
     custom_calls: ClassVar[tuple[str, ...]] = ()
 
     def refusal(self, setting: Setting) -> str | None:
@@ -253,6 +256,21 @@ class Backend(abc.ABC):
         )
         return keys, values, jnp.where(real, source % slots, -1)
 
+    def gathered(
+        self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B K T"]
+    ) -> tuple[Float[Array, "B n D"], Float[Array, "B n D"]]:
+        """Gathers pool rows by index for reading; returns their keys and values, finite ones where an index is -1.
+
+        Args:
+            k: keys of a pool.
+            v: values.
+            rows: pool rows of each head; -1 for none.
+
+        Returns:
+            Keys and values, the T rows of one head after another.
+        """
+        return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
+
     def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int | float) -> Any:
         """Table of the pool rows that each decode kernel program reads; NotImplementedError in this base class.
 
@@ -312,44 +330,6 @@ class Backend(abc.ABC):
         """
         raise NotImplementedError
 
-    def joins(self, k: Float[Array, "B P D"]) -> bool:
-        """True if `append_and_attend` takes pools of such rows; always False in the base class.
-
-        Args:
-            k: keys of a pool, of which shape and dtype count.
-
-        Returns:
-            True or False.
-        """
-        return False
-
-    def append_and_attend(
-        self,
-        q: Float[Array, "B K G D"],
-        new: tuple[Float[Array, "B K D"], Float[Array, "B K D"]],
-        pool: tuple[Float[Array, "B P D"], Float[Array, "B P D"]],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        counts: Int[Array, " B"],
-        *,
-        softcap: float | None = None,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Writes a token's row behind each segment and attends to both; NotImplementedError in this base class.
-
-        Args:
-            q: rotated queries.
-            new: the token's keys, rotated, and values.
-            pool: keys and values, written in place if they are donated.
-            start: first row of each segment that is read.
-            length: rows of each segment from `start` on, before the token.
-            counts: 1 for sequences to which a row is appended, 0 for ended ones.
-            softcap: of the scaled logits, as in `prefill`.
-
-        Returns:
-            The output in q's dtype, the natural log-sum-exp of the scaled logits, and the pool's keys and values.
-        """
-        raise NotImplementedError
-
     def add_norm(
         self,
         x: Float[Array, "M N E"],
@@ -370,30 +350,5 @@ class Backend(abc.ABC):
 
         Returns:
             The sum, and its norm in the scale's dtype.
-        """
-        raise NotImplementedError
-
-    def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evicts a row of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
-
-        Args:
-            *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
-                `prompt` of its segments, as for `pallas_kernels.evict_rows`.
-            weigh: hashable function of scores, positions, `seen` and `prompt`; returns ranks and the evictable rows.
-
-        Returns:
-            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment that lost a row, else 0.
-        """
-        raise NotImplementedError
-
-    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrites a row of masked segments by another; returns the pool; NotImplementedError in this base class.
-
-        Args:
-            *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a
-                mask of the segments, each `[B, K]`, as for `pallas_kernels.replace_rows`.
-
-        Returns:
-            Keys, values, positions and scores.
         """
         raise NotImplementedError

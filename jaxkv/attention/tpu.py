@@ -1,4 +1,4 @@
-"""Backend for TPUs: splash attention in prefill, a Pallas kernel over segments, else XLA without a CPU's forms."""
+"""Backend for TPUs: splash attention in prefill, Pallas kernels over segments, else XLA without a CPU's forms."""
 
 from types import ModuleType
 from typing import Any, ClassVar
@@ -22,7 +22,8 @@ class Tpu(Xla):
     """Backend for TPUs: prefill by splash attention, reads and appends of segments by a kernel of its own.
 
     Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
-    do pools of float16, of no whole tiles, or of head dims that are no multiple of 128, many queries, and scores.
+    do pools of float16, of no whole tiles, or of head dims that are no multiple of 128, and many queries. Scores and
+    eviction take kernels in pools of one layer.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -30,6 +31,8 @@ class Tpu(Xla):
 
     at_once = True
     cpu_forms = False
+    operands_apart = True
+    fused_eviction = True
     custom_calls = ("tpu_custom_call",)
     interpret: ClassVar[bool] = False
 
@@ -39,6 +42,13 @@ class Tpu(Xla):
         import jaxkv.pallas_kernels.tpu_decode as tpu_decode
 
         return tpu_decode
+
+    @property
+    def _evict(self) -> ModuleType:
+        """Module `pallas_kernels.tpu_evict`, imported on first use."""
+        import jaxkv.pallas_kernels.tpu_evict as tpu_evict
+
+        return tpu_evict
 
     @property
     def _prefill(self) -> ModuleType:
@@ -119,6 +129,15 @@ class Tpu(Xla):
         out, lse = self._decode.attend(q, k, v, start, length, softcap=softcap, interpret=self.interpret)
         return out, lse
 
+    def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
+        """Gathers pool rows by index; returns keys and values, those of row 0 where an index is -1.
+
+        Masks would take a TPU as long as the rows themselves.
+        """
+        at, batch = jnp.maximum(rows, 0).reshape(len(rows), -1), jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+        keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
+        return keys, values
+
     def joins(self, k: Array) -> bool:
         """True for pools of bfloat16 or float32 rows that fill whole tiles, of head dims that are multiples of 128.
 
@@ -144,6 +163,49 @@ class Tpu(Xla):
         )
         return out, lse, k, v
 
+    def joins_scored(self, q: Array, k: Array, walk: Walk) -> bool:
+        """True for pools that `joins` takes, of one layer, whose rows' scores and whose segments' logits fit VMEM."""
+        if walk is Walk.WINDOWS or not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
+            return False
+        return bool(self._decode.takes_scores(k.shape[1], _widest(q, k, walk), q.shape[2]))
+
+    def append_and_score(
+        self,
+        q: Array,
+        new: tuple[Array, Array],
+        pool: tuple[Array, Array],
+        start: Array,
+        length: Array,
+        counts: Array,
+        *,
+        walk: Walk,
+        sink_logits: Array | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Writes new rows and attends, in one kernel; returns output, attention that rows received, k and v."""
+        how = {"sink_logits": sink_logits, "softcap": softcap, "interpret": self.interpret}
+        widest = _widest(q, pool[0], walk)
+        out, received, k, v = self._decode.append_and_score(q, new, *pool, start, length, counts, widest=widest, **how)
+        return out, received, k, v
+
+    def moves(self, k: Array) -> bool:
+        """True for pools that `joins` takes."""
+        return self.joins(k)
+
+    def ranks(self, k: Array) -> bool:
+        """True for pools whose positions and scores fit VMEM."""
+        return bool(self._evict.takes(k.shape[1]))
+
+    def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
+        """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and i32 flags."""
+        k, v, pos, score, went = self._evict.evict_rows(*args, weigh=weigh, interpret=self.interpret)
+        return k, v, pos, score, went
+
+    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
+        """Moves a row of each masked segment over another, keys and values in a kernel; returns the pool's leaves."""
+        k, v, pos, score = self._evict.replace_rows(*args, interpret=self.interpret)
+        return k, v, pos, score
+
 
 class Interpreted(Tpu):
     """Backend for TPUs whose kernels run as plain JAX operations on any device, for tests; very slow."""
@@ -157,6 +219,11 @@ class Interpreted(Tpu):
     def suits(self, setting: Setting) -> bool:
         """Always False: AUTO never chooses interpreted kernels."""
         return False
+
+
+def _widest(q: Array, k: Array, walk: Walk) -> int:
+    """Most rows of a segment in a pool of one layer: an equal part of it, or all."""
+    return k.shape[1] // q.shape[1] if walk is Walk.STRIDES else k.shape[1]
 
 
 def _block(queries: int) -> int:

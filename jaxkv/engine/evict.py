@@ -5,6 +5,7 @@ pool is a layer's own, in windows where layers share it.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -156,8 +157,8 @@ def evict(
     keys with the likely row's key) and `norms` (of the keys) save work if they are given.
     """
     backend = backend_of(how.implementation)
-    fused = backend.fused_eviction and pool.store.fused_eviction
-    if fused and _in_a_kernel(how.ongoing):
+    fused = pool.store.fused_eviction and backend.moves(pool.k)
+    if fused and _in_a_kernel(how.ongoing) and backend.ranks(pool.k):
         return _evict_by_kernel(pool, segments, how.ongoing, backend)
     victim, there, second = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & there, attended)
@@ -259,6 +260,12 @@ class _Weigh:
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
 
 
+def weigh_of(ongoing: Ongoing) -> Callable[..., tuple[Array, Array]]:
+    """Callable by which the eviction kernel ranks rows under a policy: it returns ranks, and unprotected rows."""
+    assert ongoing.rank is not None
+    return _Weigh(ongoing.rank, ongoing.keep)
+
+
 def _in_a_kernel(ongoing: Ongoing) -> bool:
     """True if one kernel can find and drop the row: built-in rank, no merger, heads that evict independently.
 
@@ -284,7 +291,7 @@ def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: 
         segments.recent,
         segments.seen,
         segments.prompt,
-        weigh=_Weigh(ongoing.rank, ongoing.keep),
+        weigh=weigh_of(ongoing),
     )
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
     segments = dataclasses.replace(segments, length=segments.length - dropped)

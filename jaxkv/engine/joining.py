@@ -3,25 +3,55 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkv.attention import merge
 from jaxkv.cache.pools import Pool, append_places
 from jaxkv.cache.stores import Dense
 from jaxkv.engine.bookkeeping import scores_of
 from jaxkv.engine.segments import Segments, in_window
+from jaxkv.engine.sparse import Chosen, over_chosen, rest_segments
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import NewTokens, Token
 
 
-def joins(spec: Spec, pool: Pool) -> bool:
-    """True if new rows are written by the kernel that attends: rows as they are, which attention does not score."""
-    return isinstance(pool.store, Dense) and not spec.scored and not spec.rolling and spec.backend.joins(pool.store.k)
+def joins(spec: Spec, token: Token, pool: Pool, window: int | None) -> bool:
+    """True if new rows are written by the kernel that attends: rows as they are, scored where that kernel can."""
+    if not isinstance(pool.store, Dense) or spec.rolling:
+        return False
+    if not spec.scored:
+        return spec.backend.joins(pool.store.k)
+    return window is None and spec.backend.joins_scored(token.q, pool.store.k, spec.layout.walk)
 
 
 def attend_joining(
-    spec: Spec, token: Token, pool: Pool, segments: Segments, window: int | None, new: NewTokens
+    spec: Spec,
+    token: Token,
+    pool: Pool,
+    segments: Segments,
+    window: int | None,
+    new: NewTokens,
+    chosen: Chosen | None,
 ) -> tuple[Float[Array, "B K G one D"], Pool]:
-    """Appends one token's row and attends to its segment, or the last `window` rows of it; returns output and pool."""
+    """Appends one token's row and attends to its segment, or the last `window` rows of it; returns output and pool.
+
+    Of the rows that filter layers choose from only the `chosen` ones are read, if there are some: after the append, for
+    a read before it would cost a copy.
+    """
+    if chosen is not None:
+        out, lse, pool = _joined(spec, token, pool, rest_segments(spec, segments), None, new)
+        return merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse), pool
+    if spec.scored:
+        return _scored(spec, token, pool, segments, new)
+    out, _, pool = _joined(spec, token, pool, segments, window, new)
+    return out, pool
+
+
+def _joined(
+    spec: Spec, token: Token, pool: Pool, segments: Segments, window: int | None, new: NewTokens
+) -> tuple[Float[Array, "B K G one D"], Float[Array, "B K G one"], Pool]:
+    """Appends one token's row and attends to its segment, or its last `window` rows; output, log-sum-exp, pool."""
     start, length, counts = segments.start, segments.length, new.count[:, None]
     near, held = in_window(start, length + counts, window)
     out, lse, k, v = spec.backend.append_and_attend(
@@ -33,8 +63,35 @@ def attend_joining(
         new.count,
         **spec.capping,
     )
-    end = jnp.where(counts > 0, start + length, pool.rows)
-    begun = scores_of(token, spec)
-    pool = append_places(pool, new.positions[:, 0], end, None if begun is None else begun[..., 0])
+    pool = _placed(spec, token, pool, segments, new)
     pool = dataclasses.replace(pool, store=pool.store.holding(k, v))
-    return token.with_sinks(out[..., None, :], lse[..., None])[0], pool
+    return *token.with_sinks(out[..., None, :], lse[..., None]), pool
+
+
+def _placed(spec: Spec, token: Token, pool: Pool, segments: Segments, new: NewTokens) -> Pool:
+    """Pool with position and first score of one token's rows behind their segments."""
+    end = jnp.where(new.count[:, None] > 0, segments.start + segments.length, pool.rows)
+    begun = scores_of(token, spec)
+    return append_places(pool, new.positions[:, 0], end, None if begun is None else begun[..., 0])
+
+
+def _scored(
+    spec: Spec, token: Token, pool: Pool, segments: Segments, new: NewTokens
+) -> tuple[Float[Array, "B K G one D"], Pool]:
+    """Appends one token's row, attends, adds the attention that rows receive to scores; returns output and pool."""
+    out, received, k, v = spec.backend.append_and_score(
+        token.q[..., 0, :],
+        (token.stored[:, :, 0], token.v[:, :, 0]),
+        pool.store.view(),
+        segments.start,
+        segments.length,
+        new.count,
+        walk=spec.layout.walk,
+        **token.sinks,
+        **spec.capping,
+    )
+    pool = _placed(spec, token, pool, segments, new)
+    assert pool.score is not None  # Only scored pools receive.
+    # Together: else XLA adds up at the end of the step, and holds what all layers' rows received until then.
+    out, score = lax.optimization_barrier((out, pool.score + received))
+    return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v), score=score)

@@ -219,8 +219,9 @@ def attend(
         return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
-    if joins(spec, rows.pool) and rows.chosen is None and rows.pages is None and rows.norms is None:
-        out, pool = attend_joining(spec, token, rows.pool, rows.segments, rows.window, new)
+    alone = rows.loaded is None and rows.pages is None and rows.norms is None
+    if alone and joins(spec, token, rows.pool, rows.window):
+        out, pool = attend_joining(spec, token, rows.pool, rows.segments, rows.window, new, rows.chosen)
         return out, dataclasses.replace(rows, pool=pool), None
     # A single token's row is appended first; attention then reads it like the others.
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec))

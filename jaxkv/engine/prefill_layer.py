@@ -224,9 +224,8 @@ def _at_once(
 
     def finish(index, x):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
-        return put(
-            x, block.finish(part, lax.dynamic_slice_in_dim(out, index * size, size, axis=3)), (0, index * size, 0)
-        )
+        mine = lax.dynamic_slice_in_dim(out, index * size, size, axis=3)
+        return put(x, block.finish(part, mine, apart=backend.operands_apart), (0, index * size, 0))
 
     sums = None
     if needs.sums or not last:

@@ -215,7 +215,7 @@ def over_chosen(
     heads = segments.start.shape[1]
     if loaded is None:
         rows, count = rows_of(chosen, pool, segments.start, choosable, reading)
-        k, v, _ = spec.backend.packed(pool.k[:, None], pool.v[:, None], rows.reshape(rows.shape[0], -1))
+        k, v = spec.backend.gathered(pool.k, pool.v, rows)
     else:
         batch, *_, dim = loaded.shape
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
@@ -223,6 +223,18 @@ def over_chosen(
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
     attend, how = spec.backend.attend, spec.capping
     return in_blocks(lambda part: attend(part, k, v, start, count, walk=Walk.STRIDES, **how), q)
+
+
+def rest_segments(spec: Spec, segments: Segments) -> Segments:
+    """`Segments` without the rows that filter layers choose from: first rows and lengths of what is read unchosen."""
+    first = _first_unchosen(spec, segments)
+    return dataclasses.replace(segments, start=segments.start + first, length=segments.length - first)
+
+
+def _first_unchosen(spec: Spec, segments: Segments) -> Int[Array, "B K"]:
+    """Offset in each segment `[B, K]` of the first row that sparse layers read without a choice."""
+    reading, choosable = _filtered(spec, segments)
+    return segments.length if reading.include_generated else choosable
 
 
 def over_rest(
@@ -236,8 +248,7 @@ def over_rest(
 
     `length` counts each segment's rows with those that the tokens have added.
     """
-    reading, choosable = _filtered(spec, segments)
-    first = segments.length if reading.include_generated else choosable
+    first = _first_unchosen(spec, segments)
     # Few rows at places known only at run time: a walk in windows reads them and no others.
     attend, how = spec.backend.attend, spec.capping
 

@@ -127,26 +127,35 @@ class Block(nnx.Module):
         kv = jnp.stack([attention.k_norm(narrow[:, 0]), narrow[:, 1]], axis=1)
         return self._scaled(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[None]
 
-    def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
-        """Hidden states `[B, N, E]` after adding attention's output projection and the MLP to the residual stream."""
+    def finish(
+        self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"], *, apart: bool = False
+    ) -> Float[Array, "B N E"]:
+        """Hidden states `[B, N, E]` after adding attention's output projection and the MLP to the residual stream.
+
+        With `apart` the operands of a dense MLP's products are computed before these, and not within them.
+        """
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
+        how = {"apart": True} if apart and self.config.experts is None else {}
         if self.config.parallel:
-            return self._finish_parallel(x, merged)
+            return self._finish_parallel(x, merged, how)
         added = linear(self.attention, "out", merged, wide=True, over=self.axes)
         wide = x.astype(jnp.float32) + self._joining(added, self.attention_out_norm)
         # Without a norm the MLP reads hidden states as they enter a block: in the model's dtype.
         read = wide.astype(x.dtype) if self.mlp_norm is None else self.mlp_norm(wide)
-        return (wide + self._joining(self.mlp(read, self.axes), self.mlp_out_norm)).astype(x.dtype)
+        return (wide + self._joining(self.mlp(read, self.axes, **how), self.mlp_out_norm)).astype(x.dtype)
 
     def _joining(self, added: Float[Array, "B N E"], norm: Any) -> Float[Array, "B N E"]:
         """Attention's or the MLP's output as it joins the residual stream: normed if a norm follows, scaled."""
         added = added if norm is None else norm(added).astype(jnp.float32)
         return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 
-    def _finish_parallel(self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"]) -> Float[Array, "B N E"]:
+    def _finish_parallel(
+        self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"], how: dict[str, bool]
+    ) -> Float[Array, "B N E"]:
         """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
-        added = total(linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(normed), self.axes)
+        both = linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(normed, **how)
+        added = total(both, self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
             added = added if bias is None else added + bias[...].astype(jnp.float32)
         return (x.astype(jnp.float32) + self._joining(added, None)).astype(x.dtype)

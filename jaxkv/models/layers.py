@@ -205,19 +205,30 @@ class LayerNorm(nnx.Module):
 
 
 class DenseMLP(nnx.Module):
-    """Base class of dense MLPs, down(hidden(x)); subclasses define the activations `hidden`."""
+    """Base class of dense MLPs, down(hidden(x)); subclasses define the activations `hidden`.
+
+    Called with `apart`, the operands of both products are computed before these, and not within them.
+    """
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
         add_linear(self, "down", width, hidden, dtype=weights)
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
-    def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
+    def __call__(
+        self, x: Float[Array, "*rows E"], over: Axes | None = None, *, apart: bool = False
+    ) -> Float[Array, "*rows E"]:
         """Float32 output `[*rows, E]` of the MLP, without the residual; summed over the devices of `over`."""
-        return linear(self, "down", self.hidden(x), wide=True, over=over)
+        return linear(self, "down", self._operand(x, apart), wide=True, over=over)
 
-    def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    def part(self, x: Float[Array, "*rows E"], *, apart: bool = False) -> Float[Array, "*rows E"]:
         """Float32 MLP output from this device's shard of hidden width F, without bias; the caller sums over devices."""
-        return linear(self, "down", self.hidden(x), bias=False, wide=True)
+        return linear(self, "down", self._operand(x, apart), bias=False, wide=True)
+
+    def _operand(self, x: Float[Array, "*rows E"], apart: bool) -> Float[Array, "*rows F"]:
+        """Activations before the down projection; behind a barrier, as x is, if `apart`."""
+        if not apart:
+            return self.hidden(x)
+        return lax.optimization_barrier(self.hidden(lax.optimization_barrier(x)))
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
         """Activations `[*rows, F]` before the down projection, in x's dtype; NotImplementedError in this base class."""

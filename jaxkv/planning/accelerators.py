@@ -28,6 +28,8 @@ class Accelerator:
         network: to a GPU of another host, or a TPU of another pod, bytes/s in one direction.
         per_host: GPUs of a host; TPU devices of a pod, all of which links join.
         sources: addresses of the figures' sources.
+        retiles: True if loops read 16-bit arrays in other tiles than those of a program's arguments, so that the
+            compiler copies these: all weights for a decode loop, hidden states for each of a prefill layer's three.
     """
 
     word: ClassVar[str]
@@ -44,6 +46,7 @@ class Accelerator:
     network: int
     per_host: int
     sources: tuple[str, ...]
+    retiles: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -19,6 +19,9 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Request, Setting
 from jaxkv.sharding.parameters import part_shape
 
+# Copies of a batch's hidden states on devices that read them in other tiles: one for each loop of a layer over them.
+_HIDDEN_COPIES = 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheParts:
@@ -106,6 +109,9 @@ def sizes_of(setting: Setting) -> Sizes:
         as_stored = setting.sequences == 1 and config.experts is None
         stepping = 0 if as_stored else max(block, head)
         head = min(head, stepping)
+    if setting.gpu.retiles and jnp.dtype(setting.dtype).itemsize == 2:
+        activations += _HIDDEN_COPIES * 2 * setting.sequences * planned.slots * setting.local.embed
+        stepping += weights_of(config, setting.dtype, setting.mesh, setting.weights, itemsize=2)
     budget = planned.budget.mean()
     by_layer = [budget if width is None else min(width, setting.context) for width in config.windows]
     kept = np.mean(by_layer if planned.rows is None else planned.rows)
@@ -198,11 +204,17 @@ def parameters_of(config: ModelConfig, dtype: str, weights: str | None = None) -
     return tuple(found)
 
 
-def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh, weights: str | None = None) -> int:
-    """Bytes of the parameters that one device of a mesh holds; `weights` says how linear maps are held."""
+def weights_of(
+    config: ModelConfig, dtype: str, mesh: AbstractMesh, weights: str | None = None, *, itemsize: int | None = None
+) -> int:
+    """Bytes of the parameters that one device of a mesh holds; `weights` says how linear maps are held.
+
+    With `itemsize` only of those whose elements have so many bytes.
+    """
     total = 0
-    for name, shape, copies, itemsize in parameters_of(config, dtype, weights):
-        total += copies * math.prod(part_shape(name, shape, mesh)) * itemsize
+    for name, shape, copies, size in parameters_of(config, dtype, weights):
+        if itemsize in (None, size):
+            total += copies * math.prod(part_shape(name, shape, mesh)) * size
     return total
 
 

@@ -1,0 +1,203 @@
+"""Rows of pools on their way between HBM and VMEM on a TPU: blocks of segments in a ring, and tiles that change.
+
+HBM is read and written in tiles of `TILE` rows of any dtype: a segment that begins inside a tile is copied from the
+tile's first row on, and rows of other segments are masked. A row is written with the rows around it, as a tile.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from . import _compat_tpu as tpu
+
+# Rows of a tile of HBM, of 16 and of 32 bits.
+TILE = 8
+# Rows multiplied at once, and rows of one copy.
+BLOCK, CHUNK = 1024, 256
+# Blocks on their way while one is multiplied: bytes in flight have to cover the latency of HBM.
+AHEAD = 3
+
+
+def whole_tile(row):
+    """Row at which the tile of a row begins, i32."""
+    return tpu.multiple_of(row & -TILE, TILE)
+
+
+class Copies:
+    """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order in which they are multiplied."""
+
+    def __init__(self, start: Any, length: Any, pools: Any, buffers: Any, arrived: Any, numbers: Any, chunk: int):
+        self.start, self.length, self.pools, self.buffers = start, length, pools, buffers
+        self.arrived, self.numbers, self.chunk = arrived, numbers, chunk
+        self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
+
+    def first(self, b, h):
+        """First row of the tile in which a segment begins, i32."""
+        return whole_tile(self.start[b, h])
+
+    def blocks(self, b, h):
+        """Number of blocks that hold a segment's rows, i32; 0 for an empty one."""
+        rows = self.start[b, h] - self.first(b, h) + self.length[b, h]
+        return jnp.where(self.length[b, h] > 0, lax.div(rows + (self.size - 1), jnp.int32(self.size)), 0)
+
+    def end(self, b, h):
+        """Row behind a segment, i32."""
+        return self.start[b, h] + self.length[b, h]
+
+    def at(self, index):
+        """Row of a segment's block counted from its first block's, i32."""
+        return tpu.multiple_of(index * self.size, self.chunk)
+
+    def begin(self):
+        """Points the ring at the first segment with rows, and begins the copies of AHEAD blocks."""
+        for index in (2, 3, 4):
+            self.numbers[index] = jnp.int32(0)
+        self._point_at(jnp.int32(0), jnp.int32(0))
+        lax.fori_loop(0, AHEAD, lambda index, _: self._begin_next(), None)
+
+    def awaited(self, b, h, index):
+        """Waits for a block and begins the copy of a later one; returns the buffer in which it lies, i32."""
+        self._begin_next()
+        done = self.numbers[4]
+        self.numbers[4] = done + 1
+        slot = lax.rem(done, jnp.int32(AHEAD + 1))
+        self._each(b, h, index, slot, lambda copy: copy.wait())
+        return slot
+
+    def inside(self, b, h, index, shape):
+        """Mask of a block's columns that are rows of the segment, and no rows twice."""
+        column = lax.broadcasted_iota(jnp.int32, shape, 1)
+        within = lax.rem(column, jnp.int32(self.chunk))
+        begin = self.first(b, h) + index * self.size + (column - within)
+        row = jnp.minimum(begin, self.rows - self.chunk) + within
+        return (row >= jnp.maximum(begin, self.start[b, h])) & (row < self.start[b, h] + self.length[b, h])
+
+    def _point_at(self, b, h):
+        """Points the ring at the first segment with rows from the one of (b, h) on; at none, behind all sequences."""
+        batch, heads = self.start.shape
+
+        def empty(at):
+            b, h = at
+            return (b < batch) & (self.length[jnp.minimum(b, batch - 1), h] == 0)
+
+        def after(at):
+            b, h = at
+            return jnp.where(h + 1 < heads, b, b + 1), jnp.where(h + 1 < heads, h + 1, 0)
+
+        self.numbers[0], self.numbers[1] = lax.while_loop(empty, after, (b, h))
+
+    def _begin_next(self):
+        """Begins the copy of the block that is next in the ring, if any is left, and points at the one behind it."""
+        b, h, index, copied = (self.numbers[each] for each in range(4))
+        batch, heads = self.start.shape
+
+        @tpu.when(b < batch)
+        def _():
+            self._each(b, h, index, lax.rem(copied, jnp.int32(AHEAD + 1)), lambda copy: copy.start())
+            self.numbers[3] = copied + 1
+            more = index + 1 < self.blocks(b, h)
+            self.numbers[2] = jnp.where(more, index + 1, 0)
+
+            @tpu.when(~more)
+            def _():
+                self._point_at(jnp.where(h + 1 < heads, b, b + 1), jnp.where(h + 1 < heads, h + 1, 0))
+
+    def chunks(self, b, h, index):
+        """Pool row at which each chunk of a block begins, and whether the segment has rows there: a list of pairs.
+
+        The last chunk of a pool begins earlier; rows that it has twice are masked.
+        """
+        first = self.first(b, h) + index * self.size
+        begins = [first + number * self.chunk for number in range(self.size // self.chunk)]
+        rows = [tpu.multiple_of(jnp.minimum(at, self.rows - self.chunk), TILE) for at in begins]
+        return [(row, at < self.end(b, h)) for row, at in zip(rows, begins, strict=True)]
+
+    def _each(self, b, h, index, slot, act):
+        """Calls `act` on each copy of a block: chunks of keys and values, up to the last row of the segment."""
+        for number, (row, some) in enumerate(self.chunks(b, h, index)):
+
+            @tpu.when(some)
+            def _(row=row, number=number):
+                for pool, buffer in zip(self.pools, self.buffers, strict=True):
+                    target = buffer.at[slot, tpu.ds(number * self.chunk, self.chunk)]
+                    act(tpu.async_copy(pool.at[b, tpu.ds(row, self.chunk)], target, self.arrived.at[slot]))
+
+
+class NewRows:
+    """New rows of sequences: their tiles are read, changed and written while other rows are multiplied."""
+
+    def __init__(self, start: Any, length: Any, tables: Any, new: Any, pools: Any, tiles: Any, read: Any, wrote: Any):
+        self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
+        self.counts, self.before, self.last = tables
+        self.read, self.wrote, self.heads = read, wrote, tiles.shape[2]
+
+    def append(self, b, sequences):
+        """Puts a sequence's new rows into their tiles and begins to write them; begins to read the next one's."""
+        mine = lax.rem(b, jnp.int32(2))
+
+        @tpu.when(b == 0)
+        def _():
+            self._each_read(b, lambda copy: copy.start())
+
+        self._each_read(b, lambda copy: copy.wait())
+
+        @tpu.when(self.counts[b] > 0)
+        def _():
+            lax.fori_loop(0, self.heads, lambda h, _: self._change(b, h, mine), None)
+
+        self._each_write(b, lambda copy: copy.start())
+
+        # The tiles of the sequence after this one take the place of those of the one before.
+        @tpu.when(b > 0)
+        def _():
+            self.finish(b - 1)
+
+        @tpu.when(b + 1 < sequences)
+        def _():
+            self._each_read(b + 1, lambda copy: copy.start())
+
+    def finish(self, b):
+        """Waits until a sequence's new rows are written."""
+        self._each_write(b, lambda copy: copy.wait())
+
+    def _base(self, b, h):
+        """First row of the tile of a segment's new row, i32."""
+        return whole_tile(self.start[b, h] + self.length[b, h])
+
+    def _change(self, b, h, mine):
+        """Puts a head's new key and value into its tile, or into the one that an earlier head has changed."""
+        from_tile = jnp.where(self.before[b, h] < 0, h, self.before[b, h])
+        row = self.start[b, h] + self.length[b, h] - self._base(b, h)
+        for each, new in enumerate(self.new):
+            old = self.tiles[mine, each, from_tile].astype(jnp.float32)
+            here = lax.broadcasted_iota(jnp.int32, old.shape, 0) == row
+            self.tiles[mine, each, h] = jnp.where(here, new[0, h], old).astype(self.tiles.dtype)
+
+    def _each_read(self, b, act):
+        """Calls `act` on the copy of each head's tile from the pools; on none for an ended sequence."""
+        mine = lax.rem(b, jnp.int32(2))
+
+        def one(h, _):
+            for each, pool in enumerate(self.pools):
+                source = pool.at[b, tpu.ds(self._base(b, h), TILE)]
+                act(tpu.async_copy(source, self.tiles.at[mine, each, h], self.read.at[mine]))
+
+        @tpu.when(self.counts[b] > 0)
+        def _():
+            lax.fori_loop(0, self.heads, one, None)
+
+    def _each_write(self, b, act):
+        """Calls `act` on the copy of each changed tile to the pools; on none for an ended sequence."""
+        mine = lax.rem(b, jnp.int32(2))
+
+        def one(h, _):
+            @tpu.when(self.last[b, h] > 0)
+            def _():
+                for each, pool in enumerate(self.pools):
+                    target = pool.at[b, tpu.ds(self._base(b, h), TILE)]
+                    act(tpu.async_copy(self.tiles.at[mine, each, h], target, self.wrote.at[mine]))
+
+        @tpu.when(self.counts[b] > 0)
+        def _():
+            lax.fori_loop(0, self.heads, one, None)
