@@ -156,7 +156,7 @@ def append_and_score(
     how = _How(softcap, interpret, widest, windows)
     out, _, k, v, received = _run(q, token, k, v, _tables(start, length, counts), how)
     if windows:
-        return out, received.reshape(*start.shape, -1), k, v
+        return out, received, k, v
     return out, received[:, 0, : k.shape[1]], k, v
 
 
@@ -222,11 +222,11 @@ def _run(q, new, k, v, tables, how):
         made += [tpu.in_hbm()] * 2
     if how.widest is not None:
         # A chunk's part begins at a whole register, and may end in another one behind the pool.
-        parts, lanes = batch, -(-k.shape[1] // LANES) * LANES + chunk + LANES
+        lines, lanes = 1, -(-k.shape[1] // LANES) * LANES + chunk + LANES
         if how.windows:
-            parts, lanes = batch * heads, width(how.widest, k.shape[1])
-        shapes += [jax.ShapeDtypeStruct((parts, 1, lanes), jnp.float32)]
-        made += [tpu.block((1, 1, lanes), lambda b, h: (b * heads + h if how.windows else b, 0, 0))]
+            lines, lanes = heads, width(how.widest, k.shape[1])
+        shapes += [jax.ShapeDtypeStruct((batch, lines, lanes), jnp.float32)]
+        made += [tpu.block((1, lines, lanes), lambda b, h: (b, 0, 0))]
         scratch += [tpu.vmem((padded, count * size), jnp.float32)]
     static = {"appends": appends, "sinks": bool(sinks), "scores": how.widest is not None, "queries": rows}
     static |= {"windows": how.windows}
@@ -249,7 +249,7 @@ def _run(q, new, k, v, tables, how):
 # Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs
 # q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence, sink logits f32[1, R, 128]
 # of its head, and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], the pools, and attention
-# that rows received, f32[1, 1, P and more] of its sequence or f32[1, 1, n] of its segment. Scratch: AHEAD + 1 blocks
+# that rows received, f32[1, 1, P and more] of its sequence or f32[1, K, n]. Scratch: AHEAD + 1 blocks
 # of keys and of values [AHEAD + 1, rows of a block, D], a semaphore for each; five numbers (sequence, head and
 # block that are copied next, and how many blocks were copied and multiplied); to append tiles of new rows [2 sequences,
 # keys and values, K, TILE, D], and a semaphore for the reads and one for the writes of both sequences; for scores
@@ -285,7 +285,7 @@ def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
 
     if scores:
 
-        @tpu.when((h == 0) | windows)
+        @tpu.when(h == 0)
         def _():
             received[...] = jnp.zeros(received.shape, received.dtype)
 
@@ -331,8 +331,8 @@ def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
     lse = jnp.where(total > 0, top + jnp.log(some), -jnp.inf)
     lse_ref[0, 0] = jnp.broadcast_to(lse, lse_ref.shape[2:])
     if scores:
-        origin = window_at(start[b, h], copies.rows) if windows else 0
-        tpu.when(joins)(lambda: _receive(received, *kept, copies, b, h, logit, lse, queries, origin))
+        line, origin = (h, window_at(start[b, h], copies.rows)) if windows else (0, 0)
+        tpu.when(joins)(lambda: _receive(received, *kept, copies, b, h, logit, lse, queries, line, origin))
     if appends:
 
         @tpu.when((b == batch - 1) & (h == heads - 1))
@@ -340,7 +340,7 @@ def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
             own.finish(b)
 
 
-def _receive(received, kept, copies, b, h, logit, lse, queries, origin):
+def _receive(received, kept, copies, b, h, logit, lse, queries, line, origin):
     """Adds a segment's attention, mean over its queries, to `received` at its rows' places, the new row's too."""
     real = (lax.broadcasted_iota(jnp.int32, lse.shape, 0) < queries).astype(jnp.float32) / queries
     total = lse - jnp.log(jnp.maximum(real, 1e-30))
@@ -353,12 +353,12 @@ def _receive(received, kept, copies, b, h, logit, lse, queries, origin):
             @tpu.when(some)
             def _(number=number, row=row):
                 mine = shares[:, number * copies.chunk : (number + 1) * copies.chunk]
-                tpu.add_lanes(received, row - origin, jnp.pad(mine, ((0, 0), (0, LANES))))
+                tpu.add_lanes(received, row - origin, jnp.pad(mine, ((0, 0), (0, LANES))), line)
 
     lax.fori_loop(0, copies.blocks(b, h), step, None)
     new = jnp.exp(logit - total).sum(axis=0, keepdims=True)
     first = lax.broadcasted_iota(jnp.int32, (1, 2 * LANES), 1) == 0
-    tpu.add_lanes(received, copies.end(b, h) - origin, jnp.where(first, new, 0.0))
+    tpu.add_lanes(received, copies.end(b, h) - origin, jnp.where(first, new, 0.0), line)
 
 
 def _capped(logits, softcap):

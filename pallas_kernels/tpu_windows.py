@@ -20,16 +20,17 @@ from . import _compat_tpu as tpu
 from .tpu_rows import AHEAD, CHUNK, LANES, Copies, blocks_of, width, window_at
 
 _SUBLANES = 8
-# Segments of a program, at most.
-_SEGMENTS = 8
 # Rows of a pool, at most, whose positions or scores VMEM holds for one sequence; and segments of all sequences, whose
 # tables scalar memory holds.
 _MOST_ROWS, _MOST_SEGMENTS = 1 << 20, 1 << 16
+# Numbers of windows in VMEM at once, at most: 2 MB, with a second buffer.
+_MOST_NUMBERS = 1 << 19
 
 
-def takes(pool_rows: int, segments: int) -> bool:
-    """True if VMEM holds a sequence's positions or scores in a pool of so many rows, and if tables of segments fit."""
-    return pool_rows <= _MOST_ROWS and segments <= _MOST_SEGMENTS
+def takes(pool_rows: int, batch: int, segments: int, widest: int) -> bool:
+    """True if VMEM holds a sequence's positions or scores and some windows, and scalar memory all segments' tables."""
+    fits = pool_rows <= _MOST_ROWS and _at_once(segments) * width(widest, pool_rows) <= _MOST_NUMBERS
+    return fits and batch * segments <= _MOST_SEGMENTS
 
 
 @partial(jax.jit, static_argnames=("widest", "interpret"))
@@ -54,13 +55,13 @@ def take(leaf: jax.Array, start: jax.Array, *, widest: int, interpret: bool = Fa
         name="tpu_windows",
         grid=(batch, segments // heads),
         given=[tpu.in_hbm()],
-        made=[tpu.block((1, heads, 1, size), lambda b, part: (b, part, 0, 0))],
-        shapes=[jax.ShapeDtypeStruct((batch, segments, 1, size), leaf.dtype)],
+        made=[tpu.block((1, heads, size), lambda b, part: (b, part, 0))],
+        shapes=[jax.ShapeDtypeStruct((batch, segments, size), leaf.dtype)],
         scratch=[tpu.vmem((1, *line.shape[1:]), leaf.dtype), tpu.semaphores((1,))],
         in_place={},
         interpret=interpret,
     )
-    return window_at(start, leaf.shape[1]), found[:, :, 0]
+    return window_at(start, leaf.shape[1]), found
 
 
 @partial(jax.jit, static_argnames=("interpret",))
@@ -82,10 +83,10 @@ def add(leaf: jax.Array, start: jax.Array, new: jax.Array, *, interpret: bool = 
     (found,) = tpu.call(
         partial(_add, rows=leaf.shape[1]),
         (start,),
-        (line, new[:, :, None]),
+        (line, new),
         name="tpu_add",
         grid=(batch, segments // heads),
-        given=[tpu.in_hbm(), tpu.block((1, heads, 1, size), lambda b, part: (b, part, 0, 0))],
+        given=[tpu.in_hbm(), tpu.block((1, heads, size), lambda b, part: (b, part, 0))],
         made=[tpu.in_hbm()],
         shapes=[jax.ShapeDtypeStruct(line.shape, line.dtype)],
         scratch=[tpu.vmem((1, *line.shape[1:]), leaf.dtype), tpu.semaphores((1,))],
@@ -114,7 +115,7 @@ def cosines(
     """
     (batch, segments), dim = start.shape, rows.shape[2]
     chunk, lanes = min(CHUNK, rows.shape[1]), width(widest, rows.shape[1])
-    _, size = blocks_of(widest, rows.shape[1])
+    some, (_, size) = _at_once(segments), blocks_of(widest, rows.shape[1])
     (found,) = tpu.call(
         partial(_compare, chunk=chunk),
         (start, length),
@@ -122,18 +123,18 @@ def cosines(
         name="tpu_cosines",
         grid=(batch, segments),
         given=[tpu.block((1, 1, 1, dim), lambda b, s: (b, s, 0, 0)), tpu.in_hbm()],
-        made=[tpu.block((1, 1, lanes), lambda b, s: (b * segments + s, 0, 0))],
-        shapes=[jax.ShapeDtypeStruct((batch * segments, 1, lanes), jnp.float32)],
+        made=[tpu.block((1, some, lanes), lambda b, s: (b, lax.div(s, jnp.int32(some)), 0))],
+        shapes=[jax.ShapeDtypeStruct((batch, segments, lanes), jnp.float32)],
         scratch=[tpu.vmem((AHEAD + 1, size, dim), rows.dtype), tpu.semaphores((AHEAD + 1,)), tpu.smem((5,), jnp.int32)],
         in_place={},
         interpret=interpret,
     )
-    return found.reshape(batch, segments, lanes)
+    return found
 
 
 def _at_once(segments):
-    """Number of segments whose windows a program takes or adds: the most, up to `_SEGMENTS`, that divide theirs."""
-    return next(count for count in range(min(segments, _SEGMENTS), 0, -1) if segments % count == 0)
+    """Number of segments whose windows lie together in VMEM: whole tiles of them, or all."""
+    return segments if segments % _SUBLANES else _SUBLANES
 
 
 def _line(leaf, size):
@@ -142,18 +143,18 @@ def _line(leaf, size):
     return jnp.pad(leaf, ((0, 0), (0, lanes - leaf.shape[1])))[:, None]
 
 
-# Refs: in scalar memory `start` [B, S]; the pool's numbers [B, 1, n] in HBM; windows [1, heads, 1, size]. Scratch:
+# Refs: in scalar memory `start` [B, S]; the pool's numbers [B, 1, n] in HBM; windows [1, heads, size]. Scratch:
 # numbers of a sequence [1, 1, n], and a semaphore.
 def _take(start, leaf, found, line, done, *, rows):
     """Copies the windows of some segments out of a sequence's numbers, which its first program reads."""
-    b, part, heads, size = tpu.program_id(0), tpu.program_id(1), found.shape[1], found.shape[3]
+    b, part, heads, size = tpu.program_id(0), tpu.program_id(1), found.shape[1], found.shape[2]
     tpu.when(part == 0)(lambda: _copied(leaf.at[tpu.ds(b, 1)], line, done))
 
     def one(h, _):
         first = window_at(start[b, part * heads + h], rows)
         ahead = first & (LANES - 1)
         wide = line[0, :, tpu.ds(tpu.multiple_of(first - ahead, LANES), size + LANES)]
-        found[0, h] = tpu.roll(wide, lax.rem(size + LANES - ahead, jnp.int32(size + LANES)), 1)[:, :size]
+        found[0, tpu.ds(h, 1)] = tpu.roll(wide, lax.rem(size + LANES - ahead, jnp.int32(size + LANES)), 1)[:, :size]
 
     lax.fori_loop(0, heads, one, None)
 
@@ -165,7 +166,7 @@ def _add(start, leaf, new, out, line, done, *, rows):
     tpu.when(part == 0)(lambda: _copied(leaf.at[tpu.ds(b, 1)], line, done))
 
     def one(h, _):
-        mine = jnp.pad(new[0, h], ((0, 0), (0, LANES)))
+        mine = jnp.pad(new[0, tpu.ds(h, 1)], ((0, 0), (0, LANES)))
         tpu.add_lanes(line, window_at(start[b, part * heads + h], rows), mine)
 
     lax.fori_loop(0, heads, one, None)
@@ -181,13 +182,15 @@ def _copied(source, target, done):
 
 
 # Refs: in scalar memory `start` and `length` [B, S]; the vector f32[1, 1, 1, D] of the program's segment, and the pool
-# [B, P, D] in HBM; the window f32[1, 1, n]. Scratch: blocks of rows, their semaphores and numbers, as in `tpu_decode`.
+# [B, P, D] in HBM; windows f32[1, heads, n], its own among them. Scratch: blocks of rows, their semaphores and numbers,
+# as in `tpu_decode`.
 def _compare(start, length, of_ref, pool, found, buffer, arrived, numbers, *, chunk):
     """Writes the cosines of a segment's rows with its vector; begins copies of later blocks."""
     b, s = tpu.program_id(0), tpu.program_id(1)
     copies = Copies(start, length, (pool,), (buffer,), arrived, numbers, chunk)
     tpu.when((b == 0) & (s == 0))(copies.begin)
-    found[...] = jnp.zeros(found.shape, found.dtype)
+    mine = lax.rem(s, jnp.int32(found.shape[1]))
+    found[0, tpu.ds(mine, 1)] = jnp.zeros((1, found.shape[2]), found.dtype)
     narrow = buffer.dtype != jnp.float32
     one = of_ref[0, 0]
     norm = jnp.maximum(jnp.sqrt((one * one).sum(axis=1, keepdims=True)), 1e-6)
@@ -221,7 +224,7 @@ def _compare(start, length, of_ref, pool, found, buffer, arrived, numbers, *, ch
 
             @tpu.when(some)
             def _(number=number, row=row):
-                mine = cosine[:, number * chunk : (number + 1) * chunk]
-                tpu.add_lanes(found, row - origin, jnp.pad(mine, ((0, 0), (0, LANES))))
+                part = cosine[:, number * chunk : (number + 1) * chunk]
+                tpu.add_lanes(found, row - origin, jnp.pad(part, ((0, 0), (0, LANES))), mine)
 
     lax.fori_loop(0, copies.blocks(b, s), step, None)

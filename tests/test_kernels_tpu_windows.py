@@ -84,6 +84,6 @@ def test_rows_are_compared(dim, dtype):
 
 
 def test_what_they_take():
-    """Pools whose positions or scores fit VMEM, a sequence at a time, and tables that fit scalar memory."""
-    assert tpu_windows.takes(262_400, 2048) and not tpu_windows.takes((1 << 20) + 8, 2048)
-    assert not tpu_windows.takes(262_400, 1 << 17)
+    """Pools whose positions or scores fit VMEM, a sequence at a time, as do windows; tables that fit scalar memory."""
+    assert tpu_windows.takes(262_400, 8, 256, 2786) and not tpu_windows.takes((1 << 20) + 8, 8, 256, 2786)
+    assert not tpu_windows.takes(262_400, 512, 256, 2786) and not tpu_windows.takes(262_400, 8, 256, 1 << 17)

@@ -178,7 +178,9 @@ class Tpu(Xla):
         if not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
             return False
         if walk is Walk.WINDOWS:
-            return widest is not None and bool(self._decode.takes_scores(widest, widest, q.shape[2]))
+            # Windows of all heads lie in VMEM, 8 to a tile.
+            lines = -(-q.shape[1] // 8)
+            return widest is not None and bool(self._decode.takes_scores(lines * widest, widest, q.shape[2]))
         return bool(self._decode.takes_scores(k.shape[1], _widest(q, k, walk), q.shape[2]))
 
     def append_and_score(
@@ -206,7 +208,7 @@ class Tpu(Xla):
         """True for pools that `joins` takes, of positions that fit VMEM, if windows have few more numbers than rows."""
         if widest is None or not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
             return False
-        fits = bool(self._windows.takes(k.shape[1], len(k) * segments))
+        fits = bool(self._windows.takes(k.shape[1], len(k), segments, widest))
         return fits and segments * widest <= _MOST_WINDOWS * k.shape[1]
 
     def take_windows(self, leaf: Array, start: Array, *, widest: int) -> tuple[Array, Array]:
