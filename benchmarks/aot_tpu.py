@@ -190,8 +190,10 @@ def loop_row(name: str, loop: Loop) -> Row:
     held = sum(pool.k.shape[1] for pool in pools) // (config.kv_heads * config.layers)
     # Sparse layers read chosen rows by one kernel; another appends, and reads those since the prompt.
     sparse, chosen, rest = kernels["tpu_attend"], budget, held - loop.tokens
-    dense, scores = kernels["tpu_decode"] - sparse, bool(kernels["tpu_rank"])
-    times = perf_tpu.decode_kernel(segments, held, row_bytes, scores=scores) * dense
+    dense, shared = kernels["tpu_decode"] - sparse, bool(kernels["tpu_add"])
+    scoring = {"scores": shared or bool(kernels["tpu_rank"]), "windows": shared}
+    times = perf_tpu.decode_kernel(segments, held, row_bytes, **scoring) * dense
+    times += perf_tpu.shared_pool(segments * config.layers, held, row_bytes // 2, kernels)
     times += sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
     times += perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
     moved = copies * max(hlo.size_of(*one) for one in rows) + 2 * perf_tpu.gathered(text)

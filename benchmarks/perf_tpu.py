@@ -10,12 +10,14 @@ Rules:
 3. A decode kernel takes the longer of two times, summed over segments: copies of its rows, in chunks, at the data
    sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO; with
    scores `SCORED_BUNDLES`, of a block and a segment. The kernels of eviction take theirs: `RANK_BUNDLES` a head, of
-   eight sequences and a register of 128 rows, `MOVE_BUNDLES` a segment, and `LAUNCH_BUNDLES` both together.
+   eight sequences and a register of 128 rows, `MOVE_BUNDLES` a segment, and `LAUNCH_BUNDLES` both together. Those of a
+   pool that layers share take `WINDOW_BUNDLES` a segment, to take or add its window, and `COSINE_BUNDLES`, of a block
+   and a segment, to compare its rows. There a segment has the budget's rows, and blocks are not dealt to them.
 4. Splash attention takes its products, half of all pairs of tokens, at `SPLASH` of the data sheet's FLOP/s: assumed.
 5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it. So do
    gathers of rows, for which the compiler writes no cycles: their bytes twice, read and written.
-6. Left out: other copies that run beside operations, what a step costs on the host, links of chips. Times are therefore
-   lower bounds.
+6. Left out: scatters, for which the compiler writes no cycles either, other copies that run beside operations, what a
+   step costs on the host, links of chips. Times are therefore lower bounds.
 """
 
 import collections
@@ -30,6 +32,7 @@ CLOCK = 1.75e9
 BLOCK_BUNDLES, PROGRAM_BUNDLES = 340, 250
 SCORED_BUNDLES = 480, 320
 RANK_BUNDLES, MOVE_BUNDLES, LAUNCH_BUNDLES = 17, 160, 200
+WINDOW_BUNDLES, COSINE_BUNDLES = 130, (640, 100)
 SPLASH = 0.5
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -127,14 +130,17 @@ def gathered(text: str) -> int:
     return sum(hlo.size_of(*each) for each in found if len(each[1]) == 3)
 
 
-def decode_kernel(segments: int, rows: int, row_bytes: int, *, scores: bool = False) -> float:
-    """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all."""
+def decode_kernel(segments: int, rows: int, row_bytes: int, *, scores: bool = False, windows: bool = False) -> float:
+    """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all.
+
+    With `windows` the pool is shared: blocks are not dealt to the rows of its segments.
+    """
     chunks = -(-rows // CHUNK)
     copied = chunks * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
     # With scores the rows of a segment are dealt to blocks of whole chunks.
     blocks, (each, program) = -(-rows // BLOCK), (BLOCK_BUNDLES, PROGRAM_BUNDLES)
     if scores:
-        blocks, (each, program) = chunks * CHUNK / BLOCK, SCORED_BUNDLES
+        blocks, (each, program) = blocks if windows else chunks * CHUNK / BLOCK, SCORED_BUNDLES
     return segments * max(copied, (blocks * each + program) / CLOCK)
 
 
@@ -142,6 +148,15 @@ def eviction(batch: int, heads: int, rows: int) -> float:
     """Seconds of the two kernels that rank the rows of a pool of so many rows and move one in each of its segments."""
     ranked = -(-batch // 8) * heads * -(-rows // 128) * RANK_BUNDLES
     return (ranked + batch * heads * MOVE_BUNDLES + LAUNCH_BUNDLES) / CLOCK
+
+
+def shared_pool(segments: int, rows: int, key_bytes: int, calls: collections.Counter[str]) -> float:
+    """Seconds of the kernels over all segments of a shared pool, of so many rows of `key_bytes`, by their calls."""
+    copied = -(-rows // CHUNK) * CHUNK * key_bytes / tpus()[DEVICE].bandwidth
+    block, program = COSINE_BUNDLES
+    compared = max(copied, (-(-rows // BLOCK) * block + program) / CLOCK)
+    windows = (calls["tpu_windows"] + calls["tpu_add"]) * WINDOW_BUNDLES / CLOCK
+    return segments * (windows + calls["tpu_cosines"] * compared)
 
 
 def splash(batch: int, heads: int, tokens: int, dim: int) -> float:

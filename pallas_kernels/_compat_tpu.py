@@ -18,6 +18,7 @@ ds = pl.ds
 program_id = pl.program_id
 multiple_of = pl.multiple_of
 async_copy = _tpu.make_async_copy
+roll = _tpu.roll
 vmem = _tpu.VMEM
 smem = _tpu.SMEM
 # Programs share scratch, and copies begun by one are awaited by the next. Checks of each copy's bounds would take more
@@ -40,11 +41,11 @@ def in_hbm() -> pl.BlockSpec:
     return pl.BlockSpec(memory_space=_tpu.HBM)
 
 
-def add_lanes(ref: Any, at: Any, row: jax.Array) -> None:
-    """Adds a row of numbers to those of `ref`, [1, 1, n], from lane `at` on; its last 128 numbers have to be zeros."""
+def add_lanes(ref: Any, at: Any, row: jax.Array, line: Any = 0) -> None:
+    """Adds a row of numbers to a line of `ref`, [1, m, n], from lane `at` on; its last 128 numbers have to be zeros."""
     ahead = at & (_LANES - 1)
-    where = (0, slice(None), ds(multiple_of(at - ahead, _LANES), row.shape[1]))
-    ref[where] += _tpu.roll(row, ahead, 1)
+    where = (0, ds(line, 1), ds(multiple_of(at - ahead, _LANES), row.shape[1]))
+    ref[where] += roll(row, ahead, 1)
 
 
 def call(

@@ -24,11 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _compat_tpu as tpu
-from .tpu_rows import AHEAD, BLOCK, CHUNK, TILE, Copies, NewRows
+from .tpu_rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewRows, blocks_of, width, window_at
 
 # Sublanes of a 32-bit register; queries are padded to multiples of it.
 _SUBLANES = 8
-_LANES = 128
 _MASKED = -1e30
 # Logits of a segment and scores of a pool's rows, at most, that VMEM holds: 4 MB each, the latter with a second buffer.
 _MOST_LOGITS, _MOST_SCORES = 1 << 20, 1 << 17
@@ -111,7 +110,7 @@ def append_and_attend(
     return out, lse, k, v
 
 
-@partial(jax.jit, static_argnames=("widest", "softcap", "interpret"))
+@partial(jax.jit, static_argnames=("widest", "windows", "softcap", "interpret"))
 def append_and_score(
     q: jax.Array,
     new: tuple[jax.Array, jax.Array],
@@ -122,6 +121,7 @@ def append_and_score(
     counts: jax.Array,
     *,
     widest: int,
+    windows: bool = False,
     sink_logits: jax.Array | None = None,
     softcap: float | None = None,
     interpret: bool = False,
@@ -139,20 +139,24 @@ def append_and_score(
         length: `i32[B, K]` rows of each segment before the token, with room for one more behind them.
         counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
         widest: most rows of a segment, the new one included.
+        windows: True returns the attention in windows, for pools of so many rows that most are other layers'.
         sink_logits: `[K, R]` learned logits that take part in the softmax, without a value; by default none.
         softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
         `[B, K, R, D]` in q's dtype; `f32[B, P]` softmax weight of each row, mean over the R queries of its head, 0 in
-        ended sequences and outside of segments; and k and v with the rows.
+        ended sequences and outside of segments, or `f32[B, K, n]` in windows from row `tpu_rows.window_at` on;
+        and k and v with the rows.
     """
     token = _narrowed(new, k.dtype)
     if sink_logits is not None:
         wide = jnp.pad(sink_logits.astype(jnp.float32), ((0, 0), (0, -sink_logits.shape[1] % _SUBLANES)))
-        token = (*token, jnp.broadcast_to(wide[..., None], (*wide.shape, _LANES)))
-    how = _How(softcap, interpret, widest)
+        token = (*token, jnp.broadcast_to(wide[..., None], (*wide.shape, LANES)))
+    how = _How(softcap, interpret, widest, windows)
     out, _, k, v, received = _run(q, token, k, v, _tables(start, length, counts), how)
+    if windows:
+        return out, received, k, v
     return out, received[:, 0, : k.shape[1]], k, v
 
 
@@ -175,11 +179,15 @@ def _tables(start, length, counts):
 
 
 class _How(NamedTuple):
-    """Static settings of the kernel: the logits' cap, interpretation, most rows of a segment, None without scores."""
+    """Static settings of the kernel: the logits' cap, interpretation, most rows of a segment, None without scores.
+
+    With `windows` the attention that rows receive is written in a window for each segment, not at the rows' places.
+    """
 
     softcap: float | None
     interpret: bool
     widest: int | None = None
+    windows: bool = False
 
 
 def _run(q, new, k, v, tables, how):
@@ -191,13 +199,11 @@ def _run(q, new, k, v, tables, how):
     chunk = min(CHUNK, k.shape[1])
     appends, size = bool(new), BLOCK // CHUNK * chunk
     if how.widest is not None:
-        # Equal blocks of about BLOCK rows, so that the last one is not almost empty.
-        most = how.widest + TILE - 1
-        count = max(1, round(most / BLOCK))
-        size = -(-most // (count * chunk)) * chunk
+        # Equal blocks, so that the last one is not almost empty.
+        count, size = blocks_of(how.widest, k.shape[1])
     one, all_heads = (lambda b, h: (b, h, 0, 0)), (lambda b, h: (b, 0, 0, 0))
     token = [tpu.block((1, heads, 1, dim), all_heads)] * min(len(new), 2)
-    sinks = [tpu.block((1, padded, _LANES), lambda b, h: (h, 0, 0))] * (len(new) - len(token))
+    sinks = [tpu.block((1, padded, LANES), lambda b, h: (h, 0, 0))] * (len(new) - len(token))
     scratch = [
         tpu.vmem((AHEAD + 1, size, dim), k.dtype),
         tpu.vmem((AHEAD + 1, size, dim), v.dtype),
@@ -208,19 +214,22 @@ def _run(q, new, k, v, tables, how):
         scratch += [tpu.vmem((2, 2, heads, TILE, dim), k.dtype), tpu.semaphores((2,)), tpu.semaphores((2,))]
     shapes = [
         jax.ShapeDtypeStruct(scaled.shape, q.dtype),
-        jax.ShapeDtypeStruct((batch, heads, padded, _LANES), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, padded, LANES), jnp.float32),
     ]
-    made = [tpu.block((1, 1, padded, dim), one), tpu.block((1, 1, padded, _LANES), one)]
+    made = [tpu.block((1, 1, padded, dim), one), tpu.block((1, 1, padded, LANES), one)]
     if appends:
         shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v)]
         made += [tpu.in_hbm()] * 2
     if how.widest is not None:
         # A chunk's part begins at a whole register, and may end in another one behind the pool.
-        lanes = -(-k.shape[1] // _LANES) * _LANES + chunk + _LANES
-        shapes += [jax.ShapeDtypeStruct((batch, 1, lanes), jnp.float32)]
-        made += [tpu.block((1, 1, lanes), lambda b, h: (b, 0, 0))]
+        lines, lanes = 1, -(-k.shape[1] // LANES) * LANES + chunk + LANES
+        if how.windows:
+            lines, lanes = heads, width(how.widest, k.shape[1])
+        shapes += [jax.ShapeDtypeStruct((batch, lines, lanes), jnp.float32)]
+        made += [tpu.block((1, lines, lanes), lambda b, h: (b, 0, 0))]
         scratch += [tpu.vmem((padded, count * size), jnp.float32)]
     static = {"appends": appends, "sinks": bool(sinks), "scores": how.widest is not None, "queries": rows}
+    static |= {"windows": how.windows}
     out, lse, *pool = tpu.call(
         partial(_kernel, chunk=chunk, softcap=how.softcap, **static),
         tables,
@@ -240,11 +249,12 @@ def _run(q, new, k, v, tables, how):
 # Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs
 # q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence, sink logits f32[1, R, 128]
 # of its head, and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], the pools, and attention
-# that rows received, f32[1, 1, P and more] of its sequence. Scratch: AHEAD + 1 blocks of keys and of values
-# [AHEAD + 1, rows of a block, D], a semaphore for each; five numbers (sequence, head and block that are copied next,
-# and how many blocks were copied and multiplied); to append tiles of new rows [2 sequences, keys and values, K, TILE,
-# D], and a semaphore for the reads and one for the writes of both sequences; for scores logits f32[R, rows].
-def _kernel(*refs, appends, sinks, scores, queries, chunk, softcap):
+# that rows received, f32[1, 1, P and more] of its sequence or f32[1, K, n]. Scratch: AHEAD + 1 blocks
+# of keys and of values [AHEAD + 1, rows of a block, D], a semaphore for each; five numbers (sequence, head and
+# block that are copied next, and how many blocks were copied and multiplied); to append tiles of new rows [2 sequences,
+# keys and values, K, TILE, D], and a semaphore for the reads and one for the writes of both sequences; for scores
+# logits f32[R, rows].
+def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
     """Attends a program's queries to its segment; begins copies of later blocks, and of the sequences' new rows."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
@@ -321,7 +331,8 @@ def _kernel(*refs, appends, sinks, scores, queries, chunk, softcap):
     lse = jnp.where(total > 0, top + jnp.log(some), -jnp.inf)
     lse_ref[0, 0] = jnp.broadcast_to(lse, lse_ref.shape[2:])
     if scores:
-        tpu.when(joins)(lambda: _receive(received, *kept, copies, b, h, logit, lse, queries))
+        line, origin = (h, window_at(start[b, h], copies.rows)) if windows else (0, 0)
+        tpu.when(joins)(lambda: _receive(received, *kept, copies, b, h, logit, lse, queries, line, origin))
     if appends:
 
         @tpu.when((b == batch - 1) & (h == heads - 1))
@@ -329,7 +340,7 @@ def _kernel(*refs, appends, sinks, scores, queries, chunk, softcap):
             own.finish(b)
 
 
-def _receive(received, kept, copies, b, h, logit, lse, queries):
+def _receive(received, kept, copies, b, h, logit, lse, queries, line, origin):
     """Adds a segment's attention, mean over its queries, to `received` at its rows' places, the new row's too."""
     real = (lax.broadcasted_iota(jnp.int32, lse.shape, 0) < queries).astype(jnp.float32) / queries
     total = lse - jnp.log(jnp.maximum(real, 1e-30))
@@ -342,12 +353,12 @@ def _receive(received, kept, copies, b, h, logit, lse, queries):
             @tpu.when(some)
             def _(number=number, row=row):
                 mine = shares[:, number * copies.chunk : (number + 1) * copies.chunk]
-                tpu.add_lanes(received, row, jnp.pad(mine, ((0, 0), (0, _LANES))))
+                tpu.add_lanes(received, row - origin, jnp.pad(mine, ((0, 0), (0, LANES))), line)
 
     lax.fori_loop(0, copies.blocks(b, h), step, None)
     new = jnp.exp(logit - total).sum(axis=0, keepdims=True)
-    first = lax.broadcasted_iota(jnp.int32, (1, 2 * _LANES), 1) == 0
-    tpu.add_lanes(received, copies.end(b, h), jnp.where(first, new, 0.0))
+    first = lax.broadcasted_iota(jnp.int32, (1, 2 * LANES), 1) == 0
+    tpu.add_lanes(received, copies.end(b, h) - origin, jnp.where(first, new, 0.0), line)
 
 
 def _capped(logits, softcap):

@@ -15,6 +15,8 @@ from . import _compat_tpu as tpu
 TILE = 8
 # Rows multiplied at once, and rows of one copy.
 BLOCK, CHUNK = 1024, 256
+# Numbers of a register's sublane.
+LANES = 128
 # Blocks on their way while one is multiplied: bytes in flight have to cover the latency of HBM.
 AHEAD = 3
 
@@ -22,6 +24,23 @@ AHEAD = 3
 def whole_tile(row):
     """Row at which the tile of a row begins, i32."""
     return tpu.multiple_of(row & -TILE, TILE)
+
+
+def window_at(start: Any, pool_rows: int) -> Any:
+    """First pool row of the windows of segments that begin at `start`, i32: of that tile, or of the last chunk."""
+    return jnp.minimum(start & -TILE, pool_rows - min(CHUNK, pool_rows))
+
+
+def width(widest: int, pool_rows: int) -> int:
+    """Numbers of a window: whole registers of `widest` rows from anywhere in a tile on, and of a chunk behind them."""
+    return -(-(widest + TILE + min(CHUNK, pool_rows)) // LANES) * LANES + 2 * LANES
+
+
+def blocks_of(widest: int, pool_rows: int) -> tuple[int, int]:
+    """Number of equal blocks, of about BLOCK rows, that hold any segment of `widest` rows, and the rows of a block."""
+    most, chunk = widest + TILE - 1, min(CHUNK, pool_rows)
+    count = max(1, round(most / BLOCK))
+    return count, -(-most // (count * chunk)) * chunk
 
 
 class Copies:

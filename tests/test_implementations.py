@@ -138,6 +138,7 @@ ON_TPUS = ["full", "adakv", "shared", "rolling", "h2o", "d2o", "again", "omnikv"
 WHOLE_TILES = {
     "h2o, whole tiles": jaxkv.H2O(budget=19),
     "tova, whole tiles": jaxkv.TOVA(budget=19),
+    "d2o, whole tiles": jaxkv.D2O(budget=19),
     "adakv, whole tiles": jaxkv.AdaKV(base=jaxkv.RoCo(budget=19)),
 }
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a TPU's kernels are interpreted on a CPU alone")
@@ -183,6 +184,11 @@ def test_a_tpus_programs_have_its_kernels():
         traced, _ = traced_loop(dataclasses.replace(work, policy=policy, tokens=512))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
         assert "tpu_decode" in text and "tpu_move" in text and ("tpu_rank" in text) == finds
+    # In a pool that layers share: all segments at once, in no loop but that over tokens.
+    traced, _ = traced_loop(dataclasses.replace(work, policy=jaxkv.D2O(budget=255), tokens=512))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert all(name in text for name in ("tpu_decode", "tpu_add", "tpu_windows", "tpu_cosines"))
+    assert text.count("stablehlo.while") == 1
 
 
 @pytest.mark.usefixtures("as_users_call")

@@ -1,5 +1,6 @@
 """The model of TPU times: cycles and loops of a compiled program's text, and the arithmetic of kernels."""
 
+import collections
 import importlib
 import json
 from pathlib import Path
@@ -65,6 +66,11 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
     scored = perf_tpu.decode_kernel(64, 1025, 512, scores=True)
     assert scored == pytest.approx(64 * (1.25 * 480 + 320) / 1.75e9)
+    shared = perf_tpu.decode_kernel(64, 1025, 512, scores=True, windows=True)
+    assert shared == pytest.approx(64 * (2 * 480 + 320) / 1.75e9)
+    calls = collections.Counter(tpu_windows=2, tpu_add=1, tpu_cosines=1)
+    assert perf_tpu.shared_pool(64, 1025, 256, calls) == pytest.approx(64 * (3 * 130 + 2 * 640 + 100) / 1.75e9)
+    assert perf_tpu.shared_pool(64, 1025, 256, collections.Counter()) == 0
     assert perf_tpu.eviction(8, 8, 8200) == pytest.approx((8 * 65 * 17 + 64 * 160 + 200) / 1.75e9)
     assert perf_tpu.splash(1, 32, 32768, 128) == pytest.approx(32 * 32768**2 * 256 / 459e12)
 

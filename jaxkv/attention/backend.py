@@ -38,8 +38,8 @@ class Backend(InPlace, abc.ABC):
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
     `fused_eviction`, where `ranks` and `moves` say so; `append_and_attend` and `append_and_score`, where `joins` and
-    `joins_scored` do. Without the fused ones the engine takes XLA's operations. New rows are written by `cache.stores`,
-    which know how rows are held.
+    `joins_scored` do; `take_windows`, `add_windows` and `cosines`, where `windowed` does. Without the fused ones the
+    engine takes XLA's operations. New rows are written by `cache.stores`, which know how rows are held.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it.
 

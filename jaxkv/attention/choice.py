@@ -27,7 +27,7 @@ class Implementation(enum.Enum):
             cuDNN has neither column sums nor ragged segments.
         MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS.
         TPU: prefill by JAX's splash attention, appends and reads of segments by `pallas_kernels.tpu_decode`, eviction
-            by `tpu_evict`, the rest by XLA; on a CPU its kernels are interpreted.
+            by `tpu_evict`, shared pools by `tpu_windows`, the rest by XLA; on a CPU its kernels are interpreted.
         TPU_INTERPRETED: those kernels run as plain JAX operations, to check them. Never chosen by AUTO.
     """
 

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxkv.attention.xla import Walk
 
@@ -54,13 +54,16 @@ class InPlace:
         """
         raise NotImplementedError
 
-    def joins_scored(self, q: Float[Array, "B K G one D"], k: Float[Array, "B P D"], walk: Walk) -> bool:
+    def joins_scored(
+        self, q: Float[Array, "B K G one D"], k: Float[Array, "B P D"], walk: Walk, widest: int | None = None
+    ) -> bool:
         """True if `append_and_score` takes such queries and pools; always False in the base class.
 
         Args:
             q: queries of one token, of which the shape counts.
             k: keys of a pool, of which shape and dtype count.
             walk: how segments lie in it.
+            widest: most rows of a segment of a shared pool that `windowed` is True for; None for other pools.
 
         Returns:
             True or False.
@@ -77,9 +80,10 @@ class InPlace:
         counts: Int[Array, " B"],
         *,
         walk: Walk,
+        widest: int | None = None,
         sink_logits: Float[Array, "K G"] | None = None,
         softcap: float | None = None,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"], Float[Array, "B P D"], Float[Array, "B P D"]]:
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B *of n"], Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Writes a token's row behind each segment, attends to both, scores; NotImplementedError in this base class.
 
         Args:
@@ -90,12 +94,80 @@ class InPlace:
             length: rows of each segment, before the token.
             counts: 1 for sequences to which a row is appended, 0 for ended ones.
             walk: how segments lie in the pool.
+            widest: as for `joins_scored`.
             sink_logits: learned logits that take part in the softmax; given for models that have some.
             softcap: of the scaled logits, as in `prefill`.
 
         Returns:
             The output in q's dtype; attention that each row received from the token, mean over the query heads, 0 in
-            ended sequences; and the pool's keys and values.
+            ended sequences: `[B, P]`, in a shared pool windows `[B, K, n]` for `add_windows`; and the pool's keys and
+            values.
+        """
+        raise NotImplementedError
+
+    def windowed(self, k: Float[Array, "B P D"], segments: int, widest: int | None) -> bool:
+        """True if `take_windows` reaches all segments of a shared pool at once; always False in the base class.
+
+        Args:
+            k: keys of the pool, of which shape and dtype count.
+            segments: of all layers, of a sequence.
+            widest: the most rows that one of them can have; None if unknown.
+
+        Returns:
+            True or False.
+        """
+        return False
+
+    def take_windows(
+        self, leaf: Num[Array, "B P"], start: Int[Array, "B S"], *, widest: int
+    ) -> tuple[Int[Array, "B S"], Num[Array, "B S n"]]:
+        """Copies each segment's numbers out of a shared pool, into a window; NotImplementedError in this base class.
+
+        Args:
+            leaf: positions or scores.
+            start: first row of each segment.
+            widest: the most rows that a segment can have.
+
+        Returns:
+            First pool row of each window, and the windows, undefined outside of the segments.
+        """
+        raise NotImplementedError
+
+    def add_windows(
+        self, score: Float[Array, "B P"], start: Int[Array, "B S"], new: Float[Array, "B S n"]
+    ) -> Float[Array, "B P"]:
+        """Scores of a shared pool with windows of numbers added; NotImplementedError in this base class.
+
+        Args:
+            score: scores of the pool's rows.
+            start: first row of each segment.
+            new: windows, 0 outside of the segments; of `append_and_score`.
+
+        Returns:
+            The scores.
+        """
+        raise NotImplementedError
+
+    def cosines(
+        self,
+        rows: Float[Array, "B P D"],
+        of: Float[Array, "B S D"],
+        start: Int[Array, "B S"],
+        length: Int[Array, "B S"],
+        *,
+        widest: int,
+    ) -> Float[Array, "B S n"]:
+        """Cosines of each segment's rows with a vector, float32 windows; NotImplementedError in this base class.
+
+        Args:
+            rows: keys or values of a shared pool.
+            of: the vectors.
+            start: first row of each segment.
+            length: rows of each segment.
+            widest: the most rows that a segment can have.
+
+        Returns:
+            Windows as of `take_windows`, 0 outside of the segments; norms count as 1e-6 at least.
         """
         raise NotImplementedError
 

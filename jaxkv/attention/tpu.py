@@ -16,6 +16,8 @@ _QUERIES = 512
 # Queries per kv head, at most, that the kernel over segments holds in VMEM; more go to XLA.
 _MOST_ROWS = 256
 _LANES = 128
+# Numbers of all segments' windows, at most, for each row of a pool.
+_MOST_WINDOWS = 4
 
 
 class Tpu(Xla):
@@ -23,7 +25,7 @@ class Tpu(Xla):
 
     Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
     do pools of float16, of no whole tiles, or of head dims that are no multiple of 128, and many queries. Scores and
-    eviction take kernels in pools of one layer.
+    eviction take kernels in pools of one layer, and in shared ones whose segments fit windows.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -32,6 +34,7 @@ class Tpu(Xla):
     at_once = True
     cpu_forms = False
     operands_apart = True
+    keeps_norms = False
     fused_eviction = True
     custom_calls = ("tpu_custom_call",)
     interpret: ClassVar[bool] = False
@@ -49,6 +52,13 @@ class Tpu(Xla):
         import jaxkv.pallas_kernels.tpu_evict as tpu_evict
 
         return tpu_evict
+
+    @property
+    def _windows(self) -> ModuleType:
+        """Module `pallas_kernels.tpu_windows`, imported on first use."""
+        import jaxkv.pallas_kernels.tpu_windows as tpu_windows
+
+        return tpu_windows
 
     @property
     def _prefill(self) -> ModuleType:
@@ -163,10 +173,14 @@ class Tpu(Xla):
         )
         return out, lse, k, v
 
-    def joins_scored(self, q: Array, k: Array, walk: Walk) -> bool:
-        """True for pools that `joins` takes, of one layer, whose rows' scores and whose segments' logits fit VMEM."""
-        if walk is Walk.WINDOWS or not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
+    def joins_scored(self, q: Array, k: Array, walk: Walk, widest: int | None = None) -> bool:
+        """True for pools that `joins` takes whose segments' logits fit VMEM, and rows' scores or a segment's window."""
+        if not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
             return False
+        if walk is Walk.WINDOWS:
+            # Windows of all heads lie in VMEM, 8 to a tile.
+            lines = -(-q.shape[1] // 8)
+            return widest is not None and bool(self._decode.takes_scores(lines * widest, widest, q.shape[2]))
         return bool(self._decode.takes_scores(k.shape[1], _widest(q, k, walk), q.shape[2]))
 
     def append_and_score(
@@ -179,14 +193,38 @@ class Tpu(Xla):
         counts: Array,
         *,
         walk: Walk,
+        widest: int | None = None,
         sink_logits: Array | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, Array, Array, Array]:
         """Writes new rows and attends, in one kernel; returns output, attention that rows received, k and v."""
         how = {"sink_logits": sink_logits, "softcap": softcap, "interpret": self.interpret}
-        widest = _widest(q, pool[0], walk)
+        how |= {"windows": walk is Walk.WINDOWS}
+        widest = _widest(q, pool[0], walk) if widest is None else widest
         out, received, k, v = self._decode.append_and_score(q, new, *pool, start, length, counts, widest=widest, **how)
         return out, received, k, v
+
+    def windowed(self, k: Array, segments: int, widest: int | None) -> bool:
+        """True for pools that `joins` takes, of positions that fit VMEM, if windows have few more numbers than rows."""
+        if widest is None or not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
+            return False
+        fits = bool(self._windows.takes(k.shape[1], len(k), segments, widest))
+        return fits and segments * widest <= _MOST_WINDOWS * k.shape[1]
+
+    def take_windows(self, leaf: Array, start: Array, *, widest: int) -> tuple[Array, Array]:
+        """Copies each segment's numbers into a window, by a kernel; returns first rows, and the windows."""
+        first, found = self._windows.take(leaf, start, widest=widest, interpret=self.interpret)
+        return first, found
+
+    def add_windows(self, score: Array, start: Array, new: Array) -> Array:
+        """Scores with windows of numbers added, by a kernel."""
+        found: Array = self._windows.add(score, start, new, interpret=self.interpret)
+        return found
+
+    def cosines(self, rows: Array, of: Array, start: Array, length: Array, *, widest: int) -> Array:
+        """Cosines of each segment's rows with a vector, by a kernel: float32 windows."""
+        found: Array = self._windows.cosines(rows, of, start, length, widest=widest, interpret=self.interpret)
+        return found
 
     def moves(self, k: Array) -> bool:
         """True for pools that `joins` takes."""

@@ -22,7 +22,17 @@ def joins(spec: Spec, token: Token, pool: Pool, window: int | None) -> bool:
         return False
     if not spec.scored:
         return spec.backend.joins(pool.store.k)
-    return window is None and spec.backend.joins_scored(token.q, pool.store.k, spec.layout.walk)
+    return window is None and spec.backend.joins_scored(
+        token.q, pool.store.k, spec.layout.walk, _widest(spec, token, pool)
+    )
+
+
+def _widest(spec: Spec, token: Token, pool: Pool) -> int | None:
+    """Most rows of a segment of a shared pool whose rows the backend reaches by windows; None for other pools."""
+    if not spec.layout.one_pool:
+        return None
+    windowed = spec.backend.windowed(pool.k, spec.config.layers * token.q.shape[1], spec.widest)
+    return spec.widest if windowed else None
 
 
 def attend_joining(
@@ -33,19 +43,20 @@ def attend_joining(
     window: int | None,
     new: NewTokens,
     chosen: Chosen | None,
-) -> tuple[Float[Array, "B K G one D"], Pool]:
-    """Appends one token's row and attends to its segment, or the last `window` rows of it; returns output and pool.
+) -> tuple[Float[Array, "B K G one D"], Pool, Float[Array, "B K n"] | None]:
+    """Appends one token's row, attends to its segment or the last `window` rows; output, pool, shares to add or None.
 
+    `shares` are windows of the attention that rows of a shared pool received, for `bookkeeping.with_windows`.
     Of the rows that filter layers choose from only the `chosen` ones are read, if there are some: after the append, for
     a read before it would cost a copy.
     """
     if chosen is not None:
         out, lse, pool = _joined(spec, token, pool, rest_segments(spec, segments), None, new)
-        return merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse), pool
+        return merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse), pool, None
     if spec.scored:
         return _scored(spec, token, pool, segments, new)
     out, _, pool = _joined(spec, token, pool, segments, window, new)
-    return out, pool
+    return out, pool, None
 
 
 def _joined(
@@ -77,8 +88,12 @@ def _placed(spec: Spec, token: Token, pool: Pool, segments: Segments, new: NewTo
 
 def _scored(
     spec: Spec, token: Token, pool: Pool, segments: Segments, new: NewTokens
-) -> tuple[Float[Array, "B K G one D"], Pool]:
-    """Appends one token's row, attends, adds the attention that rows receive to scores; returns output and pool."""
+) -> tuple[Float[Array, "B K G one D"], Pool, Float[Array, "B K n"] | None]:
+    """Appends one token's row, attends, scores rows by the attention they receive; output, pool, shares or None.
+
+    In a shared pool, what rows receive is left in windows: added for all layers at once it costs one pass.
+    """
+    widest = _widest(spec, token, pool)
     out, received, k, v = spec.backend.append_and_score(
         token.q[..., 0, :],
         (token.stored[:, :, 0], token.v[:, :, 0]),
@@ -87,11 +102,14 @@ def _scored(
         segments.length,
         new.count,
         walk=spec.layout.walk,
+        widest=widest,
         **token.sinks,
         **spec.capping,
     )
     pool = _placed(spec, token, pool, segments, new)
+    if widest is not None:
+        return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v)), received
     assert pool.score is not None  # Only scored pools receive.
     # Together: else XLA adds up at the end of the step, and holds what all layers' rows received until then.
     out, score = lax.optimization_barrier((out, pool.score + received))
-    return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v), score=score)
+    return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v), score=score), None
