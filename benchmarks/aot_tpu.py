@@ -395,13 +395,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the tables there, as Markdown, and their rows beside, as JSON")
     parser.add_argument("--only", choices=parts(), help="one part")
     parser.add_argument("--rows", default="", help="the rows whose names hold this")
-    parser.add_argument("--quick", action="store_true", help="the kernels, and one loop of few layers")
+    parser.add_argument("--quick", action="store_true", help="the kernels, and three loops of few layers")
     asked = parser.parse_args()
     chosen = {name: part.rows for name, part in parts().items() if asked.only in (None, name)}
     if asked.quick:
-        name = f"SnapKV, {FEW} layers"
-        few = functools.partial(loop_row, name, LOOPS["SnapKV"]._replace(layers=FEW))
-        chosen = {"kernels": parts()["kernels"].rows, "loops": {name: few}}
+        few = {f"{name}, {FEW} layers": LOOPS[name]._replace(layers=FEW) for name in ("SnapKV", "H2O", "D2O")}
+        loops = {name: functools.partial(loop_row, name, loop) for name, loop in few.items()}
+        chosen = {"kernels": parts()["kernels"].rows, "loops": loops}
     made, wrong = {"jax": jax.__version__, "commit": commit()}, list[str]()
     for part, rows in chosen.items():
         for name in (each for each in rows if asked.rows in each):
