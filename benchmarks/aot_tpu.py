@@ -183,7 +183,7 @@ def loop_row(name: str, loop: Loop) -> Row:
     size = sum(hlo.size_of(*each) for each in arrays)
     rows = {each for each in arrays if len(each[1]) == 3}
     copies, kernels = hlo.copies(text, rows), perf_tpu.kernels(text)
-    budget = getattr(loop.policy, "budget", loop.tokens)
+    budget = getattr(loop.policy, "budget", None) or loop.tokens
     found, inner = perf_tpu.step(text, budget)
     config = work.flat.config
     row_bytes, segments = 2 * config.head_dim * 2, loop.batch * config.kv_heads
