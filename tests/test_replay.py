@@ -16,9 +16,10 @@ from jaxkv.analysis.choosing import kept_rows
 from jaxkv.cli import policy_options
 from jaxkv.engine import replay
 from jaxkv.engine.compress import finished
+from jaxkv.engine.ends import embed
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.prefill import embed, run_layer
+from jaxkv.engine.prefill import run_layer
 from jaxkv.engine.tokens import angles_by_rope
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.scorer import Needs, Replay

@@ -12,9 +12,12 @@ from jaxtyping import Array, Float
 from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
+from jaxkv.attention import Implementation
+from jaxkv.engine.ends import embed
+from jaxkv.models import decoder
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import Axes, place
 from jaxkv.sharding.parameters import model_mesh
 from jaxkv.testing import tiny_model
 
@@ -152,6 +155,19 @@ def test_programs_are_traced_for_shapes_alone():
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         assert _shares.trace(shape, axes=axes).lower().as_text() == _shares.lower(x, axes=axes).as_text()
     np.testing.assert_array_equal(_shares(x, axes=None), np.full((2, 8), 1 / 8))
+
+
+def test_embeddings_of_a_prompt_in_blocks(monkeypatch):
+    """As on TPUs: devices sum those of a block of tokens at a time, and have the same numbers."""
+    monkeypatch.setattr(decoder, "_SUMMED_AT_ONCE", (4, 8))
+    flat = model_of(4).on(mesh_of(2, 4)).flat
+    for slots, loops in ((24, 1), (9, 0), (8, 0)):
+        tokens = np.random.default_rng(slots).integers(0, flat.config.vocab, (2, slots), np.int32)
+        given = flat.ends, place(tokens, "B S", flat.axes)
+        ways = Implementation.XLA, Implementation.TPU
+        whole, blocks = ({"graphs": flat.graphs, "implementation": each} for each in ways)
+        np.testing.assert_array_equal(embed(*given, **blocks), embed(*given, **whole))
+        assert embed.lower(*given, **blocks).as_text().count("stablehlo.while") == loops
 
 
 def test_a_mesh_around_calls_changes_nothing():

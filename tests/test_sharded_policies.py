@@ -47,8 +47,7 @@ TRAVELS = {
     # What is observed, and logits of window queries, where a group's query heads lie apart; claims of heads, of n
     # numbers each, on rows.
     "_observe": {"all-reduce": ["B K R", "B R", "B K w R"], "all-gather": ["B K", "B K G", "B K G n"]},
-    # The second pass: embeddings, and two sums of hidden states a layer.
-    "_embedded": {"all-reduce": ["B R E"]},
+    # The second pass, whose embeddings are as above: two sums of hidden states a layer.
     "_layer_again": {"all-reduce": ["B R E"]},
     "unordered": {"all-reduce": [""]},
     "_choose": {"all-gather": ["B K R", "B J R"]},

@@ -53,6 +53,8 @@ class Backend(InPlace, abc.ABC):
             floats as integers; False for plain ones.
         operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
             them; else the compiler may compute them within these, again for each tile.
+        embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
+            once, for which a compiler may take copies of all.
         keeps_norms: True if norms of keys are kept between steps for policies that compare keys, not computed again.
         fused_step: True if it has `deal`, `decode_token` and `add_norm`.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
@@ -64,6 +66,7 @@ class Backend(InPlace, abc.ABC):
     few_launches: ClassVar[bool] = False
     cpu_forms: ClassVar[bool] = True
     operands_apart: ClassVar[bool] = False
+    embeds_in_blocks: ClassVar[bool] = False
     keeps_norms: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False
     custom_calls: ClassVar[tuple[str, ...]] = ()

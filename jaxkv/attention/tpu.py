@@ -34,6 +34,7 @@ class Tpu(Xla):
     at_once = True
     cpu_forms = False
     operands_apart = True
+    embeds_in_blocks = True
     keeps_norms = False
     fused_eviction = True
     custom_calls = ("tpu_custom_call",)

@@ -32,6 +32,7 @@ from jaxkv.engine.compress import (
     uncounted,
     unordered,
 )
+from jaxkv.engine.ends import embed, logits_of
 from jaxkv.engine.hadamard import centre_of, transformed_rows, transforms
 from jaxkv.engine.lengths import ByLength, by_length, most_by_claims, ring_rows, rows_by_claims
 from jaxkv.engine.pages import with_bounds
@@ -41,7 +42,7 @@ from jaxkv.engine.replay import Padded, replayed
 from jaxkv.engine.rings import remembered, ring_of
 from jaxkv.engine.spec import gate_weights, reading_state
 from jaxkv.engine.tokens import angles_by_rope
-from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.decoder import Flat
 from jaxkv.models.rope import Angles
 from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Parts
@@ -52,18 +53,6 @@ from jaxkv.sharding.mesh import host, inside, place, put, settle_down, where
 
 # Share of a prefill's progress that stands for the first of two passes.
 _FIRST_PASS = 0.4
-
-
-@program(static=("graphs",), on="graphs")
-def embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[Array, "B S E"]:
-    """Compiled: embeddings `[B, S, E]` of token ids, the hidden states before the first block."""
-    return graphs.ends(ends).embed(tokens)
-
-
-@program(static=("graphs",), on="graphs")
-def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
-    """Compiled: float32 next-token logits `[B, V]` from hidden states after the last block."""
-    return graphs.ends(ends).logits(x)
 
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
@@ -280,7 +269,8 @@ class Prompts(Source):
         self.reading = parts.reading(self.windows, needed.slots)
         self.remembered = remembered(parts.ongoing, self.reading, self.windows)
         self.ahead = layers_ahead(needed, self.length)
-        self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
+        placed = place(tokens, "B S", flat.axes, jnp.int32)
+        self.x = embed(flat.ends, placed, graphs=flat.graphs, implementation=implementation)
         self.angles = angles_by_rope(flat, needed.slots)
         self.kept_rows, self.recents = numbers.rows, numbers.recent
         self.pool_sizes, self.buffer = sizes_of(flat, parts, needed)

@@ -17,6 +17,7 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.xla import Walk, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps
+from jaxkv.engine.ends import embed
 from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
 from jaxkv.engine.segments import window_mask
 from jaxkv.models.config import ModelConfig
@@ -113,7 +114,7 @@ def replayed(
     peaks = [jnp.zeros(shape, jnp.float32, device=where("B K S", shape, axes)) for _ in range(layers)]
     share = worth / (layers * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
     for first, ids, count in chunks(tokens, lengths, asked, texts):
-        x = _embedded(flat.ends, place(ids, "B N", axes), graphs=flat.graphs)
+        x = embed(flat.ends, place(ids, "B N", axes), graphs=flat.graphs)
         held = place(count, "B", axes)
         for index, leaves in enumerate(flat.blocks):
             x, peaks[index] = _layer_again(
@@ -130,12 +131,6 @@ def replayed(
             )
             yield share
     return peaks
-
-
-@program(static=("graphs",), on="graphs")
-def _embedded(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
-    """Compiled: embeddings `[B, N, E]` of token ids."""
-    return graphs.ends(ends).embed(tokens)
 
 
 @program(static=("graphs", "asked", "implementation"), donate=("x", "peaks"), on="graphs")

@@ -18,6 +18,7 @@ from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
+from jaxkv.engine.ends import embed
 from jaxkv.engine.layer_step import LayerRows, run_layers
 from jaxkv.engine.sparse import Chosen, chosen_at, new_tokens
 from jaxkv.engine.spec import Spec
@@ -72,12 +73,6 @@ def stretches(reading: Reading, windows: tuple[int | None, ...], *, whole: bool)
         )
         for run, ask in zip(runs, after, strict=True)
     )
-
-
-@program(static=("graphs",), on="graphs")
-def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
-    """Compiled: embeddings `[B, N, E]` of token ids."""
-    return graphs.ends(ends).embed(tokens)
 
 
 @program(static=("graphs",), on="graphs")
@@ -173,7 +168,7 @@ def step(
     whole = tokens.shape[1] > 1 or not reading.filters
     pools, rings = list(cache.pools), dict[int, Ring | None](zip(reading.filters, state.rings, strict=False))
     there = spec.axes or next(iter(tables.seen.devices()))
-    x, chosen = _embed(flat.ends, tokens, graphs=graphs), None
+    x, chosen = embed(flat.ends, tokens, graphs=graphs), None
     cut = stretches(reading, spec.config.windows, whole=whole)
     single = [part.loaded[0] for part in cut if part.loaded]
     layers = _loaded_ahead(loader, single, tables.seen, reading.ahead)

@@ -16,10 +16,11 @@ from jaxkv.cache import Cache, KVCache, Pool, Tables
 from jaxkv.engine import loop
 from jaxkv.engine.compress import finished
 from jaxkv.engine.decode import Beside, extend
+from jaxkv.engine.ends import logits_of
 from jaxkv.engine.lengths import ByLength
 from jaxkv.engine.loop import Running
 from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.prefill import Prompts, logits_of, read
+from jaxkv.engine.prefill import Prompts, read
 from jaxkv.engine.recompress import Fixed, recompress
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves

@@ -22,6 +22,8 @@ from jaxkv.sharding.mesh import Axes
 
 # Parameters of a block, or of the ends, as a flat tuple: 8x cheaper to pass to jitted functions than a module.
 Leaves = tuple[Shaped[Array, "..."], ...]
+# Tokens of a block, at least and at most, whose embeddings devices sum at once: up to 34 MB of Llama 3 8B's.
+_SUMMED_AT_ONCE = 128, 4096
 
 
 class Attention(nnx.Module):
@@ -221,12 +223,22 @@ class Ends(nnx.Module):
         self.embedding_scale, self.logit_scale = decoder.config.embedding_scale, decoder.config.logit_scale
         self.logit_softcap = decoder.config.logit_softcap
 
-    def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them."""
+    def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Float[Array, "B N E"]:
+        """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them.
+
+        On a mesh with `in_blocks` devices sum those of a block of tokens at a time: libtpu of JAX 0.12 takes two more
+        copies of what they sum, 2.1 GB for 4 prompts of 32,768 tokens of Llama 3 8B.
+        """
         # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out
         # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
-        found = self._rows_of(table, tokens)
+        least, most = _SUMMED_AT_ONCE
+        size = math.gcd(tokens.size, most)
+        if in_blocks and self.axes is not None and least <= size < tokens.size:
+            found = lax.map(lambda some: self._rows_of(table, some), tokens.reshape(-1, 1, size))
+            found = found.reshape(*tokens.shape, -1)
+        else:
+            found = self._rows_of(table, tokens)
         # Rounded to the model's dtype first, as Gemma's is.
         return found if self.embedding_scale == 1 else found * jnp.asarray(self.embedding_scale, found.dtype)
 

@@ -15,10 +15,11 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop
 from jaxkv.engine.compress import finished
+from jaxkv.engine.ends import logits_of
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.lengths import BLOCK, by_length
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.prefill import Prompts, logits_of, read
+from jaxkv.engine.prefill import Prompts, read
 from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
