@@ -111,7 +111,8 @@ def run(policy, batch, tokens, *, budget=1024, repeat=0, model="llama-3-8b", lay
     case |= (bits or {}) | ({"layers": layers} if layers else {})
     # Long prefills are timed once: the next row is worth more.
     case |= {"budget": 2 * budget if policy == "OmniKV" else budget, "prefills": 2 if batch * tokens <= 32768 else 1}
-    case |= {"filter_layers": FILTERS} if policy == "OmniKV" else {}
+    filters = [layer for layer in FILTERS if layers is None or layer < layers]
+    case |= {"filter_layers": filters} if policy == "OmniKV" else {}
     return case | ({"repeat": repeat} if repeat else {})
 
 

@@ -11,8 +11,8 @@ this device, these versions and these sources are not measured again, failures a
 given. One device of a TPU is measured, and only one process at a time has it. Status 1: a row failed; 3: time was over
 before all was measured.
 
-It needs jax[tpu], flax, numpy, jaxtyping, safetensors, ml_dtypes and tqdm, and runs from a checkout; nothing is
-downloaded. Compiled programs are kept in .cache/tpu for as long as the machine keeps that folder.
+It runs from a checkout (`pip install "jax[tpu]" .`) and downloads nothing. Compiled programs are kept in .cache/tpu for
+as long as the machine keeps that folder.
 """
 
 from benchmarks import device_command, tpu_parts

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -264,11 +265,25 @@ def test_parts_are_plain_data(benchmark, name):
     for part in parts.PARTS:
         for cases in (part.cases, part.quick):
             assert json.loads(json.dumps(cases)) == list(cases)
+            assert all(max(case.get("filter_layers", [0])) < case.get("layers", 32) for case in cases)
             names = [json.dumps(case, sort_keys=True) for case in cases]
             assert len(set(names)) == len(names) and all(case["name"] for case in cases)
         module, name = part.function.split(":")
         assert f"def {name}(case" in (ROOT / "benchmarks" / f"{module}.py").read_text()
         assert all(list(ROOT.glob(pattern)) for pattern in part.sources if "tuned" not in pattern), part.name
+
+
+def test_the_page_says_how_long_a_tpu_takes(benchmark):
+    """Rows and the most minutes of each part, as the table of docs/tpu.md has them."""
+    parts, told = benchmark("tpu_parts").BY_NAME, []
+    for line in (ROOT / "docs" / "tpu.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 4 else []
+        if names and set(names) <= parts.keys():
+            told += names
+            sizes = [(len(parts[name].cases), len(parts[name].cases) * parts[name].limit / 60) for name in names]
+            assert cells[2:4] == [f"{sum(each):.0f}" for each in zip(*sizes, strict=True)], line
+    assert sorted(told) == sorted(parts)
 
 
 def test_every_part_of_a_gpu_has_its_place(benchmark):
