@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks import gpu_rows
 
-# Starting Python, JAX and the device.
-START_SECONDS = 120
+# Starting Python, JAX and the device; and letting go of it.
+START_SECONDS, END_SECONDS = 120, 20
 
 
 class OutOfTime(Exception):
@@ -93,8 +93,16 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return " | ".join(lines[-3:])[:600]
 
+    def end(self):
+        """Lets it end by itself, so that libtpu can free the TPU for the next process, or kills it if it does not."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self.kill()
+
     def kill(self):
-        """Ends it, with whatever it has started."""
+        """Kills it, with whatever it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -227,7 +235,7 @@ class Bench:
 
     def _end(self):
         if self._worker is not None:
-            self._worker.kill()
+            self._worker.end()
             self._worker = None
 
 

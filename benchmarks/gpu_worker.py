@@ -71,6 +71,10 @@ class Ahead:
             if name not in self._begun:
                 self._begun[name] = self._threads.submit(_function(part).prepare, case)
 
+    def compiling(self):
+        """Whether something is still being compiled."""
+        return not all(each.done() for each in self._begun.values())
+
     def take(self, part, case):
         """What has been prepared for a case, once."""
         self.start(part, [case])
@@ -109,7 +113,8 @@ def main():
     for line in sys.stdin:
         print(answer(json.loads(line), ahead), file=out, flush=True)
     out.flush()
-    os._exit(0)  # threads may still compile what nobody asks for any more
+    if ahead.compiling():
+        os._exit(0)  # nobody asks for it any more
 
 
 if __name__ == "__main__":

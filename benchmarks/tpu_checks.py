@@ -1,4 +1,8 @@
-"""Every TPU kernel on this device against numpy in float64, for one dtype and head dim at a time."""
+"""Compares every TPU kernel on this device with numpy in float64, for one dtype and head dim at a time.
+
+Each check draws its arrays and returns errors by what is compared: the largest difference as a share of the largest
+value.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +16,7 @@ _LANES = 128
 
 
 class _Drawn:
-    """Three sequences: one head ten times longer than others, one empty, few rows; the second sequence has ended.
+    """Queries and a pool of three sequences: a head ten times longer, an empty one, few rows; the second has ended.
 
     Attributes:
         q: queries `[B, K, G, D]`.
@@ -24,7 +28,7 @@ class _Drawn:
     """
 
     def __init__(self, case, dtype):
-        """Draws them."""
+        """Draws random numbers of a case's sizes, the same for the same case."""
         heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"]
         share = np.ones((3, heads))
         share[0, 0], share[1, -1] = 10, 0
@@ -39,16 +43,16 @@ class _Drawn:
 
     @property
     def tables(self):
-        """Starts, lengths and counts on the device."""
+        """Tuple of starts, lengths and counts on the device."""
         return tuple(map(jnp.asarray, (self.start, self.length, self.counts)))
 
     @property
     def widest(self):
-        """Most rows of a segment, the new one included."""
+        """Number of rows of the longest segment, the new one included."""
         return int(self.length.max()) + 1
 
     def joined(self):
-        """Keys and values float64 with the token's rows, and rows of each segment with them."""
+        """Writes the token's rows; returns keys and values in float64, and the number of rows of each segment."""
         found = [wide(each).copy() for each in self.pool]
         for b, h in zip(*np.nonzero(np.broadcast_to(self.counts[:, None] > 0, self.start.shape)), strict=True):
             for leaf, new in zip(found, self.new, strict=True):
@@ -56,7 +60,7 @@ class _Drawn:
         return found, self.length + self.counts[:, None]
 
     def windows_of(self, leaf, length):
-        """Windows of a pool's numbers, zeros outside of the segments: what kernels write."""
+        """Copies a pool's numbers `[B, P]` into windows `[B, K, n]`, as kernels do; zeros outside of the segments."""
         rows = leaf.shape[1]
         found = np.zeros((*self.start.shape, tpu_rows.width(self.widest, rows)))
         first = np.asarray(tpu_rows.window_at(jnp.asarray(self.start), rows))
@@ -67,24 +71,25 @@ class _Drawn:
 
 
 def _oracle(drawn, k, v, length):
-    """`gpu_checks.oracle` over float64 rows; attention that rows received is that of sequences that go on."""
+    """Output, log-sum-exp and attention that rows received, by `gpu_checks.oracle` from keys and values in float64."""
     return oracle(drawn.q, *(jnp.asarray(each, jnp.float32) for each in (k, v)), drawn.start, length)
 
 
 def _pools(name, ours, theirs):
+    """Errors of a pool's keys and values, by name."""
     return {f"{name} {leaf}": error(mine, its) for leaf, mine, its in zip("kv", ours, theirs, strict=True)}
 
 
-def attend(case, dtype, tiles=None):
-    """Decode attention over segments that are only read: output and log-sum-exp."""
+def attend(case, dtype):
+    """Compares decode attention over segments that are only read: output and log-sum-exp."""
     drawn = _Drawn(case, dtype)
     out, lse, _ = _oracle(drawn, *map(wide, drawn.pool), drawn.length)
     ours = tpu_decode.attend(drawn.q, *drawn.pool, *drawn.tables[:2], interpret=INTERPRET)
     return {"attend": error(ours[0], out), "attend lse": error(ours[1], lse)}
 
 
-def append(case, dtype, tiles=None):
-    """A new token's rows join the pool and are attended to: output, log-sum-exp, pool."""
+def append(case, dtype):
+    """Compares a step in which a token's rows join the pool and are attended to: output, log-sum-exp, pool."""
     drawn = _Drawn(case, dtype)
     pool, length = drawn.joined()
     out, lse, _ = _oracle(drawn, *pool, length)
@@ -92,8 +97,8 @@ def append(case, dtype, tiles=None):
     return {"append": error(ours[0], out), "append lse": error(ours[1], lse)} | _pools("append", ours[2:], pool)
 
 
-def score(case, dtype, tiles=None):
-    """The same with the attention that rows receive, at their places and in windows."""
+def score(case, dtype):
+    """Compares the same and the attention that rows receive, at their places and in windows."""
     drawn, found = _Drawn(case, dtype), {}
     pool, length = drawn.joined()
     out, _, mass = _oracle(drawn, *pool, length)
@@ -106,8 +111,8 @@ def score(case, dtype, tiles=None):
     return found
 
 
-def windows(case, dtype, tiles=None):
-    """Windows of positions and scores taken and added, and cosines of a segment's rows with a vector."""
+def windows(case, dtype):
+    """Compares windows that are taken out of a pool and added to scores, and cosines of rows with a vector."""
     drawn = _Drawn(case, dtype)
     rows, (start, length, _) = drawn.pool[0], drawn.tables
     batch, size = rows.shape[:2]
@@ -131,12 +136,12 @@ def windows(case, dtype, tiles=None):
 
 
 def by_score(score, pos, seen, prompt):
-    """Ranks rows by their scores; those of the first two tokens stay."""
+    """Ranks of rows, their scores, and the rows that may go: all but those of the first two tokens."""
     return score, pos >= 2
 
 
-def evict(case, dtype, tiles=None):
-    """Segments above their limit lose the row of the lowest score to the newest one, exactly."""
+def evict(case, dtype):
+    """Compares a pool in which segments above their limit lose the row of the lowest score to the newest one."""
     drawn = _Drawn(case, dtype)
     want, size = [wide(each).copy() for each in drawn.pool], drawn.pool[0].shape[1]
     scores, pos = np.asarray(random(7, (3, size), jnp.float32)).copy(), np.full((3, size), -1, np.int32)
@@ -161,8 +166,8 @@ def evict(case, dtype, tiles=None):
     return {f"evict {name}": error(mine, its) for name, mine, its in zip(names, ours, [*want, went], strict=True)}
 
 
-def splash(case, dtype, tiles=None):
-    """Causal attention of unequal prompts, with log-sum-exp."""
+def splash(case, dtype):
+    """Compares causal attention of two prompts of unequal lengths, and its log-sum-exp."""
     heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
     q, k, v = (random(i, (2, heads, *more, slots, dim), dtype) for i, more in ((5, (group,)), (3, ()), (4, ())))
     out, lse = tpu_prefill.flash(q, k, v, lse=True, interpret=INTERPRET)

@@ -17,6 +17,7 @@ _POOLS = 2
 
 
 def _timed(step, carry, pools, nbytes, each=1):
+    """Figures of a chain of calls (see `gpu_timing.Chain`) that each read so many bytes of rows."""
     found = chained(step, carry, pools, estimate=nbytes / _BYTES + 1e-5, each=each)
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
 
@@ -29,7 +30,7 @@ def decode(case):
 
 
 def _new(q):
-    """A token's keys and values `[B, K, D]`, and the sequences that go on: all."""
+    """A new token's keys and values `[B, K, D]`, and the counts of sequences that go on, 1 for each."""
     batch, heads, _, dim = q.shape
     return tuple(random(20_000 + i, (batch, heads, dim), q.dtype) for i in (0, 1)), jnp.ones((batch,), jnp.int32)
 

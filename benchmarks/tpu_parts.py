@@ -19,6 +19,7 @@ TINY = segments("lanes", 2, 48)
 
 
 def _check(dtype, dim, **sizes):
+    """A case of `checks`: sequences of three heads, pools of several blocks, prompts of three."""
     sizes = {"kv_heads": 3, "group": 4, "rows": 700, "slots": 384} | sizes
     return {"name": f"{dtype} {dim}", "dtype": dtype, "dim": dim, **sizes}
 
@@ -35,6 +36,7 @@ def _few(policy, **more):
 
 
 def _tiny(policy, **more):
+    """A whole model's case for --quick."""
     return run(policy, 2, 128, budget=32, model="tiny", **more) | {"prefills": 1}
 
 

@@ -36,6 +36,7 @@ def estimates(path, rows):
 
 
 def _decode(case, scores=False):
+    """Seconds of a case of attention over equal segments of bfloat16 rows."""
     segments, row_bytes = case["batch"] * case["kv_heads"], 2 * case["dim"] * 2
     return perf_tpu.decode_kernel(segments, case["rows"], row_bytes, scores=scores)
 

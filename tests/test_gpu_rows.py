@@ -31,6 +31,8 @@ WORKER = textwrap.dedent("""
             sys.exit("the driver is gone")
         time.sleep(case.get("seconds", 0))
         print(json.dumps({"figures": {"pid": os.getpid()}}), flush=True)
+    with open(os.environ["ASKED"] + "-ended", "a") as ended:
+        ended.write(f"{os.getpid()}\\n")
 """)
 DOOR = textwrap.dedent("""
     import sys
@@ -252,11 +254,13 @@ def test_a_worker_that_does_not_start_is_told(bench, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_worker_outlives_nobody(bench):
+def test_a_worker_outlives_nobody_and_ends_by_itself(bench, tmp_path):
+    """One that is killed leaves a TPU locked."""
     with bench() as one:
         pid = one.measure("fake", {"name": "a"}, limit=10, sources="s")["figures"]["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert (tmp_path / "asked-ended").read_text().split() == [str(pid)]
 
 
 @pytest.mark.parametrize("name", ["gpu_parts", "tpu_parts"])
