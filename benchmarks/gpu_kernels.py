@@ -123,8 +123,11 @@ def coded(k, v, store):
     return tuple(kinds[len(each)](*each) for each in STORES[store].of(k, v).held)
 
 
-def pools_of(case, dtype, most=48):
-    """Queries, at most so many pools that a device's cache cannot hold, starts, lengths, and bytes of the rows read."""
+def pools_of(case, dtype, *, spare=0):
+    """Queries, pools that a device's cache cannot hold, starts, lengths, and bytes of the rows that are read.
+
+    Of pools with so many `spare` bytes of keys behind the last segment there is one.
+    """
     length, dim = lengths_of(case), case["dim"]
     batch, heads = length.shape
     # Room for 256 new rows a head, as a cache has it.
@@ -132,8 +135,9 @@ def pools_of(case, dtype, most=48):
     rows += -rows % 8  # whole tiles, without which a TPU's kernels do not serve
     store = case.get("store", "dense")
     nbytes = int(length.sum()) * STORES[store].row_bytes(dim, dtype.itemsize)
-    count = min(rotation(nbytes), most)
-    pools = [tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)]
+    count = 1 if spare else min(rotation(nbytes), 48)
+    held = rows + -(-spare // (batch * dim * dtype.itemsize)) // 8 * 8
+    pools = [tuple(random(2 * i + j, (batch, held, dim), dtype) for j in (0, 1)) for i in range(count)]
     if store != "dense":
         pools = [coded(*pool, store) for pool in pools]
     length = jnp.asarray(length)
