@@ -51,7 +51,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu against long-answer soak \
+.PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu bench-tpu against long-answer soak \
   sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-tpu aot-tpu-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%) $(AOT_TPU_VERSIONS:%=aot-tpu-%)
@@ -66,6 +66,7 @@ help:
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
 	@echo "make qa-peer      questions on 20 documents beside kvpress' pipeline: kept rows and answers"
 	@echo "make bench-gpu    check and time kernels and models on this machine's GPU, with the Python on the path; goes on"
+	@echo "make bench-tpu    the same on one device of a TPU, beside the estimates that there are"
 	@echo "make test-gpu     the kernels' tests, compiled for this machine's GPU, with the Python on the path"
 	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
@@ -150,6 +151,10 @@ test-gpu:
 bench-gpu:
 	@python3 -m benchmarks.gpu --out benchmarks/results --minutes 60
 	@python3 -m benchmarks.gpu_report "$$(ls -t benchmarks/results/*.jsonl | head -n 1)"
+
+bench-tpu:
+	@python3 -m benchmarks.tpu --out benchmarks/results --minutes 60
+	@python3 -m benchmarks.tpu_report "$$(ls -t benchmarks/results/tpu*.jsonl | head -n 1)"
 
 against: $(STAMP)
 	@$(BIN)/python benchmarks/against.py --base "$(BASE)"

@@ -1,6 +1,7 @@
 """Measures rows in processes of their own: one that crashes, hangs or runs out of memory costs its own row.
 
-This process keeps the rows and the clock and never touches the device. Workers are asked with a JSON object a line and
+This process keeps the rows and the clock and never touches the device, and one worker is ended before the next begins:
+only one process at a time can have a TPU. Workers are asked with a JSON object a line and
 answer with one: `{"figures": ...}` or `{"failed": ...}`, after a first line that says where they run.
 """
 
@@ -17,8 +18,8 @@ from pathlib import Path
 
 from benchmarks import gpu_rows
 
-# Starting Python, JAX and the device.
-START_SECONDS = 120
+# Starting Python, JAX and the device; and letting go of it.
+START_SECONDS, END_SECONDS = 120, 20
 
 
 class OutOfTime(Exception):
@@ -92,8 +93,16 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return " | ".join(lines[-3:])[:600]
 
+    def end(self):
+        """Lets it end by itself, so that libtpu can free the TPU for the next process, or kills it if it does not."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self.kill()
+
     def kill(self):
-        """Ends it, with whatever it has started."""
+        """Kills it, with whatever it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -134,8 +143,9 @@ class Bench:
         self._environment = given | (environment or {})
         self._worker = None
         self.tuned = tuned
-        worker = self._started()
-        self.where, self.device = worker.where, worker.where["device"]
+        self.device = None
+        self.where = self._started().where
+        self.device = self.where["device"]
         try:
             self.rows = gpu_rows.Rows(Path(out) / f"{gpu_rows.slug(self.device)}{'-quick' * quick}.jsonl", self.device)
         except BaseException:
@@ -216,17 +226,30 @@ class Bench:
         if self._worker is None:
             table = {"JAXKV_TUNING": str(Path(self.tuned).resolve())} if self.tuned else {}
             self._worker = Worker(self._command, self._environment | table)
+            found = self._worker.where["device"]
+            # JAX takes the CPU, without a word, where it cannot have the device.
+            if self.device not in (None, found):
+                self._end()
+                raise RuntimeError(f"this was {self.device}, now it is {found}: see whether another process holds it")
         return self._worker
 
     def _end(self):
         if self._worker is not None:
-            self._worker.kill()
+            self._worker.end()
             self._worker = None
 
 
-def worker_command():
-    """What starts a process that measures."""
-    return [sys.executable, "-m", "benchmarks.gpu_worker"]
+def worker_command(parts):
+    """What starts a process that measures the parts of a module in `benchmarks`."""
+    return [sys.executable, "-m", "benchmarks.gpu_worker", parts]
+
+
+def refusal(where, backend, quick):
+    """What is wrong with a device for parts of a backend, as a line; None for a fitting one, and for a quick CPU."""
+    if where["backend"] in ((backend, "cpu") if quick else (backend,)):
+        return None
+    name = backend.upper()
+    return f"there is no {name} here, or another process holds it: --quick interprets the kernels at tiny shapes"
 
 
 def named(case):

@@ -165,7 +165,12 @@ def flash(case, dtype, tiles=None):
     setting = Setting("gpu", dtype, dim, capability_of(jax.devices()[0]))
     if not INTERPRET and tiles is None and backend_of(Implementation.MOSAIC).suits(setting):
         ours |= dict(zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True))
-    found = dict.fromkeys(ours, 0.0)
+    return causal(q, k, v, tokens, ours)
+
+
+def causal(q, k, v, tokens, ours):
+    """Errors of causal attention of unequal prompts by name, of its log-sum-exp (" lse") and of "column sums"."""
+    found, dim = dict.fromkeys(ours, 0.0), q.shape[-1]
     for b, real in enumerate(tokens):
         queries, keys, values = wide(q)[b, :, :, :real], wide(k)[b, :, :real], wide(v)[b, :, :real]
         logits = np.einsum("kgtd,ksd->kgts", queries, keys) / np.sqrt(dim)
@@ -239,13 +244,18 @@ KERNELS = {each.__name__: each for each in (attend, token, codes, beside, linear
 
 
 def check(case):
-    """All kernels for a dtype and head dim: errors by kernel, and which are wrong.
+    """All kernels for a dtype and head dim; see `checked`."""
+    return checked(KERNELS, case)
+
+
+def checked(kernels, case):
+    """Calls checks of kernels for a dtype and head dim: errors by kernel, and which are wrong.
 
     Raises:
         ValueError: naming those that are wrong; what a kernel itself raises counts as wrong.
     """
     dtype, errors, wrong = jnp.dtype(case["dtype"]), {}, []
-    for name, kernel in KERNELS.items():
+    for name, kernel in kernels.items():
         try:
             errors |= kernel(case, dtype)
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as failed:

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import shapes
-from benchmarks.gpu_timing import GPU, median
+from benchmarks.gpu_timing import INTERPRET, median
 from jaxkv.attention import Implementations
 from jaxkv.compilation import Clock
 
@@ -46,9 +46,9 @@ def held():
 
 def end_to_end(case):
     """Seconds of a prefill and of a decode step, and what they hold."""
-    model = shapes.random_llama(case["model"], weights=case.get("weights"))
+    model = shapes.random_llama(case["model"], layers=case.get("layers"), weights=case.get("weights"))
     policy, batch, tokens = policy_of(case), case["batch"], case["tokens"]
-    steps, calls = (STEPS, CALLS) if GPU else (4, 2)
+    steps, calls = (4, 2) if INTERPRET else (STEPS, CALLS)
     new = steps * (calls + 1)
     session = ways(model, policy, case)
     ids = np.random.default_rng(0).integers(100, model.config.vocab, (batch, tokens)).tolist()

@@ -9,7 +9,7 @@ KERNELS = ("pallas_kernels/*.py", "pallas_kernels/tuned/*.json")
 _DEVICE = ("benchmarks/gpu_timing.py", "benchmarks/gpu_kernels.py")
 _KERNELS = (*KERNELS, "jaxkv/attention/*.py", *_DEVICE)
 _CHECKS = (*KERNELS, "benchmarks/gpu_checks.py")
-_MODEL = (*KERNELS, "jaxkv/**/*.py", "benchmarks/gpu_end.py", "benchmarks/shapes.py")
+MODEL = (*KERNELS, "jaxkv/**/*.py", "benchmarks/gpu_end.py", "benchmarks/shapes.py")
 MIB = 2**20
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -28,6 +28,7 @@ class Part:
         sources: files whose change makes rows out of date.
         uses_tuning: whether a tuning table changes them.
         alone: whether each row gets a process of its own, so that peak bytes are its own.
+        least: bytes of a device's memory below which the part is left out.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Part:
     sources: tuple[str, ...]
     uses_tuning: bool = True
     alone: bool = False
+    least: float = 0
 
     def of(self, quick):
         """The cases to measure."""
@@ -47,7 +49,7 @@ class Part:
 
 def _heads(model):
     """Kv heads of one device, queries of each, head dim."""
-    kv_heads, group, dim = {"8B": (8, 4, 128), "70B/8": (1, 8, 128), "tiny": (2, 2, 64)}[model]
+    kv_heads, group, dim = {"8B": (8, 4, 128), "70B/8": (1, 8, 128), "tiny": (2, 2, 64), "lanes": (2, 2, 128)}[model]
     return {"kv_heads": kv_heads, "group": group, "dim": dim}
 
 
@@ -79,7 +81,8 @@ def _stored(case, store):
     return case | {"store": store, "name": f"{case['name']}, {store}"}
 
 
-def _prompt(model, tokens, **more):
+def prompt(model, tokens, **more):
+    """A case of a prompt's attention."""
     return {**_heads(model), "tokens": tokens, "dtype": "bfloat16", **more}
 
 
@@ -88,23 +91,28 @@ def _products(name, tokens, embed, qkv=0, hidden=0):
 
 
 PREFILL = tuple(
-    _prompt("8B", tokens, by=by, name=f"8B {tokens} by {by}")
+    prompt("8B", tokens, by=by, name=f"8B {tokens} by {by}")
     for tokens in (32768, 8192)
     for by in ("cudnn", "pallas", "mosaic")
 )
 FILTERS = [2, 8, 18]
 
 
-def run(policy, batch, tokens, *, budget=1024, repeat=0, model="llama-3-8b", bits=None, **ways):
-    """An end-to-end case: `bits` are the `store` of rows and the `weights`, `ways` who prefills and who decodes."""
+def run(policy, batch, tokens, *, budget=1024, repeat=0, model="llama-3-8b", layers=None, bits=None, **ways):
+    """An end-to-end case: `bits` are the `store` of rows and the `weights`, `ways` who prefills and who decodes.
+
+    With `layers` the model has only so many.
+    """
     ways = {"prefill": "auto", "decode": "auto"} | ways
-    name = f"{policy} {batch} x {tokens}" + "".join(f", {which} {kind}" for which, kind in (bits or {}).items())
+    name = f"{policy} {batch} x {tokens}" + (f", {layers} layers" if layers else "")
+    name += "".join(f", {which} {kind}" for which, kind in (bits or {}).items())
     name += "".join(f", {which} {way}" for which, way in ways.items() if way != "auto")
     case = {"name": name, "policy": policy, "batch": batch, "tokens": tokens, "model": model, **ways}
-    case |= bits or {}
+    case |= (bits or {}) | ({"layers": layers} if layers else {})
     # Long prefills are timed once: the next row is worth more.
     case |= {"budget": 2 * budget if policy == "OmniKV" else budget, "prefills": 2 if batch * tokens <= 32768 else 1}
-    case |= {"filter_layers": FILTERS} if policy == "OmniKV" else {}
+    filters = [layer for layer in FILTERS if layers is None or layer < layers]
+    case |= {"filter_layers": filters} if policy == "OmniKV" else {}
     return case | ({"repeat": repeat} if repeat else {})
 
 
@@ -117,7 +125,7 @@ def _torch(batch, rows, causal=False):
     return {"name": name, **_heads("8B"), "batch": batch, "rows": rows, "causal": causal}
 
 
-_END = {"function": "gpu_end:end_to_end", "limit": 240.0, "sources": _MODEL, "alone": True}
+_END = {"function": "gpu_end:end_to_end", "limit": 240.0, "sources": MODEL, "alone": True}
 _TORCH = {"function": "gpu_end:torch_attention", "limit": 90.0, "sources": ("benchmarks/gpu_end.py",), "alone": True}
 
 PARTS = (
@@ -216,7 +224,7 @@ PARTS = (
         what="causal attention of a prompt, by implementation",
         function="gpu_kernels:prefill",
         cases=PREFILL,
-        quick=(_prompt("tiny", 64, by="pallas", name="tiny 64 by pallas"),),
+        quick=(prompt("tiny", 64, by="pallas", name="tiny 64 by pallas"),),
         limit=60,
         sources=_KERNELS,
     ),
@@ -224,8 +232,8 @@ PARTS = (
         name="scores",
         what="a window's scores and the sums of all queries, on top of a prompt's attention",
         function="gpu_kernels:scores",
-        cases=tuple(_prompt("8B", tokens, window=32, name=f"8B {tokens}") for tokens in (32768, 8192)),
-        quick=(_prompt("tiny", 64, window=8, name="tiny 64"),),
+        cases=tuple(prompt("8B", tokens, window=32, name=f"8B {tokens}") for tokens in (32768, 8192)),
+        quick=(prompt("tiny", 64, window=8, name="tiny 64"),),
         limit=60,
         sources=_KERNELS,
     ),
@@ -233,8 +241,8 @@ PARTS = (
         name="gather",
         what="rows of a layer's prefill moved into a pool",
         function="gpu_kernels:gather",
-        cases=tuple(_prompt("8B", 32768, batch=2, kept=kept, name=f"8B 2 x {kept} of 32768") for kept in (8192, 1024)),
-        quick=(_prompt("tiny", 64, batch=2, kept=16, name="tiny 2 x 16 of 64"),),
+        cases=tuple(prompt("8B", 32768, batch=2, kept=kept, name=f"8B 2 x {kept} of 32768") for kept in (8192, 1024)),
+        quick=(prompt("tiny", 64, batch=2, kept=16, name="tiny 2 x 16 of 64"),),
         limit=60,
         sources=_KERNELS,
     ),

@@ -25,9 +25,11 @@ def latest(rows):
 
 
 def table(head, lines):
-    """A table in Markdown, or nothing where it has no lines."""
+    """A table in Markdown, without columns in which nothing stands, or nothing where it has no lines."""
     if not lines:
         return ""
+    filled = [index for index in range(len(head)) if any(line[index] for line in lines)]
+    head, lines = [head[index] for index in filled], [[line[index] for index in filled] for line in lines]
     text = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(line)} |" for line in lines)]
     return "\n".join(text) + "\n"
 
@@ -43,8 +45,12 @@ def plain(name):
     return re.sub(r"^70B/8 (.*)$", r"\1 of 70B on 8", name).removeprefix("8B ")
 
 
-def estimates(path):
+def estimates(path, rows=()):
     """What the performance model says, read from its tables.
+
+    Args:
+        path: of the tables.
+        rows: not looked at: the model is of one GPU.
 
     Returns:
         By case: `us` and `share` of copy of decode attention, `ms` of a whole step.
@@ -106,7 +112,8 @@ def _tera(value):
 
 
 def _tiles(row):
-    return "table" if row["tuned"] else "rule"
+    # A TPU's tiles are fixed.
+    return "" if row["device"].startswith("TPU") else "table" if row["tuned"] else "rule"
 
 
 def _copies(figures):
@@ -115,28 +122,39 @@ def _copies(figures):
 
 # Titles, parts, columns behind the case's name, and what a row has in them.
 PLAIN = (
-    ("Copies", "copy", ("copy, TB/s", "read, TB/s"), lambda row, f: _copies(f)),
-    ("Matrix products", "products", ("us", "TFLOP/s"), lambda row, f: [micro(f), _tera(f["flops_per_second"])]),
-    ("Products with codes", "linear", ("us", "TB/s"), lambda row, f: [micro(f), _tera(f["bytes_per_second"])]),
-    ("Kernels against numpy", "checks", ("largest error",), lambda row, f: [f"{f['largest']:.1e}"]),
+    ("Copies", "copy", ("copy, TB/s", "read, TB/s"), lambda row, f, _: _copies(f)),
+    ("Matrix products", "products", ("us", "TFLOP/s"), lambda row, f, _: [micro(f), _tera(f["flops_per_second"])]),
+    ("Products with codes", "linear", ("us", "TB/s"), lambda row, f, _: [micro(f), _tera(f["bytes_per_second"])]),
+    ("Kernels against numpy", "checks", ("largest error",), lambda row, f, _: [f"{f['largest']:.1e}"]),
     (
         "Prefill attention",
         "prefill",
-        ("tiles", "us", "TFLOP/s"),
-        lambda row, f: [_tiles(row), micro(f), _tera(f["flops_per_second"])],
+        ("tiles", "us", "us, estimate", "TFLOP/s"),
+        lambda row, f, guess: [_tiles(row), micro(f), guess.get("us", ""), _tera(f["flops_per_second"])],
     ),
-    ("Scores", "scores", ("window, us", "all queries, us"), lambda row, f: [micro(f["window"]), micro(f["columns"])]),
-    ("Rows gathered", "gather", ("us", "TB/s"), lambda row, f: [micro(f), _tera(f["bytes_per_second"])]),
+    (
+        "Scores",
+        "scores",
+        ("window, us", "all queries, us"),
+        lambda row, f, _: [micro(f["window"]), micro(f["columns"])],
+    ),
+    ("Rows gathered", "gather", ("us", "TB/s"), lambda row, f, _: [micro(f), _tera(f["bytes_per_second"])]),
     (
         "torch's scaled_dot_product_attention",
         "torch",
         ("us",),
-        lambda row, f: [micro(f) if "seconds" in f else "absent"],
+        lambda row, f, _: [micro(f) if "seconds" in f else "absent"],
+    ),
+    (
+        "Rows evicted",
+        "evict",
+        ("us", "us, estimate"),
+        lambda row, f, guess: [micro(f), guess.get("us", "")],
     ),
 )
 DECODE = (
     ("Decode attention", "decode"),
-    ("Decode attention, with the new token's rotation and append", "token"),
+    ("Decode attention of a new token, which joins the pool", "token"),
     ("The same over rows in 8 and 4 bits", "codes"),
     ("Decode attention that adds to scores", "mass"),
 )
@@ -151,14 +169,17 @@ def report(rows, guessed):
     """
     rows = latest(rows)
     of = lambda *parts: [row for row in rows if row["part"] in parts and "figures" in row]  # noqa: E731
+    guess = lambda row: guessed.get(plain(row["case"]["name"]), {})  # noqa: E731
     copy = max((row["figures"]["copy_bytes_per_second"] for row in of("copy")), default=None)
     sections = []
     for title, part, columns, cells in PLAIN:
-        lines = [[row["case"]["name"], *cells(row, row["figures"])] for row in of(part)]
+        lines = [[row["case"]["name"], *cells(row, row["figures"], guess(row))] for row in of(part)]
         sections.append((title, table(["case", *columns], lines)))
     # Below copies, products and checks.
     sections[4:4] = [(title, kernels(of(part), copy, guessed)) for title, part in DECODE]
-    sections.append(("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline", "bits"), guessed)))
+    sections.append(
+        ("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline", "bits", "small"), guessed))
+    )
     failed = [row for row in rows if "failed" in row and not row["part"].startswith("tune_")]
     why = lambda row: row["failed"].replace("|", "/")[:160]  # noqa: E731
     lines = [[row["part"], row["case"].get("name", ""), why(row)] for row in failed]
@@ -178,15 +199,24 @@ def heading(rows):
     return parts
 
 
-def main():
-    """Prints the report, or writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(doc=__doc__, default=ESTIMATES, guesses=estimates):
+    """Prints the report, or writes it.
+
+    Args:
+        doc: the text of --help.
+        default: file of the estimates.
+        guesses: makes the estimates by case from that file and the rows.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, help="a file of rows")
     parser.add_argument("--out", type=Path, help="file to write (default: print)")
-    parser.add_argument("--estimates", type=Path, default=ESTIMATES, help="tables of the performance model")
+    parser.add_argument(
+        "--estimates", type=Path, default=default, help="of the performance model (default: as shipped)"
+    )
     args = parser.parse_args()
     try:
-        text = report(gpu_rows.load(args.rows), estimates(args.estimates))
+        rows = gpu_rows.load(args.rows)
+        text = report(rows, guesses(args.estimates, rows))
     except gpu_rows.RowsError as error:
         sys.exit(f"error: {error}")
     if args.out:

@@ -1,8 +1,9 @@
-"""How device work is timed: many calls chained in one program, over arrays that its second-level cache cannot hold.
+"""How device work is timed: many calls chained in one program, over arrays that no cache of the device can hold.
 
 A dispatch from Python costs more than a small kernel, so one call by itself says nothing. The same array, again and
-again, is read from the L2 cache (60 MB on an H200), so calls rotate through several. Each call takes what the one
-before it gave: they cannot run side by side. What a loop costs that does nothing is taken off.
+again, is read from the L2 cache (60 MB on an H200) or kept in a TPU's VMEM (128 MB), so calls rotate through several.
+Each call takes what the one before it gave: they cannot run side by side. What a loop costs that does nothing is taken
+off.
 """
 
 import statistics
@@ -13,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-GPU = jax.default_backend() == "gpu"
-INTERPRET = not GPU
+# A CPU interprets the kernels, once each: its times mean nothing.
+INTERPRET = jax.default_backend() == "cpu"
 MIB = 2**20
-# Arrays together, where calls rotate: twice an H200's L2 cache and more.
+# Arrays together, where calls rotate: more than twice an H200's L2 cache, and more than a TPU's VMEM.
 ROTATED = 160 * MIB
 # Of one timed program: a dispatch, about 0.1 ms, is then below half a per cent, and taken off besides.
 SECONDS = 0.04
@@ -62,7 +63,7 @@ class Chain:
             each: calls that a step makes, where it goes through all that it writes and nothing is rotated.
         """
         calls = each * len(pools)
-        rounds = max(2, min(2000, round(SECONDS / (estimate * calls)))) if GPU else 1
+        rounds = 1 if INTERPRET else max(2, min(2000, round(SECONDS / (estimate * calls))))
         self._rounds, self._carry, self._pools, self.calls = rounds, carry, pools, rounds * calls
 
         def run(carry, pools):
@@ -84,10 +85,11 @@ class Chain:
 
     def measure(self, repeats=REPEATS):
         """Seconds of a call: median, least and most, and what was taken off."""
-        repeats = repeats if GPU else 1
+        repeats = 1 if INTERPRET else repeats
         program = self.compile()._program
         # A CPU's single round takes less than what is to be taken off.
-        nothing = statistics.median(timed(lambda: _empty(self._carry, self._rounds), repeats)) if GPU else 0.0
+        empty = lambda: _empty(self._carry, self._rounds)  # noqa: E731
+        nothing = 0.0 if INTERPRET else statistics.median(timed(empty, repeats))
         seconds = timed(lambda: program(self._carry, self._pools), repeats)
         figures = median([(each - nothing) / self.calls for each in seconds])
         pools = self.calls // self._rounds
@@ -101,7 +103,7 @@ def chained(step, carry, pools, *, estimate, each=1):
 
 def rotation(nbytes):
     """How many arrays of a size calls must rotate through."""
-    return max(1, -(-ROTATED // nbytes)) if GPU else 2
+    return 2 if INTERPRET else max(1, -(-ROTATED // nbytes))
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype", "scale"))

@@ -1,6 +1,6 @@
 """The process that measures: reads requests from its standard input, a JSON object a line, and answers on the output.
 
-    python -m benchmarks.gpu_worker
+    python -m benchmarks.gpu_worker PARTS        the module that names the parts: gpu_parts or tpu_parts
 
 Whatever else is printed goes to the standard error. It ends when its input does, or when who started it is gone.
 """
@@ -14,7 +14,8 @@ import threading
 import time
 from importlib import metadata
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "nvidia-cudnn-cu13", "nvidia-cublas")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax")
+PACKAGES += ("nvidia-cudnn-cu13", "nvidia-cublas")
 
 
 def _watch(parent):
@@ -43,16 +44,14 @@ def where():
     told |= {"bytes_limit": (device.memory_stats() or {}).get("bytes_limit"), "processors": os.cpu_count()}
     return {
         "device": device.device_kind,
-        "gpu": jax.default_backend() == "gpu",
+        "backend": jax.default_backend(),
         "versions": {name: version for name, version in versions.items() if version},
         "told": {name: value for name, value in told.items() if value is not None},
     }
 
 
 def _function(part):
-    from benchmarks import gpu_parts
-
-    known = gpu_parts.BY_NAME.get(part)
+    known = importlib.import_module(f"benchmarks.{sys.argv[1]}").BY_NAME.get(part)
     module, name = known.function.split(":") if known else ("tune_kernels", part.removeprefix("tune_"))
     return getattr(importlib.import_module(f"benchmarks.{module}"), name)
 
@@ -71,6 +70,10 @@ class Ahead:
             name = json.dumps([part, case], sort_keys=True)
             if name not in self._begun:
                 self._begun[name] = self._threads.submit(_function(part).prepare, case)
+
+    def compiling(self):
+        """Whether something is still being compiled."""
+        return not all(each.done() for each in self._begun.values())
 
     def take(self, part, case):
         """What has been prepared for a case, once."""
@@ -110,7 +113,8 @@ def main():
     for line in sys.stdin:
         print(answer(json.loads(line), ahead), file=out, flush=True)
     out.flush()
-    os._exit(0)  # threads may still compile what nobody asks for any more
+    if ahead.compiling():
+        os._exit(0)  # nobody asks for it any more
 
 
 if __name__ == "__main__":

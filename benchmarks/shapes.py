@@ -101,9 +101,12 @@ def _parameter(key, path, leaf):
     return _filled(key, shape=leaf.shape, dtype=leaf.dtype)
 
 
-def random_llama(name, *, weights=None):
-    """A model with random bfloat16 weights (linear maps in fewer bits if asked): "llama-3-8b"'s shape, or "tiny"."""
-    config = llama_3_8b()
+def random_llama(name, *, layers=None, weights=None):
+    """A model with random bfloat16 weights (linear maps in fewer bits if asked): "llama-3-8b"'s shape, or "tiny".
+
+    The former has as many layers as asked for, all 32 if nothing is.
+    """
+    config = llama_3_8b(layers or 32)
     if name == "tiny":
         small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
         small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}

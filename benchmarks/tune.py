@@ -247,10 +247,11 @@ def main():
     args = parser.parse_args()
     if args.quick:
         args.dims = [64]
+    command = gpu_bench.worker_command("gpu_parts")
     try:
-        with gpu_bench.Bench(args.out, gpu_bench.worker_command(), minutes=args.minutes, quick=args.quick) as bench:
-            if not bench.where["gpu"] and not args.quick:
-                parser.error("there is no GPU here: --quick interprets the kernels at tiny shapes")
+        with gpu_bench.Bench(args.out, command, minutes=args.minutes, quick=args.quick) as bench:
+            if refused := gpu_bench.refusal(bench.where, "gpu", args.quick):
+                parser.error(refused)
             options = {"kernels": args.kernels, "quick": args.quick}
             path = search(bench, args.out, args.dims, args.dtypes, bench.seconds_left - 15, **options)
     except (gpu_rows.RowsError, RuntimeError) as error:

@@ -17,7 +17,10 @@ import tiny
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, tmp_path):
+@pytest.fixture
+def run(tmp_path):
+    """Runs a benchmark of a device at tiny shapes."""
+
     def run(module, *options):
         command = [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--out", str(tmp_path), *options]
         # One device, as a user has it, and the tests' quick compiler.
@@ -27,6 +30,10 @@ def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    return run
+
+
+def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
     some = {"copy", "products", "checks"}
     run("gpu", "--only", *some)
     (path,) = tmp_path.glob("*.jsonl")
@@ -45,6 +52,22 @@ def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, tmp_path):
     assert "written to" in run("tune") and table.read_text() == before and benchmark("gpu_rows").load(path) == rows
     text = benchmark("gpu_report").report(rows, {"2 x 48, unequal": {"us": "7"}})
     assert "## Decode attention\n" in text and "SnapKV 2 x 64" in text and "Failed" not in text
+
+
+def test_a_tpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
+    run("tpu", "--only", "copy", "products")
+    (path,) = tmp_path.glob("*.jsonl")
+    first = benchmark("gpu_rows").load(path)
+    assert {row["part"] for row in first} == {"copy", "products", "device"}
+    run("tpu")
+    rows = benchmark("gpu_rows").load(path)
+    assert rows[: len(first)] == first and not any("failed" in row for row in rows)
+    parts = {part.name for part in benchmark("tpu_parts").PARTS if part.quick}
+    assert [row["part"] for row in rows].count("end") == 1 and {row["part"] for row in rows} == parts | {"device"}
+    end = next(row["figures"] for row in rows if row["part"] == "end")
+    assert end["runs"] == "tpu (interpreted)", "as on a TPU, but for who runs the kernels"
+    text = benchmark("gpu_report").report(rows, {"lanes 2 x 48": {"us": "7"}})
+    assert "## Rows evicted\n" in text and "SnapKV 2 x 128" in text and "| 7 |" in text and "Failed" not in text
 
 
 @pytest.fixture

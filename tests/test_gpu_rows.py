@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 # A process that measures, without JAX: it writes down what it was asked, and does as the case says.
 WORKER = textwrap.dedent("""
     import json, os, sys, time
-    print(json.dumps({"device": os.environ["DEVICE"], "gpu": True, "versions": {"jax": "1"}, "told": {}}), flush=True)
+    where = {"device": os.environ["DEVICE"], "backend": "gpu", "versions": {"jax": "1"}, "told": {}}
+    print(json.dumps(where), flush=True)
     for line in sys.stdin:
         case = json.loads(line)["case"]
         with open(os.environ["ASKED"], "a") as asked:
@@ -29,6 +31,8 @@ WORKER = textwrap.dedent("""
             sys.exit("the driver is gone")
         time.sleep(case.get("seconds", 0))
         print(json.dumps({"figures": {"pid": os.getpid()}}), flush=True)
+    with open(os.environ["ASKED"] + "-ended", "a") as ended:
+        ended.write(f"{os.getpid()}\\n")
 """)
 DOOR = textwrap.dedent("""
     import sys
@@ -156,6 +160,39 @@ def test_rows_of_their_own_get_processes_of_their_own(bench):
         assert first == second and len({first, *alone, pid("e")}) == 4
 
 
+def test_another_device_than_before_ends_the_run(bench, tmp_path, monkeypatch):
+    """JAX takes the CPU where it cannot have the device: its figures must not stand among the device's."""
+    with bench() as one:
+        one.measure("fake", {"name": "a"}, limit=10, sources="s")
+        monkeypatch.setattr(one, "_environment", os.environ | {"DEVICE": "cpu"})
+        with pytest.raises(RuntimeError, match="this was Fake 1, now it is cpu: see whether another process holds it"):
+            one.measure("fake", {"name": "b"}, limit=10, sources="s", alone=True)
+    assert asked(tmp_path) == ["a"]
+
+
+def test_a_device_that_is_too_small_leaves_parts_out(bench, benchmark, tmp_path, capsys):
+    parts = benchmark("tpu_parts")
+    with bench() as one:
+        one.where["told"]["bytes_limit"] = 16e9
+        benchmark("device_command").measure(one, parts.BY_NAME["end"], quick=False)
+        benchmark("device_command").measure(one, parts.BY_NAME["evict"], quick=False)
+    assert "end: left out, for devices of 30 GB and more" in capsys.readouterr().out
+    assert asked(tmp_path) == [case["name"] for case in parts.BY_NAME["evict"].cases]
+
+
+def test_estimates_of_a_v6e_are_those_of_its_model(benchmark):
+    """Kernels' are computed, steps' read from the table of decode loops; other TPUs have none."""
+    parts, report = benchmark("tpu_parts"), benchmark("tpu_report")
+    rows = [row_of("", part=part.name) | {"case": case} for part in parts.PARTS for case in part.cases]
+    on = lambda device: report.estimates(report.ESTIMATES, [row | {"device": device} for row in rows])  # noqa: E731
+    assert on("TPU v5 lite") == {}
+    found = on("TPU v6 lite")
+    loops = [case for case in parts.BY_NAME["end"].cases if case["batch"] > 1]
+    assert all(float(found[case["name"]]["ms"]) > 1 for case in loops) and "FullKV 1 x 32768" not in found
+    assert float(found["64 x 1024, scored"]["us"]) > float(found["64 x 1024"]["us"]) > 0
+    assert {"32768 by tpu", "8 x 1025"} <= found.keys() and "8192 by xla" not in found
+
+
 def test_time_that_is_over_begins_no_row(bench, benchmark, tmp_path):
     late = benchmark("gpu_bench").OutOfTime
     with bench(minutes=0.5 / 60) as one:
@@ -217,30 +254,51 @@ def test_a_worker_that_does_not_start_is_told(bench, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_worker_outlives_nobody(bench):
+def test_a_worker_outlives_nobody_and_ends_by_itself(bench, tmp_path):
+    """One that is killed leaves a TPU locked."""
     with bench() as one:
         pid = one.measure("fake", {"name": "a"}, limit=10, sources="s")["figures"]["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert (tmp_path / "asked-ended").read_text().split() == [str(pid)]
 
 
-def test_parts_are_plain_data(benchmark):
-    parts = benchmark("gpu_parts")
+@pytest.mark.parametrize("name", ["gpu_parts", "tpu_parts"])
+def test_parts_are_plain_data(benchmark, name):
+    parts = benchmark(name)
     for part in parts.PARTS:
         for cases in (part.cases, part.quick):
             assert json.loads(json.dumps(cases)) == list(cases)
+            assert all(max(case.get("filter_layers", [0])) < case.get("layers", 32) for case in cases)
             names = [json.dumps(case, sort_keys=True) for case in cases]
             assert len(set(names)) == len(names) and all(case["name"] for case in cases)
         module, name = part.function.split(":")
         assert f"def {name}(case" in (ROOT / "benchmarks" / f"{module}.py").read_text()
         assert all(list(ROOT.glob(pattern)) for pattern in part.sources if "tuned" not in pattern), part.name
+
+
+def test_the_page_says_how_long_a_tpu_takes(benchmark):
+    """Rows and the most minutes of each part, as the table of docs/tpu.md has them."""
+    parts, told = benchmark("tpu_parts").BY_NAME, []
+    for line in (ROOT / "docs" / "tpu.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 4 else []
+        if names and set(names) <= parts.keys():
+            told += names
+            sizes = [(len(parts[name].cases), len(parts[name].cases) * parts[name].limit / 60) for name in names]
+            assert cells[2:4] == [f"{sum(each):.0f}" for each in zip(*sizes, strict=True)], line
+    assert sorted(told) == sorted(parts)
+
+
+def test_every_part_of_a_gpu_has_its_place(benchmark):
     order = benchmark("gpu").ORDER
-    assert {part.name for part in parts.PARTS} | {"tune", "tuned"} == set(order) and len(set(order)) == len(order)
+    parts = {part.name for part in benchmark("gpu_parts").PARTS}
+    assert parts | {"tune", "tuned"} == set(order) and len(set(order)) == len(order)
 
 
 def test_no_two_processes_hold_the_device(benchmark):
     """Who keeps the rows imports neither JAX nor what imports it."""
-    asked = "import sys\nimport benchmarks.gpu, benchmarks.tune, benchmarks.gpu_report\n"
+    asked = "import sys\nimport benchmarks.gpu, benchmarks.tpu, benchmarks.tune, benchmarks.gpu_report\n"
     asked += "assert not {'jax', 'numpy', 'jaxkv'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True)
 
@@ -272,6 +330,6 @@ def test_a_report_puts_estimates_beside_measurements(benchmark, tmp_path):
     ]
     text = report.report(rows, report.estimates(path))
     assert "| 70B/8 4 x 8192 | rule | 20.0 (10.0 to 40.0) | 10.2 | 50% | 94% |" in text
-    assert "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 4.60 | 200.0 | 1.50 | 2.00 |  |" in text
+    assert "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 4.60 | 200.0 | 1.50 | 2.00 |" in text
     assert "| end | H2O 1 x 32768 | out of memory / no more |" in text and "first it failed" not in text
     assert report.estimates(tmp_path / "none.md") == {} and report.report([], {}) == "# No rows\n"
