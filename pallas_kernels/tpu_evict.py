@@ -5,7 +5,7 @@ values: of each segment it reads two tiles of rows, the evicted row's and the ne
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from .tpu_rows import TILE, whole_tile
 
 # Sequences whose rows are ranked at once: the sublanes of a register.
 _SEQUENCES = 8
+# Rows of them that are ranked at once, two registers for each number that is known of a row, and trips of that loop
+# that are written one behind the other: more would not fit the registers, fewer would wait for results.
+_AT_ONCE, _UNROLLED = 256, 4
 # Rows of a pool, at most, whose positions and scores VMEM holds for as many sequences: 8 MB with second buffers.
 _MOST_ROWS = 1 << 15
 # Bytes of tiles in VMEM at once.
@@ -161,7 +164,7 @@ def _rank(*refs, weigh, leaves):
     place_ref[...] = jnp.full(place_ref.shape, -1, jnp.int32)
     went_ref[...] = jnp.zeros(went_ref.shape, jnp.int32)
     head = lax.broadcasted_iota(jnp.int32, start.shape, 1)
-    row = lax.broadcasted_iota(jnp.int32, moved[0].shape, 1)
+    parts = _parts(moved[0].shape[1])
 
     def one(h, _):
         """Loop body: one head of all sequences."""
@@ -169,27 +172,75 @@ def _rank(*refs, weigh, leaves):
         def of(table):
             return jnp.where(head == h, table[...], 0).sum(axis=1, keepdims=True)
 
-        first, rows = of(start), of(length)
-        pos = moved[0][...]
-        scores = moved[1][...] if leaves > 1 else jnp.zeros(pos.shape, jnp.float32)
-        ranks, may = weigh(scores, pos, seen[...], prompt[...])
-        inside = (row >= first) & (row < first + rows)
-        free = inside & may & (pos < seen[...] - of(recent)) & (rows > of(limit))
-        ranks = jnp.where(free, ranks, jnp.inf)
-        low = ranks.min(axis=1, keepdims=True)
-        latest = jnp.where(free & (ranks == low), pos, -1).max(axis=1, keepdims=True)
-        place = jnp.where(free & (pos == latest), row, -1).max(axis=1, keepdims=True)
+        first, rows, limited = of(start), of(length), of(length) > of(limit)
+        last, until = first + rows - 1, seen[...] - of(recent)
+
+        def chosen(at, size, found):
+            """Loop body: of each lane the lowest rank of some rows or of those before, its position and row; newest."""
+            values = [leaf[:, tpu.ds(at, size)] for leaf in moved]
+            pos, scores = values[0], values[1] if leaves > 1 else jnp.zeros(values[0].shape, jnp.float32)
+            row = at + lax.broadcasted_iota(jnp.int32, pos.shape, 1)
+            ranks, may = weigh(scores, pos, seen[...], prompt[...])
+            free = (row >= first) & (row <= last) & may & (pos < until) & limited
+            rank, latest, place, *newest = found
+            wins = free & ((ranks < rank) | ((ranks == rank) & (pos > latest)))
+            best = (
+                jnp.where(wins, new, old) for new, old in zip((ranks, pos, row), (rank, latest, place), strict=True)
+            )
+            return *best, *(jnp.where(row == last, new, old) for new, old in zip(values, newest, strict=True))
+
+        def none(size):
+            """What `chosen` has found of no rows."""
+            shape = (start.shape[0], size)
+            integers = (jnp.full(shape, -1, jnp.int32),) * 2
+            return jnp.full(shape, jnp.inf), *integers, *(jnp.zeros(shape, leaf.dtype) for leaf in moved)
+
+        found = [_each(begin, end, size, chosen, none(size)) for begin, end, size in parts]
+        low = reduce(jnp.minimum, (rank.min(axis=1, keepdims=True) for rank, *_ in found))
+        latest = _most(jnp.where(rank == low, pos, -1) for rank, pos, *_ in found)
+        place = _most(jnp.where((rank == low) & (pos == latest), row, -1) for rank, pos, row, *_ in found)
+        newest = [sum(each[3 + leaf].sum(axis=1, keepdims=True) for each in found) for leaf in range(leaves)]
         goes = place >= 0
-        here, old = goes & (row == place), goes & (row == first + rows - 1)
-        for leaf, empty in zip(moved, (-1, 0), strict=False):
-            values = leaf[...]
-            newest = jnp.where(old, values, 0).sum(axis=1, keepdims=True)
-            # Last, because the newest row may itself be the evicted one.
-            leaf[...] = jnp.where(old, empty, jnp.where(here, newest, values)).astype(leaf.dtype)
+
+        def write(at, size, _):
+            """Loop body: some rows with the newest row's position and score in the evicted one's place."""
+            row = at + lax.broadcasted_iota(jnp.int32, (start.shape[0], size), 1)
+            for leaf, new, empty in zip(moved, newest, (-1, 0), strict=False):
+                values = jnp.where(goes & (row == place), new, leaf[:, tpu.ds(at, size)])
+                # Last, because the newest row may itself be the evicted one.
+                leaf[:, tpu.ds(at, size)] = jnp.where(goes & (row == last), empty, values).astype(leaf.dtype)
+
+        for begin, end, size in parts:
+            _each(begin, end, size, write, None)
         place_ref[...] = jnp.where(head == h, place, place_ref[...])
         went_ref[...] = jnp.where(head == h, goes.astype(jnp.int32), went_ref[...])
 
     lax.fori_loop(0, start.shape[1], one, None)
+
+
+def _parts(lanes):
+    """List of (first, end, size): rows from first to end in blocks of a size; registers hold what a block takes."""
+    whole = lanes // _AT_ONCE * _AT_ONCE
+    parts = (0, whole, _AT_ONCE), (whole, lanes, lanes - whole)
+    return [part for part in parts if part[0] < part[1]]
+
+
+def _each(begin, end, size, act, carry):
+    """Calls `act(first row, size, carry)` for each block of rows; returns the last carry."""
+    if end - begin == size:
+        return act(begin, size, carry)
+    return lax.fori_loop(
+        0,
+        (end - begin) // size,
+        lambda index, carry: act(tpu.multiple_of(index * size, size), size, carry),
+        carry,
+        unroll=_UNROLLED,
+    )
+
+
+def _most(arrays):
+    """Largest number of each sequence in arrays `[N, n]`, `[N, 1]`."""
+    return reduce(jnp.maximum, (each.max(axis=1, keepdims=True) for each in arrays))
 
 
 # Refs: in scalar memory place, last and over i32[B, K]; keys and values [B, P, D] in HBM, twice: the outputs are the

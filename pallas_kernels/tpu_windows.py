@@ -216,15 +216,16 @@ def _compare(start, length, of_ref, pool, found, buffer, arrived, numbers, *, ch
         return dots(ones, high) + dots(ones, (square - high.astype(jnp.float32)).astype(rows.dtype))
 
     def step(index, _):
-        """Loop body: the cosines of one more block, chunk by chunk to their places."""
-        rows = buffer[copies.awaited(b, s, index)]
-        cosine = dots(of, rows) / (norm * jnp.maximum(jnp.sqrt(squares(rows)), 1e-6))
-        cosine = jnp.where(copies.inside(b, s, index, cosine.shape), cosine, 0.0)
+        """Loop body: the cosines of one more block to their places; a chunk at a time, so that registers hold it."""
+        slot = copies.awaited(b, s, index)
         for number, (row, some) in enumerate(copies.chunks(b, s, index)):
 
             @tpu.when(some)
             def _(number=number, row=row):
-                part = cosine[:, number * chunk : (number + 1) * chunk]
-                tpu.add_lanes(found, row - origin, jnp.pad(part, ((0, 0), (0, LANES))), mine)
+                rows = buffer[slot, number * chunk : (number + 1) * chunk]
+                cosine = dots(of, rows) / (norm * jnp.maximum(jnp.sqrt(squares(rows)), 1e-6))
+                inside = copies.inside(b, s, index, (1, copies.size))[:, number * chunk : (number + 1) * chunk]
+                cosine = jnp.where(inside, cosine, 0.0)
+                tpu.add_lanes(found, row - origin, jnp.pad(cosine, ((0, 0), (0, LANES))), mine)
 
     lax.fori_loop(0, copies.blocks(b, s), step, None)
