@@ -6,7 +6,8 @@
 It needs libtpu and no TPU, and nothing runs on one: bytes are the compiler's, times are estimates by `perf_tpu`. With
 `--out` each row is kept as soon as it is compiled, in a JSON file beside the page, from which the page is written anew:
 rows that are not compiled this time stay as they were. It ends with 1 if a pool is not updated in place, is copied
-where a kernel writes it, if keys or values travel between devices, or a plan's arithmetic is more than 10% off.
+where a kernel writes it, if a kernel of jaxkv's spills vector registers, if keys or values travel between devices, or a
+plan's arithmetic is more than 10% off.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,12 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import tpu_llo
+
+# Of all that is compiled here; removed when this process ends.
+DUMPS = tempfile.TemporaryDirectory(prefix="aot_tpu_")
+os.environ.setdefault("LIBTPU_INIT_ARGS", tpu_llo.arguments(Path(DUMPS.name)))
 
 import aot_sharded
 import jax
@@ -53,7 +61,7 @@ FEW = 4
 
 
 class Loop(NamedTuple):
-    """A decode loop to compile: policy, sequences, tokens of each prompt, layers, implementation, and the device."""
+    """A decode loop to compile: policy, sequences, tokens of each prompt, layers, implementation, device, options."""
 
     policy: Any
     batch: int = 8
@@ -61,6 +69,7 @@ class Loop(NamedTuple):
     layers: int = 32
     implementation: Implementation = Implementation.TPU
     device: str = perf_tpu.DEVICE
+    options: dict[str, str] | None = None
 
 
 class Row(NamedTuple):
@@ -70,6 +79,8 @@ class Row(NamedTuple):
     wrong: str | None = None
 
 
+# The compiler brings weights to VMEM in slices beside products, each by a copy with a tuple of pointers; or at once.
+WHOLE = {"xla_tpu_sliced_prefetch_max_slices": "1"}
 LOOPS = {
     "FullKV, prompts of 1,024": Loop(jaxkv.FullKV(), tokens=1024),
     "SnapKV, by XLA": Loop(jaxkv.SnapKV(budget=1024), implementation=Implementation.XLA),
@@ -78,6 +89,9 @@ LOOPS = {
     "H2O": Loop(jaxkv.H2O(budget=1024)),
     "OmniKV, prompts of 4,096": Loop(jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18)), tokens=4096),
     "D2O": Loop(jaxkv.D2O(budget=1024)),
+    "SnapKV, weights brought whole": Loop(jaxkv.SnapKV(budget=1024), options=WHOLE),
+    "H2O, weights brought whole": Loop(jaxkv.H2O(budget=1024), options=WHOLE),
+    "D2O, weights brought whole": Loop(jaxkv.D2O(budget=1024), options=WHOLE),
     "D2O, 4 layers": Loop(jaxkv.D2O(budget=1024), layers=FEW),
     "FullKV, 4 sequences, 24 layers": Loop(jaxkv.FullKV(), batch=4, layers=24),
     "FullKV, 4 sequences, a v5p": Loop(jaxkv.FullKV(), batch=4, device="v5p"),
@@ -109,10 +123,10 @@ def mesh_of(device: str) -> Mesh:
     return Mesh(mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
-def compiled(traced: Any) -> tuple[Any, str, float]:
+def compiled(traced: Any, options: dict[str, str] | None = None) -> tuple[Any, str, float]:
     """Compiles a traced program for TPUs; returns the compiler's bytes, the HLO text, and seconds."""
     began = time.perf_counter()
-    made = traced.lower(lowering_platforms=("tpu",)).compile()
+    made = traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=options)
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
@@ -177,7 +191,7 @@ def loop_row(name: str, loop: Loop) -> Row:
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
         work = work_of(loop, where)
         traced, pools = traced_loop(work)
-        memory, text, seconds = compiled(traced)
+        memory, text, seconds = compiled(traced, loop.options)
     leaves = jax.tree.leaves(pools)
     arrays = [(hlo.NAMES[leaf.dtype.name], tuple(leaf.shape)) for leaf in leaves]
     size = sum(hlo.size_of(*each) for each in arrays)
@@ -234,7 +248,7 @@ def layer_row(name: str, implementation: Implementation, tokens: int = 32768) ->
         memory, text, seconds = compiled(call.traced)
     found, config = perf_tpu.cycles(text), work.flat.config
     kernels = text.count('custom_call_target="tpu_custom_call"')
-    total = found / perf_tpu.CLOCK + kernels * perf_tpu.splash(1, config.heads, tokens, config.head_dim)
+    total = found / perf_tpu.CLOCK + kernels * perf_tpu.splash(1, config.heads, tokens)
     matrices = 2 * config.heads * config.head_dim + 2 * config.kv_heads * config.head_dim + 3 * config.hidden
     flops = 2 * tokens * config.embed * matrices + 2 * config.heads * config.head_dim * tokens**2
     share = flops / total / tpus()[perf_tpu.DEVICE].products
@@ -287,6 +301,14 @@ def cell_row(cell: plan_cells.Cell) -> Row:
     return Row([*cells, f"{found['seconds']:.0f}"], ", ".join(wrong) or None)
 
 
+def with_spills(call: Callable[[], Row]) -> Row:
+    """Row of a call and a cell more: instructions with spilled vectors in the kernels that it compiled."""
+    made = call()
+    found = tpu_llo.spills(Path(DUMPS.name))
+    ours = [f"{kernel} spills vectors, {count} times" for kernel, count in found.items() if count and "tpu_" in kernel]
+    return Row([*made.cells, str(found.total())], made.wrong or ", ".join(ours) or None)
+
+
 class Part(NamedTuple):
     """A table: its title, the lines above it, its columns, and its rows by name, each a call that compiles it."""
 
@@ -308,9 +330,13 @@ def parts() -> dict[str, Part]:
     return {
         "kernels": Part(
             "Kernels",
-            ["Shapes: batch, kv heads, group, head dim, rows of the pool or tokens of the prompt; bfloat16."],
-            ["kernel", "device", "shape", "compiled, s", "pools in place", "temporaries, MB"],
-            kernels,
+            [
+                "Shapes: batch, kv heads, group, head dim, rows of the pool or tokens of the prompt; bfloat16. Spilled",
+                "are instructions that write or read vector registers in VMEM because there are too few. JAX's splash",
+                "kernel holds logits of a block there so.",
+            ],
+            ["kernel", "device", "shape", "compiled, s", "pools in place", "temporaries, MB", "vectors spilled"],
+            {name: functools.partial(with_spills, call) for name, call in kernels.items()},
         ),
         "layers": Part(
             "A layer of a prompt of 32,768 tokens",
@@ -325,11 +351,16 @@ def parts() -> dict[str, Part]:
                 f"Llama 3 8B, bfloat16, one {device}; 8 sequences, 32 layers, a budget of 1,024 and prompts of 32,768",
                 "tokens if nothing else is said. The ideal reads weights and rows once, at the data sheet's bandwidth.",
                 "OmniKV's sparse layers read chosen rows and those since the prompt. There is no estimate (-) on other",
-                "devices, nor in rows older than its rule. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e.",
+                "devices. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e. Brought whole are weights by an option of",
+                "the compiler's (xla_tpu_sliced_prefetch_max_slices=1): else in slices, each with a tuple of pointers.",
             ],
             ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
-            + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"],
-            {name: functools.partial(loop_row, name, each) for name, each in LOOPS.items()},
+            + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"]
+            + ["vectors spilled by kernels"],
+            {
+                name: functools.partial(with_spills, functools.partial(loop_row, name, each))
+                for name, each in LOOPS.items()
+            },
         ),
         "sharded": Part(
             "A decode loop over eight v5e",
@@ -400,7 +431,7 @@ def main() -> int:
     chosen = {name: part.rows for name, part in parts().items() if asked.only in (None, name)}
     if asked.quick:
         few = {f"{name}, {FEW} layers": LOOPS[name]._replace(layers=FEW) for name in ("SnapKV", "H2O", "D2O")}
-        loops = {name: functools.partial(loop_row, name, loop) for name, loop in few.items()}
+        loops = {name: functools.partial(with_spills, functools.partial(loop_row, name, few[name])) for name in few}
         chosen = {"kernels": parts()["kernels"].rows, "loops": loops}
     made, wrong = {"jax": jax.__version__, "commit": commit()}, list[str]()
     for part, rows in chosen.items():

@@ -13,7 +13,8 @@ Rules:
    eight sequences and a register of 128 rows, `MOVE_BUNDLES` a segment, and `LAUNCH_BUNDLES` both together. Those of a
    pool that layers share take `WINDOW_BUNDLES` a segment, to take or add its window, and `COSINE_BUNDLES`, of a block
    and a segment, to compare its rows. There a segment has the budget's rows, and blocks are not dealt to them.
-4. Splash attention takes its products, half of all pairs of tokens, at `SPLASH` of the data sheet's FLOP/s: assumed.
+4. Splash attention takes bundles, read from its LLO at head dim 128: `SPLASH_BUNDLES` a block of keys that a block of
+   queries sees, and a block of queries.
 5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it. So do
    gathers of rows, for which the compiler writes no cycles: their bytes twice, read and written.
 6. Left out: scatters, for which the compiler writes no cycles either, other copies that run beside operations, what a
@@ -23,6 +24,7 @@ Rules:
 import collections
 import re
 
+from jaxkv.pallas_kernels.tpu_prefill import KEYS, QUERIES
 from jaxkv.pallas_kernels.tpu_rows import BLOCK, CHUNK
 from jaxkv.planning import hlo
 from jaxkv.planning.tpus import tpus
@@ -31,9 +33,9 @@ DEVICE = "v6e"
 CLOCK = 1.75e9
 BLOCK_BUNDLES, PROGRAM_BUNDLES = 340, 250
 SCORED_BUNDLES = 480, 320
-RANK_BUNDLES, MOVE_BUNDLES, LAUNCH_BUNDLES = 17, 160, 200
-WINDOW_BUNDLES, COSINE_BUNDLES = 130, (640, 100)
-SPLASH = 0.5
+RANK_BUNDLES, MOVE_BUNDLES, LAUNCH_BUNDLES = 18, 160, 200
+WINDOW_BUNDLES, COSINE_BUNDLES = 130, (690, 100)
+SPLASH_BUNDLES = 6180, 910
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -159,6 +161,8 @@ def shared_pool(segments: int, rows: int, key_bytes: int, calls: collections.Cou
     return segments * (windows + calls["tpu_cosines"] * compared)
 
 
-def splash(batch: int, heads: int, tokens: int, dim: int) -> float:
-    """Seconds of causal attention of whole prompts: two products of half of all pairs of tokens."""
-    return batch * heads * tokens**2 * 2 * dim / (SPLASH * tpus()[DEVICE].products)
+def splash(batch: int, heads: int, tokens: int) -> float:
+    """Seconds of causal attention of whole prompts, of so many tokens that blocks are the largest."""
+    blocks = sum(-(-(first + QUERIES) // KEYS) for first in range(0, tokens, QUERIES))
+    block, program = SPLASH_BUNDLES
+    return batch * heads * (blocks * block + tokens // QUERIES * program) / CLOCK

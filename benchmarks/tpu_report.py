@@ -47,7 +47,7 @@ KERNELS = {
     "token": _decode,
     "mass": lambda case: _decode(case, scores=True),
     "evict": lambda case: perf_tpu.eviction(case["batch"], case["kv_heads"], case["kv_heads"] * case["rows"]),
-    "prefill": lambda case: perf_tpu.splash(1, case["kv_heads"] * case["group"], case["tokens"], case["dim"]),
+    "prefill": lambda case: perf_tpu.splash(1, case["kv_heads"] * case["group"], case["tokens"]),
 }
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from . import _compat_tpu as tpu
 
 # Queries and keys of a block, and keys multiplied at once, at most: the largest that divide the prompt are taken.
-_QUERIES, _KEYS, _AT_ONCE = 1024, 2048, 512
+QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512
 # Least block: a register's lanes.
 _LEAST = 128
 
@@ -49,7 +49,7 @@ def flash(
     """
     batch, heads, group, slots, dim = q.shape
     scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(q.dtype).reshape(batch, heads * group, slots, dim)
-    queries, keys = (_block(slots, most) for most in (_QUERIES, _KEYS))
+    queries, keys = (_block(slots, most) for most in (QUERIES, KEYS))
     run = tpu.splash(
         heads * group,
         slots,

@@ -69,10 +69,12 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     shared = perf_tpu.decode_kernel(64, 1025, 512, scores=True, windows=True)
     assert shared == pytest.approx(64 * (2 * 480 + 320) / 1.75e9)
     calls = collections.Counter(tpu_windows=2, tpu_add=1, tpu_cosines=1)
-    assert perf_tpu.shared_pool(64, 1025, 256, calls) == pytest.approx(64 * (3 * 130 + 2 * 640 + 100) / 1.75e9)
+    assert perf_tpu.shared_pool(64, 1025, 256, calls) == pytest.approx(64 * (3 * 130 + 2 * 690 + 100) / 1.75e9)
     assert perf_tpu.shared_pool(64, 1025, 256, collections.Counter()) == 0
-    assert perf_tpu.eviction(8, 8, 8200) == pytest.approx((8 * 65 * 17 + 64 * 160 + 200) / 1.75e9)
-    assert perf_tpu.splash(1, 32, 32768, 128) == pytest.approx(32 * 32768**2 * 256 / 459e12)
+    assert perf_tpu.eviction(8, 8, 8200) == pytest.approx((8 * 65 * 18 + 64 * 160 + 200) / 1.75e9)
+    # 16 pairs of blocks of 1,024 queries, which see 1 to 16 blocks of 2,048 keys.
+    block, program = perf_tpu.SPLASH_BUNDLES
+    assert perf_tpu.splash(1, 32, 32768) == pytest.approx(32 * (272 * block + 32 * program) / perf_tpu.CLOCK)
 
 
 def test_kernels_and_gathers_of_a_text(perf_tpu):
@@ -89,10 +91,26 @@ def test_kernels_and_gathers_of_a_text(perf_tpu):
     assert perf_tpu.gathered(text) == 2 * 8 * 16 * 128
 
 
+def test_spills_of_vectors(perf_tpu, tmp_path):
+    """Of jaxkv's and JAX's kernels, by what libtpu dumps; scalars that spill do not count, dumps are deleted."""
+    script = importlib.import_module("tpu_llo")
+    bundles = """
+  0x10   :  { %1 = sst [smem:[#allocation7_spill]] %s1  ;;  %2 = vst [vmem:[#allocation3]] %v1 }
+  0x11 LB: >> { %3 = vst [vmem:[#allocation4_spill] sm:$0xff] %v2  ;;  %v3 = vld [vmem:[#allocation41_spill]] }
+  0x12   : > { %4 = vst [vmem:[#allocation5_spill] sm:$0xff] %v2 }
+"""
+    for name in ("1-tpu_rank.1-72-final_bundles", "2-tpu_rank-72-final_bundles", "3-fusion.3-01-final_bundles"):
+        (tmp_path / f"{name}.txt").write_text(bundles)
+    (tmp_path / "1-tpu_rank.1-71-schedule-analysis_final_bundles.txt").write_text(bundles)
+    assert script.spills(tmp_path) == {"tpu_rank": 6} and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="no bundles in what libtpu dumped"):
+        script.spilled("nothing")
+
+
 @pytest.mark.parametrize("kept", sorted(RESULTS.glob("tpu_model*.json")), ids=lambda path: path.stem)
 def test_pages_are_what_the_script_writes(monkeypatch, perf_tpu, kept):
     """Each page is made of the rows that were kept beside it, all of them, and of nothing else."""
-    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD", "TF_CPP_MIN_LOG_LEVEL"):
+    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD", "TF_CPP_MIN_LOG_LEVEL", "LIBTPU_INIT_ARGS"):
         monkeypatch.setenv(name, "1")
     script, rows = importlib.import_module("aot_tpu"), json.loads(kept.read_text())
     assert script.report(rows) == kept.with_suffix(".md").read_text()
