@@ -28,18 +28,13 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import tpu_llo
-
-# Of all that is compiled here; removed when this process ends.
-DUMPS = tempfile.TemporaryDirectory(prefix="aot_tpu_")
-os.environ.setdefault("LIBTPU_INIT_ARGS", tpu_llo.arguments(Path(DUMPS.name)))
-
 import aot_sharded
 import jax
 import jax.numpy as jnp
 import numpy as np
 import perf_tpu
 import shapes
+import tpu_llo
 from jax.experimental import topologies
 
 import jaxkv
@@ -53,6 +48,9 @@ from jaxkv.planning.setting import Setting
 from jaxkv.planning.tpus import tpus
 from jaxkv.planning.worker import compiled_program, on_devices
 
+# Where libtpu dumps what it compiles; removed when this process ends.
+DUMPS = tempfile.TemporaryDirectory(prefix="aot_tpu_")
+os.environ.setdefault("LIBTPU_INIT_ARGS", tpu_llo.arguments(Path(DUMPS.name)))
 # Batch, kv heads, group, head dim, pool rows.
 KERNELS = [(8, 8, 4, 128, 10240), (4, 32, 1, 128, 40960), (1, 8, 11, 128, 262144), (2, 8, 4, 256, 65536)]
 # The same of pools from which each new row evicts one.

@@ -1,4 +1,4 @@
-"""Spills of vector registers in TPU kernels, read from the bundles (what a core begins in a cycle) that libtpu dumps."""
+"""Counts spills of vector registers in TPU kernels, in the bundles that libtpu dumps: what a core does in a cycle."""
 
 import collections
 import re
