@@ -4,11 +4,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import _compat_tpu as tpu
 
 # Queries and keys of a block, and keys multiplied at once, at most: the largest that divide the prompt are taken.
 QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512
+# Tokens of all prompts whose log-sum-exp are made at once, at most, or one prompt's.
+_TOKENS = 32768
 # Least block: a register's lanes.
 _LEAST = 128
 
@@ -48,7 +51,6 @@ def flash(
         The output like q, and `f32[B, K, G, S]` natural log-sum-exp of the scaled logits, or None.
     """
     batch, heads, group, slots, dim = q.shape
-    scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(q.dtype).reshape(batch, heads * group, slots, dim)
     queries, keys = (_block(slots, most) for most in (QUERIES, KEYS))
     run = tpu.splash(
         heads * group,
@@ -59,8 +61,23 @@ def flash(
         window=window,
         interpret=interpret,
     )
-    out, total = jax.vmap(run)(scaled, k, v)
+
+    def one(of):
+        """Mapped over prompts: attention of one."""
+        scaled = (of[0].astype(jnp.float32) / math.sqrt(dim)).astype(q.dtype)
+        return run(scaled.reshape(heads * group, slots, dim), *of[1:])
+
+    if lse:
+        # The kernel gives 128 copies of each number: of prompts of 32,768 tokens, one at a time.
+        out, total = lax.map(one, (q, k, v), batch_size=tokens_at_once(batch, slots) // slots)
+    else:
+        out, total = jax.vmap(one)((q, k, v))
     return out.reshape(q.shape), None if total is None else total.reshape(q.shape[:-1])
+
+
+def tokens_at_once(prompts: int, slots: int) -> int:
+    """Tokens of the prompts whose attention and log-sum-exp are computed together: `_TOKENS` at most, or one prompt's."""
+    return slots * max(1, min(prompts, _TOKENS // slots))
 
 
 def _block(slots: int, most: int) -> int:

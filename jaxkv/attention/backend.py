@@ -71,6 +71,17 @@ class Backend(InPlace, abc.ABC):
     fused_step: ClassVar[bool] = False
     custom_calls: ClassVar[tuple[str, ...]] = ()
 
+    def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
+        """Bytes that `prefill` with log-sum-exp and `column_sums` hold beyond `prefill` without; 0 in the base class.
+
+        Args:
+            prompts: number of prompts in a batch.
+            slots: tokens of a prompt, padded.
+            heads: query heads of one device.
+            queries: bytes of one layer's queries of all prompts.
+        """
+        return 0
+
     def refusal(self, setting: Setting) -> str | None:
         """Error text if this backend cannot serve a model on a device, None if it can; always None in the base class.
 

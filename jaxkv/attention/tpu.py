@@ -11,8 +11,8 @@ from jaxkv.attention.backend import Setting
 from jaxkv.attention.xla import Walk
 from jaxkv.attention.xla_backend import Xla
 
-# Queries of a prompt that XLA takes at once, where splash attention does not serve: their logits stay small.
-_QUERIES = 512
+# Queries of all prompts that XLA takes at once, where splash attention does not serve: their logits stay small.
+_QUERIES = 128
 # Queries per kv head, at most, that the kernel over segments holds in VMEM; more go to XLA.
 _MOST_ROWS = 256
 _LANES = 128
@@ -68,6 +68,10 @@ class Tpu(Xla):
 
         return tpu_prefill
 
+    def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
+        """Bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
+        return 2 * queries + 4 * heads * (_LANES * self._prefill.tokens_at_once(prompts, slots) + _QUERIES * slots)
+
     def refusal(self, setting: Setting) -> str | None:
         """Error text for devices other than TPUs; None on TPUs."""
         return None if setting.platform == "tpu" else f"it needs a TPU, this is {setting.platform}: use auto or xla"
@@ -90,7 +94,7 @@ class Tpu(Xla):
         masking: dict[str, Any] = {"softcap": softcap, "window": window}
         if self._prefill.takes(q.shape[3], q.dtype):
             return self._prefill.flash(q, k, v, lse=lse, **masking, interpret=self.interpret)
-        size = _block(q.shape[3])
+        size = _block(q.shape[3], len(q))
 
         def some(index: Array) -> tuple[Array, Array | None]:
             """Mapped over blocks of queries: their output and log-sum-exp."""
@@ -113,15 +117,22 @@ class Tpu(Xla):
         softcap: float | None = None,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, a block of them at a time."""
-        begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3])
+        begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3], 1)
 
-        def more(index: Array, sums: Array) -> Array:
-            """Loop body: sums of one more block of queries."""
-            mine, total = (lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse))
-            return sums + super(Tpu, self).column_sums(mine, k, total, length, begin + index * size, softcap=softcap)
+        def one(of: tuple[Array, ...]) -> Array:
+            """Mapped over prompts: sums `f32[1, K, G, S]` of one."""
+            q, k, lse, length, begin = (each[None] for each in of)
 
-        none = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
-        return lax.fori_loop(0, q.shape[3] // size, more, none)
+            def more(index: Array, sums: Array) -> Array:
+                """Loop body: sums of one more block of queries."""
+                mine, total = (lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse))
+                found = super(Tpu, self).column_sums(mine, k, total, length, begin + index * size, softcap=softcap)
+                return sums + found
+
+            none = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
+            return lax.fori_loop(0, q.shape[3] // size, more, none)
+
+        return lax.map(one, (q, k, lse, length, begin))[:, 0]
 
     def attend(
         self,
@@ -265,6 +276,7 @@ def _widest(q: Array, k: Array, walk: Walk) -> int:
     return k.shape[1] // q.shape[1] if walk is Walk.STRIDES else k.shape[1]
 
 
-def _block(queries: int) -> int:
-    """Number of queries of a block: the most up to `_QUERIES` that divide their number."""
-    return next(size for size in range(min(queries, _QUERIES), 0, -1) if queries % size == 0)
+def _block(queries: int, prompts: int) -> int:
+    """Number of queries of a block: the most that divide their number and are up to `_QUERIES` of all prompts."""
+    most = max(1, min(queries, _QUERIES // prompts))
+    return next(size for size in range(most, 0, -1) if queries % size == 0)

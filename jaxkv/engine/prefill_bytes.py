@@ -322,8 +322,11 @@ class PrefillBytes:
         config, needs, tokens = self.config, self.parts.needs, self.batch * long_block(self.slots, self.batch)
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
         # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
-        attend = queries * backend_of(self.implementation).query_copies
+        backend = backend_of(self.implementation)
+        attend = queries * backend.query_copies
         attend += 4 * self.batch * config.heads * self.slots
+        if needs.sums or config.sink_logits:
+            attend += backend.summed_bytes(self.batch, self.slots, config.heads, queries)
         # A mixture runs an expert on `block_rows` tokens at a time, beside the float32 sums of all tokens.
         rows, sums, weights = tokens, self.item, 0
         if config.experts is not None:
