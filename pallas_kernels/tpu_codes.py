@@ -1,0 +1,77 @@
+"""Rows in 8-bit codes within the TPU's decode kernel: which pools it takes, their scales, and a token's new rows.
+
+Codes are copied as they are, and multiplied as numbers of the queries' dtype, which holds them exactly. Keys' scales
+multiply logits, and values' scales softmax weights. Both lie along lanes, in two sublanes of one array::
+
+    row 0, 1, 2 ... of the pool, up to a whole register | those of the pool's last chunk once more
+
+So a chunk of rows that begins with a register's first lane finds its scales there, and the last chunk, which may begin
+between two, behind them. Segments are copied from such a row on: `UNIT`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _compat_tpu as tpu
+from .tpu_rows import CHUNK, LANES, TILE, Copies
+
+# Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as `Int8` holds them.
+Pair = tuple[jax.Array, jax.Array]
+Rows = jax.Array | Pair
+# Rows multiplied at once: with as many as BLOCK an empty part costs less, but copies would wait for products.
+CODED_BLOCK = 1536
+# Rows at a multiple of which a segment's first block begins.
+UNIT = LANES
+# Rows of a tile of HBM in 8 bits, where pools have whole ones.
+_TILE = 32
+# Rows of a pool whose scales VMEM holds, at most: 4 MB, and a second buffer.
+_MOST_SCALES = 1 << 19
+
+
+def takes(pool_rows: int) -> bool:
+    """True if the kernel takes pools of so many rows in 8 bits: whole tiles, whose scales fit VMEM."""
+    return pool_rows % TILE == 0 and pool_rows <= _MOST_SCALES
+
+
+def tile_of(pool: jax.Array) -> int:
+    """Rows of the tiles in which keys or values `[B, P, D]` lie in HBM: 32 of 8 bits, if these are whole, else 8."""
+    return _TILE if pool.dtype == jnp.int8 and pool.shape[1] % _TILE == 0 else TILE
+
+
+def numbers_of(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Dtype in which codes are multiplied with queries of a dtype: bfloat16 for these, else float32."""
+    return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype) == jnp.dtype(jnp.bfloat16) else jnp.float32)
+
+
+def scales_of(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Float32 scales `[B, 2, n]` of keys and values along lanes, with those of the last chunk behind where needed."""
+    both, rows = jnp.stack([k, v], axis=1).astype(jnp.float32), k.shape[1]
+    if rows % LANES == 0:
+        return both
+    whole = lambda part: jnp.pad(part, ((0, 0), (0, 0), (0, -part.shape[2] % LANES)))  # noqa: E731
+    return jnp.concatenate([whole(both), whole(both[:, :, rows - min(CHUNK, rows) :])], axis=2)
+
+
+def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
+    """Writes new rows' scales at row `end`, at P none; returns keys or values and the rows `f32[B, K, 2, D]`.
+
+    Of a row the first line is decoded, as later steps read it, and the second has its codes.
+    """
+    (codes, scales), (code, scale) = pool, new
+    batch, wide = jnp.arange(len(codes), dtype=jnp.int32)[:, None], code.astype(jnp.float32)
+    put = scales.at[batch, end].set(scale, mode="drop", unique_indices=True)
+    return (codes, put), jnp.stack([wide * scale.astype(jnp.float32)[..., None], wide], axis=2)
+
+
+def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> tuple[jax.Array, jax.Array]:
+    """Scales of a block's keys and of its values, `f32[1, rows]` each, inside the kernel."""
+    last, lanes = copies.rows - copies.chunk, []
+    behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
+    for number in range(copies.size // copies.chunk):
+        begin = copies.first(b, h) + index * copies.size + number * copies.chunk
+        at = tpu.multiple_of(jnp.where(begin > last, behind, begin), LANES)
+        lanes.append(scales[0, :, tpu.ds(at, copies.chunk)])
+    both = jnp.concatenate(lanes, axis=1)
+    return both[:1], both[1:]
