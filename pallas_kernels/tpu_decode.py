@@ -208,7 +208,7 @@ def _run(q, new, k, v, tables, how):
     padded = -(-rows // _SUBLANES) * _SUBLANES
     coded, beside = isinstance(k, tuple), ()
     if coded:
-        beside, (k, v) = (tpu_codes.scales_of(k[1], v[1]),), (k[0], v[0])
+        beside, (k, v) = (tpu_codes.scales_of(k[1]), tpu_codes.scales_of(v[1])), (k[0], v[0])
     scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(tpu_codes.numbers_of(q.dtype) if coded else k.dtype)
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
@@ -269,7 +269,7 @@ def _run(q, new, k, v, tables, how):
 
 # Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs
 # q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence (of codes f32[1, K, 2, D]:
-# decoded, and codes), sink logits f32[1, R, 128] of its head, scales of codes f32[1, 2, P and more] of its sequence,
+# decoded, and codes), sink logits f32[1, R, 128] of its head, scales of codes f32[1, n, 128] each,
 # and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], the pools, and attention
 # that rows received, f32[1, 1, P and more] of its sequence or f32[1, K, n]. Scratch: AHEAD + 1 blocks
 # of keys and of values [AHEAD + 1, rows of a block, D], a semaphore for each; five numbers (sequence, head and
@@ -283,7 +283,7 @@ def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softc
     q_ref, *refs = refs
     new_k, new_v, *refs = refs if appends else (None, None, *refs)
     sink_ref, *refs = refs if sinks else (None, *refs)
-    scales, *refs = refs if coded else (None, *refs)
+    scales, refs = (refs[:2], refs[2:]) if coded else ((), refs)
     k_hbm, v_hbm, out_ref, lse_ref, *refs = refs
     pools, refs = (refs[:2], refs[2:]) if appends else ((), refs)
     received, *refs = refs if scores else (None, *refs)
@@ -345,7 +345,7 @@ def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softc
         slot = copies.awaited(b, h, index)
         logits = product(q, kbuf[slot].astype(q.dtype), (((1,), (1,)), ((), ())))
         if coded:
-            key_scales, value_scales = tpu_codes.of_block(scales, copies, b, h, index)
+            key_scales, value_scales = (tpu_codes.of_block(each, copies, b, h, index) for each in scales)
             logits = logits * key_scales
         logits = _capped(logits, softcap)
         inside = copies.inside(b, h, index, logits.shape)
