@@ -1,12 +1,12 @@
 """Rows in 8-bit codes within the TPU's decode kernel: which pools it takes, their scales, and a token's new rows.
 
 Codes are copied as they are, and multiplied as numbers of the queries' dtype, which holds them exactly. Keys' scales
-multiply logits, and values' scales softmax weights. Both lie along lanes, in two sublanes of one array::
+multiply logits, and values' scales softmax weights, along lanes. A sequence's lie in VMEM, those of 128 rows a line::
 
-    row 0, 1, 2 ... of the pool, up to a whole register | those of the pool's last chunk once more
+    rows 0 to 127 | 128 to 255 | ... up to a whole line | those of the pool's last chunk once more
 
-So a chunk of rows that begins with a register's first lane finds its scales there, and the last chunk, which may begin
-between two, behind them. Segments are copied from such a row on: `UNIT`.
+So a chunk of rows that begins with a line finds its scales there, and the last chunk, which may begin within one,
+behind them. Segments are copied from a line's first row on: `UNIT`.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ CODED_BLOCK = 1536
 UNIT = LANES
 # Rows of a tile of HBM in 8 bits, where pools have whole ones.
 _TILE = 32
-# Rows of a pool whose scales VMEM holds, at most: 4 MB, and a second buffer.
+# Rows of a pool whose scales VMEM holds, at most: 4 MB of keys and values, and a second buffer.
 _MOST_SCALES = 1 << 19
 
 
@@ -45,13 +45,13 @@ def numbers_of(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype) == jnp.dtype(jnp.bfloat16) else jnp.float32)
 
 
-def scales_of(k: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 scales `[B, 2, n]` of keys and values along lanes, with those of the last chunk behind where needed."""
-    both, rows = jnp.stack([k, v], axis=1).astype(jnp.float32), k.shape[1]
-    if rows % LANES == 0:
-        return both
-    whole = lambda part: jnp.pad(part, ((0, 0), (0, 0), (0, -part.shape[2] % LANES)))  # noqa: E731
-    return jnp.concatenate([whole(both), whole(both[:, :, rows - min(CHUNK, rows) :])], axis=2)
+def scales_of(leaf: jax.Array) -> jax.Array:
+    """Float32 scales of keys or values, `[B, n, 128]`: of 128 rows in each, the last chunk's behind where needed."""
+    wide, rows = leaf.astype(jnp.float32), leaf.shape[1]
+    if rows % LANES:
+        whole = lambda part: jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES)))  # noqa: E731
+        wide = jnp.concatenate([whole(wide), whole(wide[:, rows - min(CHUNK, rows) :])], axis=1)
+    return wide.reshape(len(leaf), -1, LANES)
 
 
 def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
@@ -65,13 +65,13 @@ def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
     return (codes, put), jnp.stack([wide * scale.astype(jnp.float32)[..., None], wide], axis=2)
 
 
-def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> tuple[jax.Array, jax.Array]:
-    """Scales of a block's keys and of its values, `f32[1, rows]` each, inside the kernel."""
-    last, lanes = copies.rows - copies.chunk, []
+def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> jax.Array:
+    """Scales of a block's keys or values, `f32[1, rows]`, inside the kernel."""
+    last, parts = copies.rows - copies.chunk, []
     behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
     for number in range(copies.size // copies.chunk):
         begin = copies.first(b, h) + index * copies.size + number * copies.chunk
-        at = tpu.multiple_of(jnp.where(begin > last, behind, begin), LANES)
-        lanes.append(scales[0, :, tpu.ds(at, copies.chunk)])
-    both = jnp.concatenate(lanes, axis=1)
-    return both[:1], both[1:]
+        line = jnp.where(begin > last, behind, begin) // LANES
+        lines = [scales[0, tpu.ds(line + each, 1)] for each in range(-(-copies.chunk // LANES))]
+        parts.append(jnp.concatenate(lines, axis=1)[:, : copies.chunk])
+    return jnp.concatenate(parts, axis=1)
