@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import _compat_tpu as tpu
 from .tpu_rows import CHUNK, LANES, TILE, Copies
@@ -71,7 +72,7 @@ def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> jax.Arr
     behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
     for number in range(copies.size // copies.chunk):
         begin = copies.first(b, h) + index * copies.size + number * copies.chunk
-        line = jnp.where(begin > last, behind, begin) // LANES
+        line = lax.div(jnp.where(begin > last, behind, begin), jnp.int32(LANES))
         lines = [scales[0, tpu.ds(line + each, 1)] for each in range(-(-copies.chunk // LANES))]
         parts.append(jnp.concatenate(lines, axis=1)[:, : copies.chunk])
     return jnp.concatenate(parts, axis=1)
