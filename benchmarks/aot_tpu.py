@@ -40,6 +40,7 @@ from jax.experimental import topologies
 import jaxkv
 from benchmarks import plan_cells, record
 from jaxkv.attention import Implementation
+from jaxkv.cache.quantised import STORES
 from jaxkv.engine import evict
 from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill
 from jaxkv.planning import hlo
@@ -83,6 +84,8 @@ LOOPS = {
     "FullKV, prompts of 1,024": Loop(jaxkv.FullKV(), tokens=1024),
     "SnapKV, by XLA": Loop(jaxkv.SnapKV(budget=1024), implementation=Implementation.XLA),
     "SnapKV": Loop(jaxkv.SnapKV(budget=1024)),
+    "SnapKV, rows in 8 bits": Loop(jaxkv.SnapKV(budget=1024, store="int8")),
+    "FullKV, rows in 8 bits, 4 sequences, 24 layers": Loop(jaxkv.FullKV(store="int8"), batch=4, layers=24),
     "AdaKV": Loop(jaxkv.AdaKV(budget=1024)),
     "H2O": Loop(jaxkv.H2O(budget=1024)),
     "OmniKV, prompts of 4,096": Loop(jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18)), tokens=4096),
@@ -128,22 +131,25 @@ def compiled(traced: Any, options: dict[str, str] | None = None) -> tuple[Any, s
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
-def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False) -> Row:
-    """Row of the kernels' table: the decode kernel of a shape, in bfloat16, on a device, or the one that scores."""
+def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False, coded: bool = False) -> Row:
+    """Row of the kernels' table: the decode kernel of a shape on a device, of bfloat16 or codes, or with scores."""
     where, (batch, heads, group, dim, rows) = mesh_of(device), shape
 
     def of(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where.sharding)
 
-    new, pool = (of(batch, heads, dim),) * 2, (of(batch, rows, dim),) * 2
+    def rows_of(*sizes: int) -> Any:
+        return (of(*sizes, dtype=jnp.int8), of(*sizes[:-1], dtype=jnp.float16)) if coded else of(*sizes)
+
+    new, pool = (rows_of(batch, heads, dim),) * 2, (rows_of(batch, rows, dim),) * 2
     tables = of(batch, heads, dtype=jnp.int32), of(batch, heads, dtype=jnp.int32), of(batch, dtype=jnp.int32)
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
         scored = functools.partial(tpu_decode.append_and_score, widest=rows // heads)
         run = jax.jit(scored if scores else tpu_decode.append_and_attend, donate_argnums=(2, 3))
         memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
-    size = 2 * batch * rows * dim * 2
+    size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(pool))
     share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
-    name, temporaries = "scores" if scores else "decode", f"{memory.temp_size_in_bytes / 1e6:.2f}"
+    name, temporaries = "scores" if scores else "decode" + ", 8 bits" * coded, f"{memory.temp_size_in_bytes / 1e6:.2f}"
     wrong = None if share == "100%" else f"{share} of the pools are updated in place"
     return Row([name, device, str(shape), f"{seconds:.1f}", share, temporaries], wrong)
 
@@ -198,12 +204,13 @@ def loop_row(name: str, loop: Loop) -> Row:
     budget = getattr(loop.policy, "budget", None) or loop.tokens
     found, inner = perf_tpu.step(text, budget)
     config = work.flat.config
-    row_bytes, segments = 2 * config.head_dim * 2, loop.batch * config.kv_heads
-    held = sum(pool.k.shape[1] for pool in pools) // (config.kv_heads * config.layers)
+    store = loop.policy.parts().store
+    row_bytes, segments = store.row_bytes(config.head_dim, 2), loop.batch * config.kv_heads
+    held = sum(pool.rows for pool in pools) // (config.kv_heads * config.layers)
     # Sparse layers read chosen rows by one kernel; another appends, and reads those since the prompt.
     sparse, chosen, rest = kernels["tpu_attend"], budget, held - loop.tokens
     dense, shared = kernels["tpu_decode"] - sparse, bool(kernels["tpu_add"])
-    scoring = {"scores": shared or bool(kernels["tpu_rank"]), "windows": shared}
+    scoring = {"scores": shared or bool(kernels["tpu_rank"]), "windows": shared, "coded": store is STORES["int8"]}
     times = perf_tpu.decode_kernel(segments, held, row_bytes, **scoring) * dense
     times += perf_tpu.shared_pool(segments * config.layers, held, row_bytes // 2, kernels)
     times += sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
@@ -321,6 +328,8 @@ def parts() -> dict[str, Part]:
     device = perf_tpu.DEVICE
     known = [(kind, KERNELS[0]) for kind in tpus()] + [(device, shape) for shape in KERNELS[1:]]
     kernels = {f"decode {kind} {shape}": functools.partial(decode_row, kind, shape) for kind, shape in known}
+    coded = functools.partial(decode_row, coded=True)
+    kernels |= {f"decode int8 {kind} {shape}": functools.partial(coded, kind, shape) for kind, shape in known}
     for name, row in (("scores", functools.partial(decode_row, scores=True)), ("evict", evict_row)):
         kernels |= {f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()}
     splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]

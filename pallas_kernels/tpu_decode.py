@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _compat_tpu as tpu
+from . import tpu_codes
 from .tpu_rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewRows, blocks_of, width, window_at
 
 # Sublanes of a 32-bit register; queries are padded to multiples of it.
@@ -34,7 +35,9 @@ _MOST_LOGITS, _MOST_SCORES = 1 << 20, 1 << 17
 
 
 def takes(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
-    """True if the kernel takes pools of so many rows: whole tiles, of bfloat16 or float32."""
+    """True if the kernel takes pools of so many rows: whole tiles, of bfloat16, float32 or 8-bit codes."""
+    if jnp.dtype(dtype) == jnp.dtype(jnp.int8):
+        return tpu_codes.takes(pool_rows)
     known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     return known and pool_rows % TILE == 0
 
@@ -48,8 +51,8 @@ def takes_scores(pool_rows: int, widest: int, queries: int) -> bool:
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
 def attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: tpu_codes.Rows,
+    v: tpu_codes.Rows,
     start: jax.Array,
     length: jax.Array,
     *,
@@ -60,7 +63,8 @@ def attend(
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group.
-        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of 8.
+        k: `[B, P, D]` pool rows, bfloat16 or float32, or codes `i8[B, P, D]` and scales `f16[B, P]`; P is a multiple
+            of 8.
         v: `[B, P, D]` likewise, finite everywhere.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
@@ -77,24 +81,25 @@ def attend(
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
 def append_and_attend(
     q: jax.Array,
-    new: tuple[jax.Array, jax.Array],
-    k: jax.Array,
-    v: jax.Array,
+    new: tuple[tpu_codes.Rows, tpu_codes.Rows],
+    k: tpu_codes.Rows,
+    v: tpu_codes.Rows,
     start: jax.Array,
     length: jax.Array,
     counts: jax.Array,
     *,
     softcap: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, tpu_codes.Rows, tpu_codes.Rows]:
     """Writes each head's new row behind its segment and attends to the segment with it; output, lse and the pool.
 
     Rows are written in place if the pool is donated. A window is a later `start` with a smaller `length`.
 
     Args:
         q: `[B, K, R, D]` rotated queries.
-        new: keys and values `[B, K, D]` of the token, the keys rotated.
-        k: `[B, P, D]` pool rows, bfloat16 or float32; P is a multiple of 8.
+        new: keys and values `[B, K, D]` of the token, the keys rotated; codes and scales for a pool of such rows.
+        k: `[B, P, D]` pool rows, bfloat16 or float32, or codes `i8[B, P, D]` and scales `f16[B, P]`; P is a multiple
+            of 8.
         v: `[B, P, D]` likewise, finite everywhere.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment before the token, with room for one more behind them.
@@ -105,8 +110,15 @@ def append_and_attend(
     Returns:
         `[B, K, R, D]` in q's dtype; `f32[B, K, R]` natural log-sum-exp of the scaled logits; and k and v with the rows.
     """
+    how = _How(softcap, interpret)
+    if isinstance(k, tuple):
+        tables = _tables(start, length, counts, tpu_codes.tile_of(k[0]))
+        end = jnp.where(counts[:, None] > 0, start + length, k[0].shape[1])
+        (k, new_k), (v, new_v) = (tpu_codes.joined(*each, end) for each in zip((k, v), new, strict=True))
+        out, lse, *codes = _run(q, (new_k, new_v), k, v, tables, how)
+        return out, lse, (codes[0], k[1]), (codes[1], v[1])
     tables = _tables(start, length, counts)
-    out, lse, k, v = _run(q, _narrowed(new, k.dtype), k, v, tables, _How(softcap, interpret))
+    out, lse, k, v = _run(q, _narrowed(new, k.dtype), k, v, tables, how)
     return out, lse, k, v
 
 
@@ -165,12 +177,12 @@ def _narrowed(new, dtype):
     return tuple(each.astype(dtype).astype(jnp.float32)[:, :, None] for each in new)
 
 
-def _tables(start, length, counts):
+def _tables(start, length, counts, tile=TILE):
     """Five tables of a kernel that appends: `start`, `length` and `counts`; the heads whose tiles a head shares.
 
     Of heads that write into one tile each begins with the copy of the one before, -1 for none; the last one writes.
     """
-    base = (start + length) // TILE
+    base = (start + length) // tile
     shared = base[:, :, None] == base[:, None, :]
     head = jnp.arange(base.shape[1], dtype=jnp.int32)
     before = jnp.where(shared & (head < head[:, None]), head, -1).max(axis=-1)
@@ -194,16 +206,20 @@ def _run(q, new, k, v, tables, how):
     """Calls the kernel: `new` rows (and sinks) and five `tables` to append, none and two to attend; its outputs."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
-    scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(k.dtype)
+    coded, beside = isinstance(k, tuple), ()
+    if coded:
+        beside, (k, v) = (tpu_codes.scales_of(k[1]), tpu_codes.scales_of(v[1])), (k[0], v[0])
+    scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(tpu_codes.numbers_of(q.dtype) if coded else k.dtype)
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
-    appends, size = bool(new), BLOCK // CHUNK * chunk
+    appends, size = bool(new), (tpu_codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
     if how.widest is not None:
         # Equal blocks, so that the last one is not almost empty.
         count, size = blocks_of(how.widest, k.shape[1])
     one, all_heads = (lambda b, h: (b, h, 0, 0)), (lambda b, h: (b, 0, 0, 0))
-    token = [tpu.block((1, heads, 1, dim), all_heads)] * min(len(new), 2)
+    token = [tpu.block((1, heads, *each.shape[2:]), all_heads) for each in new[:2]]
     sinks = [tpu.block((1, padded, LANES), lambda b, h: (h, 0, 0))] * (len(new) - len(token))
+    scales = [tpu.block((1, *each.shape[1:]), lambda b, h: (b, 0, 0)) for each in beside]
     scratch = [
         tpu.vmem((AHEAD + 1, size, dim), k.dtype),
         tpu.vmem((AHEAD + 1, size, dim), v.dtype),
@@ -211,9 +227,13 @@ def _run(q, new, k, v, tables, how):
         tpu.smem((5,), jnp.int32),
     ]
     if appends:
-        scratch += [tpu.vmem((2, 2, heads, TILE, dim), k.dtype), tpu.semaphores((2,)), tpu.semaphores((2,))]
+        scratch += [
+            tpu.vmem((2, 2, heads, tpu_codes.tile_of(k), dim), k.dtype),
+            tpu.semaphores((2,)),
+            tpu.semaphores((2,)),
+        ]
     shapes = [
-        jax.ShapeDtypeStruct(scaled.shape, q.dtype),
+        jax.ShapeDtypeStruct(scaled.shape, scaled.dtype if coded else q.dtype),
         jax.ShapeDtypeStruct((batch, heads, padded, LANES), jnp.float32),
     ]
     made = [tpu.block((1, 1, padded, dim), one), tpu.block((1, 1, padded, LANES), one)]
@@ -229,38 +249,41 @@ def _run(q, new, k, v, tables, how):
         made += [tpu.block((1, lines, lanes), lambda b, h: (b, 0, 0))]
         scratch += [tpu.vmem((padded, count * size), jnp.float32)]
     static = {"appends": appends, "sinks": bool(sinks), "scores": how.widest is not None, "queries": rows}
-    static |= {"windows": how.windows}
+    static |= {"windows": how.windows, "coded": coded}
+    first = len(new) + len(beside) + 1
     out, lse, *pool = tpu.call(
         partial(_kernel, chunk=chunk, softcap=how.softcap, **static),
         tables,
-        (scaled, *new, k, v),
+        (scaled, *new, *beside, k, v),
         name="tpu_decode" if appends else "tpu_attend",
         grid=(batch, heads),
-        given=[tpu.block((1, 1, padded, dim), one), *token, *sinks, tpu.in_hbm(), tpu.in_hbm()],
+        given=[tpu.block((1, 1, padded, dim), one), *token, *sinks, *scales, tpu.in_hbm(), tpu.in_hbm()],
         made=made,
         shapes=shapes,
         scratch=scratch,
-        in_place={len(new) + 1: 2, len(new) + 2: 3} if appends else {},
+        in_place={first: 2, first + 1: 3} if appends else {},
         interpret=how.interpret,
     )
-    return out[:, :, :rows], lse[:, :, :rows, 0], *pool
+    return out[:, :, :rows].astype(q.dtype), lse[:, :, :rows, 0], *pool
 
 
 # Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs
-# q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence, sink logits f32[1, R, 128]
-# of its head, and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], the pools, and attention
+# q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence (of codes f32[1, K, 2, D]:
+# decoded, and codes), sink logits f32[1, R, 128] of its head, scales of codes f32[1, n, 128] each,
+# and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D], lse [1, 1, R, 128], the pools, and attention
 # that rows received, f32[1, 1, P and more] of its sequence or f32[1, K, n]. Scratch: AHEAD + 1 blocks
 # of keys and of values [AHEAD + 1, rows of a block, D], a semaphore for each; five numbers (sequence, head and
 # block that are copied next, and how many blocks were copied and multiplied); to append tiles of new rows [2 sequences,
 # keys and values, K, TILE, D], and a semaphore for the reads and one for the writes of both sequences; for scores
 # logits f32[R, rows].
-def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
+def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softcap):
     """Attends a program's queries to its segment; begins copies of later blocks, and of the sequences' new rows."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs
     new_k, new_v, *refs = refs if appends else (None, None, *refs)
     sink_ref, *refs = refs if sinks else (None, *refs)
+    scales, refs = (refs[:2], refs[2:]) if coded else ((), refs)
     k_hbm, v_hbm, out_ref, lse_ref, *refs = refs
     pools, refs = (refs[:2], refs[2:]) if appends else ((), refs)
     received, *refs = refs if scores else (None, *refs)
@@ -268,16 +291,22 @@ def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
     tiles, kept = refs[:3], refs[3:]
     b, h = tpu.program_id(0), tpu.program_id(1)
     batch, heads = start.shape
-    copies = Copies(start, length, (k_hbm, v_hbm), (kbuf, vbuf), arrived, numbers, chunk)
+    ring = (kbuf, vbuf), arrived, numbers
+    copies = Copies(start, length, (k_hbm, v_hbm), ring, chunk=chunk, unit=tpu_codes.UNIT if coded else TILE)
+    stored = new_k, new_v
+    if coded and appends:
+        stored = tuple(each.at[:, :, tpu.ds(1, 1)] for each in stored)
+        new_k, new_v = (each.at[:, :, tpu.ds(0, 1)] for each in (new_k, new_v))
 
     @tpu.when((b == 0) & (h == 0))
     def _():
-        # Rows of a block that were never copied get no weight: they have to be numbers.
-        vbuf[...] = jnp.zeros(vbuf.shape, vbuf.dtype)
+        if not coded:
+            # Rows of a block that were never copied get no weight: they have to be numbers.
+            vbuf[...] = jnp.zeros(vbuf.shape, vbuf.dtype)
         copies.begin()
 
     if appends:
-        own = NewRows(start, length, (counts, before, last), (new_k, new_v), pools, *tiles)
+        own = NewRows(start, length, (counts, before, last), stored, pools, *tiles)
 
         @tpu.when(h == 0)
         def _():
@@ -314,7 +343,11 @@ def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
         """Loop body: softmax maximum and sum, and unnormalised output, after one more block."""
         top, total, acc = carry
         slot = copies.awaited(b, h, index)
-        logits = _capped(product(q, kbuf[slot], (((1,), (1,)), ((), ()))), softcap)
+        logits = product(q, kbuf[slot].astype(q.dtype), (((1,), (1,)), ((), ())))
+        if coded:
+            key_scales, value_scales = (tpu_codes.of_block(each, copies, b, h, index) for each in scales)
+            logits = logits * key_scales
+        logits = _capped(logits, softcap)
         inside = copies.inside(b, h, index, logits.shape)
         logits = jnp.where(inside, logits, _MASKED)
         if scores:
@@ -322,7 +355,8 @@ def _kernel(*refs, appends, sinks, scores, windows, queries, chunk, softcap):
         higher = jnp.maximum(top, logits.max(axis=1, keepdims=True))
         weights = jnp.where(inside, jnp.exp(logits - higher), 0.0)
         shrink = jnp.exp(top - higher)
-        part = product(weights.astype(vbuf.dtype), vbuf[slot], (((1,), (0,)), ((), ())))
+        shares = weights * value_scales if coded else weights
+        part = product(shares.astype(q.dtype), vbuf[slot].astype(q.dtype), (((1,), (0,)), ((), ())))
         return higher, total * shrink + weights.sum(axis=1, keepdims=True), acc * shrink + part
 
     top, total, acc = lax.fori_loop(0, copies.blocks(b, h), step, carry)

@@ -76,7 +76,7 @@ def flash(
 
 
 def tokens_at_once(prompts: int, slots: int) -> int:
-    """Tokens of the prompts whose attention and log-sum-exp are computed together: `_TOKENS` at most, or one prompt's."""
+    """Tokens of the prompts whose log-sum-exp are computed together: `_TOKENS` at most, or one prompt's."""
     return slots * max(1, min(prompts, _TOKENS // slots))
 
 

@@ -21,9 +21,9 @@ LANES = 128
 AHEAD = 3
 
 
-def whole_tile(row):
+def whole_tile(row, tile=TILE):
     """Row at which the tile of a row begins, i32."""
-    return tpu.multiple_of(row & -TILE, TILE)
+    return tpu.multiple_of(row & -tile, tile)
 
 
 def window_at(start: Any, pool_rows: int) -> Any:
@@ -46,14 +46,14 @@ def blocks_of(widest: int, pool_rows: int) -> tuple[int, int]:
 class Copies:
     """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order in which they are multiplied."""
 
-    def __init__(self, start: Any, length: Any, pools: Any, buffers: Any, arrived: Any, numbers: Any, chunk: int):
-        self.start, self.length, self.pools, self.buffers = start, length, pools, buffers
-        self.arrived, self.numbers, self.chunk = arrived, numbers, chunk
+    def __init__(self, start: Any, length: Any, pools: Any, ring: Any, *, chunk: int, unit: int = TILE):
+        self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = start, length, pools, ring
+        self.chunk, self.unit, buffers = chunk, unit, self.buffers
         self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
 
     def first(self, b, h):
-        """First row of the tile in which a segment begins, i32."""
-        return whole_tile(self.start[b, h])
+        """First row of the tile, or of the unit of more rows, in which a segment begins, i32."""
+        return whole_tile(self.start[b, h], self.unit)
 
     def blocks(self, b, h):
         """Number of blocks that hold a segment's rows, i32; 0 for an empty one."""
@@ -149,7 +149,7 @@ class NewRows:
     def __init__(self, start: Any, length: Any, tables: Any, new: Any, pools: Any, tiles: Any, read: Any, wrote: Any):
         self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
         self.counts, self.before, self.last = tables
-        self.read, self.wrote, self.heads = read, wrote, tiles.shape[2]
+        self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]
 
     def append(self, b, sequences):
         """Puts a sequence's new rows into their tiles and begins to write them; begins to read the next one's."""
@@ -182,7 +182,7 @@ class NewRows:
 
     def _base(self, b, h):
         """First row of the tile of a segment's new row, i32."""
-        return whole_tile(self.start[b, h] + self.length[b, h])
+        return whole_tile(self.start[b, h] + self.length[b, h], self.tile)
 
     def _change(self, b, h, mine):
         """Puts a head's new key and value into its tile, or into the one that an earlier head has changed."""
@@ -199,7 +199,7 @@ class NewRows:
 
         def one(h, _):
             for each, pool in enumerate(self.pools):
-                source = pool.at[b, tpu.ds(self._base(b, h), TILE)]
+                source = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
                 act(tpu.async_copy(source, self.tiles.at[mine, each, h], self.read.at[mine]))
 
         @tpu.when(self.counts[b] > 0)
@@ -214,7 +214,7 @@ class NewRows:
             @tpu.when(self.last[b, h] > 0)
             def _():
                 for each, pool in enumerate(self.pools):
-                    target = pool.at[b, tpu.ds(self._base(b, h), TILE)]
+                    target = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
                     act(tpu.async_copy(self.tiles.at[mine, each, h], target, self.wrote.at[mine]))
 
         @tpu.when(self.counts[b] > 0)

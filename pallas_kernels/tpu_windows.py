@@ -187,7 +187,7 @@ def _copied(source, target, done):
 def _compare(start, length, of_ref, pool, found, buffer, arrived, numbers, *, chunk):
     """Writes the cosines of a segment's rows with its vector; begins copies of later blocks."""
     b, s = tpu.program_id(0), tpu.program_id(1)
-    copies = Copies(start, length, (pool,), (buffer,), arrived, numbers, chunk)
+    copies = Copies(start, length, (pool,), ((buffer,), arrived, numbers), chunk=chunk)
     tpu.when((b == 0) & (s == 0))(copies.begin)
     mine = lax.rem(s, jnp.int32(found.shape[1]))
     found[0, tpu.ds(mine, 1)] = jnp.zeros((1, found.shape[2]), found.dtype)

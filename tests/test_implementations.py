@@ -180,6 +180,10 @@ def test_a_tpus_programs_have_its_kernels():
     with_kernels = [layer.traced, traced_loop(work)[0]]
     prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
     assert "splash_mha" in prefill and "tpu_decode" in decode and "stablehlo.bitcast_convert" not in prefill
+    for store, joins in (("int8", True), ("int4", False), ("mixed", False)):
+        policy = jaxkv.SnapKV(budget=240, window=8, store=store)
+        traced, _ = traced_loop(dataclasses.replace(work, policy=policy, tokens=512))
+        assert ("tpu_decode" in traced.lower(lowering_platforms=("tpu",)).as_text()) == joins
     for policy, finds in ((jaxkv.H2O(budget=255), True), (jaxkv.TOVA(budget=255), False)):
         traced, _ = traced_loop(dataclasses.replace(work, policy=policy, tokens=512))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -16,11 +16,11 @@ class InPlace:
 
     fused_eviction: ClassVar[bool] = False
 
-    def joins(self, k: Float[Array, "B P D"]) -> bool:
-        """True if `append_and_attend` takes pools of such rows; always False in the base class.
+    def joins(self, k: Any) -> bool:
+        """True if `append_and_attend` and `attend` take pools of such rows; always False in the base class.
 
         Args:
-            k: keys of a pool, of which shape and dtype count.
+            k: keys or values of a pool as `Store.held` gives them, of which shapes and dtypes count.
 
         Returns:
             True or False.
@@ -30,20 +30,20 @@ class InPlace:
     def append_and_attend(
         self,
         q: Float[Array, "B K G D"],
-        new: tuple[Float[Array, "B K D"], Float[Array, "B K D"]],
-        pool: tuple[Float[Array, "B P D"], Float[Array, "B P D"]],
+        new: tuple[Any, Any],
+        pool: tuple[Any, Any],
         start: Int[Array, "B K"],
         length: Int[Array, "B K"],
         counts: Int[Array, " B"],
         *,
         softcap: float | None = None,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Float[Array, "B P D"], Float[Array, "B P D"]]:
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any, Any]:
         """Writes a token's row behind each segment and attends to both; NotImplementedError in this base class.
 
         Args:
             q: rotated queries.
-            new: the token's keys, rotated, and values.
-            pool: keys and values, written in place if they are donated.
+            new: the token's keys, rotated, and values, `[B, K, D]` or encoded as the pool's are.
+            pool: keys and values as `Store.held` gives them, written in place if they are donated.
             start: first row of each segment that is read.
             length: rows of each segment from `start` on, before the token.
             counts: 1 for sequences to which a row is appended, 0 for ended ones.

@@ -24,8 +24,9 @@ class Tpu(Xla):
     """Backend for TPUs: prefill by splash attention, reads and appends of segments by a kernel of its own.
 
     Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
-    do pools of float16, of no whole tiles, or of head dims that are no multiple of 128, and many queries. Scores and
-    eviction take kernels in pools of one layer, and in shared ones whose segments fit windows.
+    do pools of float16, of no whole tiles, of rows in 4 bits, or of head dims that are no multiple of 128, and many
+    queries. Scores and eviction take kernels in pools of one layer, and in shared ones whose segments fit windows, but
+    not of rows in 8 bits.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -137,16 +138,20 @@ class Tpu(Xla):
     def attend(
         self,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Any,
+        v: Any,
         start: Array,
         length: Array,
         *,
         walk: Walk,
         softcap: float | None = None,
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp."""
+        """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp.
+
+        Keys and values may be codes that `joins` takes, with their scales.
+        """
         if q.shape[2] > _MOST_ROWS or not self.joins(k):
+            k, v = (_decoded(each, q.dtype) if isinstance(each, tuple) else each for each in (k, v))
             return super().attend(q, k, v, start, length, walk=walk, softcap=softcap)
         out, lse = self._decode.attend(q, k, v, start, length, softcap=softcap, interpret=self.interpret)
         return out, lse
@@ -160,25 +165,28 @@ class Tpu(Xla):
         keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
         return keys, values
 
-    def joins(self, k: Array) -> bool:
-        """True for pools of bfloat16 or float32 rows that fill whole tiles, of head dims that are multiples of 128.
+    def joins(self, k: Any) -> bool:
+        """True for pools of rows in bfloat16, float32 or 8 bits, in whole tiles, of head dims that 128 divides.
 
-        Rows of fewer lanes lie transposed on a TPU, so that nothing is padded: a kernel would have them copied.
+        Rows of fewer lanes lie transposed on a TPU, so that nothing is padded: a kernel would have them copied. Codes
+        need a whole chunk, whose scales fill registers.
         """
-        whole = self.interpret or k.shape[2] % _LANES == 0
-        return whole and bool(self._decode.takes(k.shape[1], k.dtype))
+        coded = isinstance(k, tuple)
+        rows = k[0] if coded else k
+        whole = self.interpret or rows.shape[2] % _LANES == 0 and not (coded and rows.shape[1] < self._decode.CHUNK)
+        return whole and bool(self._decode.takes(rows.shape[1], rows.dtype))
 
     def append_and_attend(
         self,
         q: Array,
-        new: tuple[Array, Array],
-        pool: tuple[Array, Array],
+        new: tuple[Any, Any],
+        pool: tuple[Any, Any],
         start: Array,
         length: Array,
         counts: Array,
         *,
         softcap: float | None = None,
-    ) -> tuple[Array, Array, Array, Array]:
+    ) -> tuple[Array, Array, Any, Any]:
         """Writes new rows behind their segments and attends, in one kernel; returns output, log-sum-exp, k and v."""
         out, lse, k, v = self._decode.append_and_attend(
             q, new, *pool, start, length, counts, softcap=softcap, interpret=self.interpret
@@ -269,6 +277,12 @@ class Interpreted(Tpu):
     def suits(self, setting: Setting) -> bool:
         """Always False: AUTO never chooses interpreted kernels."""
         return False
+
+
+def _decoded(pair: tuple[Array, Array], dtype: jnp.dtype) -> Array:
+    """Keys or values of codes and scales, in a dtype."""
+    code, scale = (each.astype(jnp.float32) for each in pair)
+    return (code * scale[..., None]).astype(dtype)
 
 
 def _widest(q: Array, k: Array, walk: Walk) -> int:

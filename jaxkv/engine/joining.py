@@ -13,13 +13,15 @@ from jaxkv.engine.bookkeeping import scores_of
 from jaxkv.engine.segments import Segments, in_window
 from jaxkv.engine.sparse import Chosen, over_chosen, rest_segments
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import NewTokens, Token
+from jaxkv.engine.tokens import NewTokens, Token, reads_codes
 
 
 def joins(spec: Spec, token: Token, pool: Pool, window: int | None) -> bool:
-    """True if new rows are written by the kernel that attends: rows as they are, scored where that kernel can."""
-    if not isinstance(pool.store, Dense) or spec.rolling:
+    """True if new rows are written by the kernel that attends: rows as they are, scored where it can, or in codes."""
+    if spec.rolling:
         return False
+    if not isinstance(pool.store, Dense):
+        return not spec.scored and reads_codes(spec, pool)
     if not spec.scored:
         return spec.backend.joins(pool.store.k)
     return window is None and spec.backend.joins_scored(
@@ -67,8 +69,8 @@ def _joined(
     near, held = in_window(start, length + counts, window)
     out, lse, k, v = spec.backend.append_and_attend(
         token.q[..., 0, :],
-        (token.stored[:, :, 0], token.v[:, :, 0]),
-        pool.store.view(),
+        pool.store.of(token.stored[:, :, 0], token.v[:, :, 0]).held,
+        pool.store.held,
         near,
         held - counts,
         new.count,

@@ -34,6 +34,7 @@ from jaxkv.engine.tokens import (
     Token,
     pool_attention,
     project,
+    readable,
     remembered,
     rolled,
     token_of_parts,
@@ -412,7 +413,7 @@ def _over_older(
     """
     pool, segments = rows.pool, rows.segments
     if rows.chosen is None:
-        return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, spec)
+        return pool_attention(token.q, *readable(spec, pool, rows.by.rows), segments.start, segments.length, spec)
     some = over_chosen(spec, token.q, pool, segments, rows.chosen, rows.loaded)
     if not rest:
         return some

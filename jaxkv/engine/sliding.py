@@ -12,7 +12,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.segments import Segments, in_window, window_mask
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import Token, pool_attention
+from jaxkv.engine.tokens import Token, pool_attention, readable
 
 
 def over_window(
@@ -20,7 +20,7 @@ def over_window(
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention to the rows of a pool's segments from any first row on: output and log-sum-exp."""
     # Segments begin where their window does, no longer at strides; a walk in windows reads these rows alone.
-    return pool_attention(q, pool.k, pool.v, start, length, dataclasses.replace(spec, layout=Layout.SHARED))
+    return pool_attention(q, *readable(spec, pool), start, length, dataclasses.replace(spec, layout=Layout.SHARED))
 
 
 def several_in_window(

@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import with_sinks
 from jaxkv.cache import Cache
+from jaxkv.cache.pools import Pool
+from jaxkv.cache.stores import Dense
 from jaxkv.engine.hadamard import stored_keys, transformed
 from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.spec import Spec
@@ -120,11 +122,28 @@ def in_blocks(
 
 
 def pool_attention(
-    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
+    q: Float[Array, "B K G N D"], keys: Any, values: Any, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
     attend, how = spec.backend.attend, spec.capping
     return in_blocks(lambda part: attend(part, keys, values, start, length, walk=spec.layout.walk, **how), q)
+
+
+def reads_codes(spec: Spec, pool: Pool) -> bool:
+    """True if the backend's kernels attend to a pool's rows in codes as its store holds them.
+
+    Not in a shared pool: each layer would make a copy of all layers' scales.
+    """
+    if isinstance(pool.store, Dense) or spec.rolling or spec.layout.one_pool:
+        return False
+    return all(spec.backend.joins(each) for each in pool.store.held)
+
+
+def readable(spec: Spec, pool: Pool, by: Angles | None = None) -> tuple[Any, Any]:
+    """Pair of keys, rotated `by` angles if given, and values of a pool for `attend`: codes where it reads them."""
+    if reads_codes(spec, pool):
+        return pool.store.held
+    return pool.k if by is None else rolled(pool.k, by), pool.v
 
 
 def remembered(

@@ -11,6 +11,7 @@ _RESULT = r"= (\([^=]*?\)|\S+)"
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint32": "u32", "bool": "pred"}
+NAMES |= {"int8": "s8"}
 
 
 def arrays_in(text: str) -> list[tuple[str, tuple[int, ...]]]:

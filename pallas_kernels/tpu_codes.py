@@ -1,0 +1,78 @@
+"""Rows in 8-bit codes within the TPU's decode kernel: which pools it takes, their scales, and a token's new rows.
+
+Codes are copied as they are, and multiplied as numbers of the queries' dtype, which holds them exactly. Keys' scales
+multiply logits, and values' scales softmax weights, along lanes. A sequence's lie in VMEM, those of 128 rows a line::
+
+    rows 0 to 127 | 128 to 255 | ... up to a whole line | those of the pool's last chunk once more
+
+So a chunk of rows that begins with a line finds its scales there, and the last chunk, which may begin within one,
+behind them. Segments are copied from a line's first row on: `UNIT`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _compat_tpu as tpu
+from .tpu_rows import CHUNK, LANES, TILE, Copies
+
+# Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as `Int8` holds them.
+Pair = tuple[jax.Array, jax.Array]
+Rows = jax.Array | Pair
+# Rows multiplied at once: with as many as BLOCK an empty part costs less, but copies would wait for products.
+CODED_BLOCK = 1536
+# Rows at a multiple of which a segment's first block begins.
+UNIT = LANES
+# Rows of a tile of HBM in 8 bits, where pools have whole ones.
+_TILE = 32
+# Rows of a pool whose scales VMEM holds, at most: 4 MB of keys and values, and a second buffer.
+_MOST_SCALES = 1 << 19
+
+
+def takes(pool_rows: int) -> bool:
+    """True if the kernel takes pools of so many rows in 8 bits: whole tiles, whose scales fit VMEM."""
+    return pool_rows % TILE == 0 and pool_rows <= _MOST_SCALES
+
+
+def tile_of(pool: jax.Array) -> int:
+    """Rows of the tiles in which keys or values `[B, P, D]` lie in HBM: 32 of 8 bits, if these are whole, else 8."""
+    return _TILE if pool.dtype == jnp.int8 and pool.shape[1] % _TILE == 0 else TILE
+
+
+def numbers_of(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Dtype in which codes are multiplied with queries of a dtype: bfloat16 for these, else float32."""
+    return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype) == jnp.dtype(jnp.bfloat16) else jnp.float32)
+
+
+def scales_of(leaf: jax.Array) -> jax.Array:
+    """Float32 scales of keys or values, `[B, n, 128]`: of 128 rows in each, the last chunk's behind where needed."""
+    wide, rows = leaf.astype(jnp.float32), leaf.shape[1]
+    if rows % LANES:
+        whole = lambda part: jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES)))  # noqa: E731
+        wide = jnp.concatenate([whole(wide), whole(wide[:, rows - min(CHUNK, rows) :])], axis=1)
+    return wide.reshape(len(leaf), -1, LANES)
+
+
+def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
+    """Writes new rows' scales at row `end`, at P none; returns keys or values and the rows `f32[B, K, 2, D]`.
+
+    Of a row the first line is decoded, as later steps read it, and the second has its codes.
+    """
+    (codes, scales), (code, scale) = pool, new
+    batch, wide = jnp.arange(len(codes), dtype=jnp.int32)[:, None], code.astype(jnp.float32)
+    put = scales.at[batch, end].set(scale, mode="drop", unique_indices=True)
+    return (codes, put), jnp.stack([wide * scale.astype(jnp.float32)[..., None], wide], axis=2)
+
+
+def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> jax.Array:
+    """Scales of a block's keys or values, `f32[1, rows]`, inside the kernel."""
+    last, parts = copies.rows - copies.chunk, []
+    behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
+    for number in range(copies.size // copies.chunk):
+        begin = copies.first(b, h) + index * copies.size + number * copies.chunk
+        line = lax.div(jnp.where(begin > last, behind, begin), jnp.int32(LANES))
+        lines = [scales[0, tpu.ds(line + each, 1)] for each in range(-(-copies.chunk // LANES))]
+        parts.append(jnp.concatenate(lines, axis=1)[:, : copies.chunk])
+    return jnp.concatenate(parts, axis=1)

@@ -1,0 +1,101 @@
+"""The TPU kernel of decode attention over rows in 8-bit codes, its copies simulated, against numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernels import attend_oracle, draw, wide
+from test_kernels_tpu import COUNTS, LENGTH, START, compare, drawn, with_rows
+
+from jaxkv.cache.quantised import Bytes
+from jaxkv.pallas_kernels import tpu_codes, tpu_decode
+
+# Head dim, dtype, group and rows of a pool: whole registers of scales, none, and tiles of 8 or of 32 rows.
+CASES = [
+    (64, "float32", 3, 3072),
+    (80, "bfloat16", 1, 2960),
+    (96, "float32", 8, 2976),
+    (128, "bfloat16", 4, 2976),
+    (256, "bfloat16", 11, 2960),
+]
+TABLES = (START, LENGTH, COUNTS)
+
+
+def encoded(pool):
+    """Keys or values as `Store.held` has them, a pair of codes and scales."""
+    found = Bytes.of(pool)
+    return found.code, found.scale
+
+
+def decoded(pair):
+    """Numbers of codes and scales, float64."""
+    code, scale = map(wide, pair)
+    return code * scale[..., None]
+
+
+@pytest.mark.parametrize(("dim", "dtype", "group", "rows"), CASES)
+def test_a_token_joins_codes_and_attends(dim, dtype, group, rows):
+    """The new row is rounded like those before it; rows around it keep their codes and scales to the bit."""
+    q, new_k, new_v, k, v = drawn(dim, dtype, group, rows)
+    # Rows of very different sizes: scales matter.
+    sizes = jnp.exp(0.4 * jax.random.normal(jax.random.key(rows), (2, *k.shape[:2], 1))).astype(k.dtype)
+    pool = encoded(k * sizes[0]), encoded(v * sizes[1])
+    new = encoded(new_k), encoded(new_v * 3)
+    out, lse, *found = tpu_decode.append_and_attend(q, new, *pool, *map(jnp.asarray, TABLES), interpret=True)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    for mine, old, one in zip(found, pool, new, strict=True):
+        assert [each.dtype for each in mine] == [each.dtype for each in old]
+        for leaf, before, of_token in zip(mine, old, one, strict=True):
+            np.testing.assert_array_equal(wide(leaf), with_rows(before, of_token, *TABLES))
+    rows = [jnp.asarray(decoded(each), jnp.float32) for each in found]
+    compare((out, lse), attend_oracle(q, *rows, START, LENGTH + COUNTS[:, None])[:2], dtype)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_codes_are_only_read(softcap):
+    """Segments from any row, heads without rows, capped logits; what appending reads, attending reads."""
+    q, new_k, new_v, k, v = drawn(64, "float32", 2)
+    pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
+    how = {"softcap": softcap, "interpret": True}
+    out, lse, *pool = tpu_decode.append_and_attend(q, new, *pool, *map(jnp.asarray, TABLES), **how)
+    after = jnp.asarray(START), jnp.asarray(LENGTH + COUNTS[:, None])
+    again = tpu_decode.attend(q, *pool, *after, **how)
+    compare((out, lse), map(wide, again), "float32")
+    plain = tpu_decode.attend(q, *(jnp.asarray(decoded(each), jnp.float32) for each in pool), *after, **how)
+    compare(again, map(wide, plain), "float32")
+    assert not wide(out)[1, 1].any() and np.isneginf(wide(lse)[1, 1]).all()
+
+
+def test_many_heads_write_codes_into_one_tile():
+    """A pool smaller than a chunk, segments of few rows, in any order."""
+    start = np.asarray([[30, 1, 4, 9], [0, 20, 12, 4]], np.int32)
+    length = np.asarray([[1, 2, 3, 0], [3, 3, 2, 7]], np.int32)
+    tables = start, length, np.asarray([1, 1], np.int32)
+    q, new_k, new_v = draw(1, (2, 4, 2, 64), (2, 4, 64), (2, 4, 64), dtype=jnp.bfloat16)
+    for rows in (48, 64):
+        k, v = draw(2, (2, rows, 64), (2, rows, 64), dtype=jnp.bfloat16)
+        pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
+        out, lse, *found = tpu_decode.append_and_attend(q, new, *pool, *map(jnp.asarray, tables), interpret=True)
+        for mine, old, one in zip(found, pool, new, strict=True):
+            np.testing.assert_array_equal(wide(mine[0]), with_rows(old[0], one[0], *tables))
+            np.testing.assert_array_equal(wide(mine[1]), with_rows(old[1], one[1], *tables))
+        numbers = [jnp.asarray(decoded(each), jnp.float32) for each in found]
+        compare((out, lse), attend_oracle(q, *numbers, start, length + 1)[:2], "bfloat16")
+
+
+def test_queries_of_float16_are_multiplied_in_float32():
+    q, _, _, k, v = drawn(64, "float32", 2)
+    half, pool = q.astype(jnp.float16), (encoded(k), encoded(v))
+    out, lse = tpu_decode.attend(half, *pool, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True)
+    rows = [jnp.asarray(decoded(each), jnp.float32) for each in pool]
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(wide(out), attend_oracle(half, *rows, START, LENGTH)[0], rtol=2e-3, atol=2e-3)
+    compare((lse,), attend_oracle(half, *rows, START, LENGTH)[1:2], "float32")
+
+
+def test_what_it_takes_of_codes():
+    """Whole tiles of 8 bits, of 8 rows or of 32, whose scales fit VMEM; no words of 4 bits."""
+    assert tpu_decode.takes(40, jnp.int8) and not tpu_decode.takes(44, jnp.int8)
+    assert not tpu_decode.takes(48, jnp.uint16) and not tpu_decode.takes(1 << 20, jnp.int8)
+    tiles = [tpu_codes.tile_of(jnp.zeros((1, rows, 8), jnp.int8)) for rows in (40, 64)]
+    assert tiles == [8, 32] and tpu_codes.tile_of(jnp.zeros((1, 64, 8), jnp.bfloat16)) == 8
