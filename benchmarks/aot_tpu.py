@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,32 +29,20 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import aot_sharded
 import jax
-import jax.numpy as jnp
-import numpy as np
 import perf_tpu
 import shapes
-import tpu_llo
-from jax.experimental import topologies
+from aot_tpu_kernels import Mesh, Row, compiled, kernel_rows, mesh_of, with_spills
 
 import jaxkv
 from benchmarks import plan_cells, record
 from jaxkv.attention import Implementation
 from jaxkv.cache.quantised import STORES
-from jaxkv.engine import evict
-from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill
 from jaxkv.planning import hlo
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.tpus import tpus
 from jaxkv.planning.worker import compiled_program, on_devices
 
-# Where libtpu dumps what it compiles; removed when this process ends.
-DUMPS = tempfile.TemporaryDirectory(prefix="aot_tpu_")
-os.environ.setdefault("LIBTPU_INIT_ARGS", tpu_llo.arguments(Path(DUMPS.name)))
-# Batch, kv heads, group, head dim, pool rows.
-KERNELS = [(8, 8, 4, 128, 10240), (4, 32, 1, 128, 40960), (1, 8, 11, 128, 262144), (2, 8, 4, 256, 65536)]
-# The same of pools from which each new row evicts one.
-EVICTS = (8, 8, 4, 128, 8200)
 FEW = 4
 
 
@@ -69,13 +56,6 @@ class Loop(NamedTuple):
     implementation: Implementation = Implementation.TPU
     device: str = perf_tpu.DEVICE
     options: dict[str, str] | None = None
-
-
-class Row(NamedTuple):
-    """A row of a table: its cells, and what is wrong with it, if something is."""
-
-    cells: list[str]
-    wrong: str | None = None
 
 
 # The compiler brings weights to VMEM in slices beside products, each by a copy with a tuple of pointers; or at once.
@@ -108,78 +88,6 @@ CELLS = (
     plan_cells.Cell("llama-3.1-70b", "v6ex8", "H2O", 1, 32768),
 )
 LAYERS = {"by XLA": Implementation.XLA, "tpu": Implementation.TPU}
-
-
-class Mesh(NamedTuple):
-    """An abstract TPU: its mesh of one device, and the sharding on it."""
-
-    mesh: jax.sharding.Mesh
-    sharding: jax.sharding.NamedSharding
-
-
-def mesh_of(device: str) -> Mesh:
-    """`Mesh` of one device of a kind."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=tpus()[device].slice_of(1))
-    mesh = jax.sharding.Mesh(np.asarray(found.devices[:1]), ("x",))
-    return Mesh(mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-
-
-def compiled(traced: Any, options: dict[str, str] | None = None) -> tuple[Any, str, float]:
-    """Compiles a traced program for TPUs; returns the compiler's bytes, the HLO text, and seconds."""
-    began = time.perf_counter()
-    made = traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=options)
-    return made.memory_analysis(), made.as_text(), time.perf_counter() - began
-
-
-def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False, coded: bool = False) -> Row:
-    """Row of the kernels' table: the decode kernel of a shape on a device, of bfloat16 or codes, or with scores."""
-    where, (batch, heads, group, dim, rows) = mesh_of(device), shape
-
-    def of(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=where.sharding)
-
-    def rows_of(*sizes: int) -> Any:
-        return (of(*sizes, dtype=jnp.int8), of(*sizes[:-1], dtype=jnp.float16)) if coded else of(*sizes)
-
-    new, pool = (rows_of(batch, heads, dim),) * 2, (rows_of(batch, rows, dim),) * 2
-    tables = of(batch, heads, dtype=jnp.int32), of(batch, heads, dtype=jnp.int32), of(batch, dtype=jnp.int32)
-    with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        scored = functools.partial(tpu_decode.append_and_score, widest=rows // heads)
-        run = jax.jit(scored if scores else tpu_decode.append_and_attend, donate_argnums=(2, 3))
-        memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
-    size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(pool))
-    share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
-    name, temporaries = "scores" if scores else "decode" + ", 8 bits" * coded, f"{memory.temp_size_in_bytes / 1e6:.2f}"
-    wrong = None if share == "100%" else f"{share} of the pools are updated in place"
-    return Row([name, device, str(shape), f"{seconds:.1f}", share, temporaries], wrong)
-
-
-def evict_row(device: str, shape: tuple[int, ...]) -> Row:
-    """Row of the kernels' table: the two kernels of H2O's eviction, from pools of a shape in bfloat16, on a device."""
-    where, (batch, heads, _, dim, rows) = mesh_of(device), shape
-    of = functools.partial(jax.ShapeDtypeStruct, sharding=where.sharding)
-    leaves = [of((batch, rows, dim), jnp.bfloat16)] * 2 + [of((batch, rows), each) for each in (jnp.int32, jnp.float32)]
-    tables = [of((batch, heads), jnp.int32)] * 4 + [of((batch,), jnp.int32)] * 2
-    weigh = evict.weigh_of(jaxkv.H2O(budget=1024).parts().ongoing)
-    with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        run = jax.jit(functools.partial(tpu_evict.evict_rows, weigh=weigh), donate_argnums=(0, 1, 2, 3))
-        memory, _, seconds = compiled(run.trace(*leaves, *tables))
-    share = f"{min(1, memory.alias_size_in_bytes / sum(each.size * each.dtype.itemsize for each in leaves)):.0%}"
-    cells = ["evict", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
-    return Row(cells, None if share == "100%" else f"{share} of the pools are updated in place")
-
-
-def splash_row(device: str, dim: int) -> Row:
-    """Row of the kernels' table: splash attention of a prompt of 4,096 tokens, with log-sum-exp."""
-    where = mesh_of(device)
-    q, k = (
-        jax.ShapeDtypeStruct((1, 8, *group, 4096, dim), jnp.bfloat16, sharding=where.sharding) for group in ((4,), ())
-    )
-    with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        run = jax.jit(lambda q, k, v: tpu_prefill.flash(q, k, v, lse=True))
-        memory, _, seconds = compiled(run.trace(q, k, k))
-    shape = str((1, 8, 4, dim, 4096))
-    return Row(["splash", device, shape, f"{seconds:.1f}", "-", f"{memory.temp_size_in_bytes / 1e6:.2f}"])
 
 
 def work_of(loop: Loop, where: Mesh) -> Work:
@@ -306,14 +214,6 @@ def cell_row(cell: plan_cells.Cell) -> Row:
     return Row([*cells, f"{found['seconds']:.0f}"], ", ".join(wrong) or None)
 
 
-def with_spills(call: Callable[[], Row]) -> Row:
-    """Row of a call and a cell more: instructions with spilled vectors in the kernels that it compiled."""
-    made = call()
-    found = tpu_llo.spills(Path(DUMPS.name))
-    ours = [f"{kernel} spills vectors, {count} times" for kernel, count in found.items() if count and "tpu_" in kernel]
-    return Row([*made.cells, str(found.total())], made.wrong or ", ".join(ours) or None)
-
-
 class Part(NamedTuple):
     """A table: its title, the lines above it, its columns, and its rows by name, each a call that compiles it."""
 
@@ -326,14 +226,6 @@ class Part(NamedTuple):
 def parts() -> dict[str, Part]:
     """Dict of the tables by the words that `--only` takes."""
     device = perf_tpu.DEVICE
-    known = [(kind, KERNELS[0]) for kind in tpus()] + [(device, shape) for shape in KERNELS[1:]]
-    kernels = {f"decode {kind} {shape}": functools.partial(decode_row, kind, shape) for kind, shape in known}
-    coded = functools.partial(decode_row, coded=True)
-    kernels |= {f"decode int8 {kind} {shape}": functools.partial(coded, kind, shape) for kind, shape in known}
-    for name, row in (("scores", functools.partial(decode_row, scores=True)), ("evict", evict_row)):
-        kernels |= {f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()}
-    splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]
-    kernels |= {f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash}
     return {
         "kernels": Part(
             "Kernels",
@@ -343,7 +235,7 @@ def parts() -> dict[str, Part]:
                 "kernel holds logits of a block there so.",
             ],
             ["kernel", "device", "shape", "compiled, s", "pools in place", "temporaries, MB", "vectors spilled"],
-            {name: functools.partial(with_spills, call) for name, call in kernels.items()},
+            kernel_rows(),
         ),
         "layers": Part(
             "A layer of a prompt of 32,768 tokens",
@@ -439,7 +331,7 @@ def main() -> int:
     if asked.quick:
         few = {f"{name}, {FEW} layers": LOOPS[name]._replace(layers=FEW) for name in ("SnapKV", "H2O", "D2O")}
         loops = {name: functools.partial(with_spills, functools.partial(loop_row, name, few[name])) for name in few}
-        chosen = {"kernels": parts()["kernels"].rows, "loops": loops}
+        chosen = {"kernels": kernel_rows(), "loops": loops}
     made, wrong = {"jax": jax.__version__, "commit": commit()}, list[str]()
     for part, rows in chosen.items():
         for name in (each for each in rows if asked.rows in each):

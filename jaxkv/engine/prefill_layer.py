@@ -234,8 +234,8 @@ def _at_once(
 
     sums = None
     if needs.sums or not last:
-        shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
-        q = lax.fori_loop(0, slots // size, queries, unset(shape, x.dtype))
+        grouped = (batch, config.kv_heads, config.group, slots, config.head_dim)
+        q = lax.fori_loop(0, slots // size, queries, unset(grouped, x.dtype))
         wanted, spec = needs.sums or block.sink_logits is not None, block.spec
         out, lse = backend.prefill(q, k, v, length, lse=wanted, **spec.masking)
         if block.sink_logits is not None:
