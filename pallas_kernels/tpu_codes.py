@@ -21,8 +21,8 @@ from .tpu_rows import CHUNK, LANES, TILE, Copies
 # Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as `Int8` holds them.
 Pair = tuple[jax.Array, jax.Array]
 Rows = jax.Array | Pair
-# Rows multiplied at once: with as many as BLOCK an empty part costs less, but copies would wait for products.
-CODED_BLOCK = 1536
+# Rows multiplied at once: with as many as BLOCK copies would wait for products, with more registers spill on a v5e.
+CODED_BLOCK = 1280
 # Rows at a multiple of which a segment's first block begins.
 UNIT = LANES
 # Rows of a tile of HBM in 8 bits, where pools have whole ones.

@@ -65,7 +65,7 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     assert long == pytest.approx(64 * 65536 * 512 / 1638e9)
     assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
     coded = [perf_tpu.decode_kernel(64, rows, 260, coded=True) for rows in (1280, 33024)]
-    assert coded == pytest.approx([64 * (460 + 250) / 1.75e9, 64 * (22 * 460 + 250) / 1.75e9])
+    assert coded == pytest.approx([64 * (410 + 250) / 1.75e9, 64 * (26 * 410 + 250) / 1.75e9])
     scored = perf_tpu.decode_kernel(64, 1025, 512, scores=True)
     assert scored == pytest.approx(64 * (1.25 * 480 + 320) / 1.75e9)
     shared = perf_tpu.decode_kernel(64, 1025, 512, scores=True, windows=True)
