@@ -161,6 +161,21 @@ def test_a_tpus_kernels_generate_what_xla_does(name):
 
 
 @on_a_cpu
+@pytest.mark.parametrize("name", ["adakv", "snapkv, int8", "h2o, whole tiles", "d2o, whole tiles"])
+def test_a_tpus_kernels_on_a_mesh(name):
+    """Each of two devices runs them over its own heads: same rows kept, same tokens."""
+    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
+    model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
+    kwargs = {"policy": (POLICIES | WHOLE_TILES)[name], "max_new_tokens": 5, "stop_at_eos": False}
+    plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
+    kernels = jaxkv.generate(model, ids, implementation="tpu", mesh=mesh, **kwargs)
+    assert kernels.stats.attention == "tpu (interpreted)"
+    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
+
+
+@on_a_cpu
 def test_layers_with_windows_on_a_tpu():
     """Window layers, whose rows lie in rings, read and write them by the kernel."""
     model, ids = tiny.tiny(test_windows.SHAPE), test_windows.prompts()
