@@ -6,7 +6,7 @@
 It needs libtpu and no TPU, and nothing runs on one: bytes are the compiler's, times are estimates by `perf_tpu`. With
 `--out` each row is kept as soon as it is compiled, in a JSON file beside the page, from which the page is written anew:
 rows that are not compiled this time stay as they were. It ends with 1 if a pool is not updated in place, is copied
-where a kernel writes it, if a kernel of jaxkv's spills vector registers, if keys or values travel between devices, or a
+where kernels alone read and write it, if a kernel of jaxkv's spills vector registers, if keys or values travel between devices, or a
 plan's arithmetic is more than 10% off.
 """
 
@@ -146,8 +146,8 @@ def loop_row(name: str, loop: Loop) -> Row:
     wrong = None
     if share < 1:
         wrong = f"{share:.0%} of the pools are updated in place"
-    elif kernels["tpu_decode"] == config.layers and copies:
-        wrong = f"{copies} copies of pools that a kernel writes"
+    elif kernels["tpu_decode"] == config.layers and not sparse and copies:
+        wrong = f"{copies} copies of pools that kernels alone read and write"
     return Row(cells, wrong)
 
 
