@@ -6,8 +6,8 @@
 It needs libtpu and no TPU, and nothing runs on one: bytes are the compiler's, times are estimates by `perf_tpu`. With
 `--out` each row is kept as soon as it is compiled, in a JSON file beside the page, from which the page is written anew:
 rows that are not compiled this time stay as they were. It ends with 1 if a pool is not updated in place, is copied
-where kernels alone read and write it, if a kernel of jaxkv's spills vector registers, if keys or values travel between devices, or a
-plan's arithmetic is more than 10% off.
+where kernels alone read and write it, if a kernel of jaxkv's spills vector registers, if keys or values travel between
+devices, or a plan's arithmetic is more than 10% off.
 """
 
 import argparse
