@@ -15,6 +15,7 @@ _CHECKS = (*_KERNELS, "benchmarks/gpu_checks.py", "benchmarks/tpu_checks.py")
 _WHOLE = 30e9
 _XLA = {"prefill": "xla", "decode": "xla"}
 _END = {"function": "gpu_end:end_to_end", "limit": 420.0, "sources": gpu_parts.MODEL, "alone": True}
+_TIMED = {"limit": 60.0, "sources": _TIMES, "uses_tuning": False}
 TINY = segments("lanes", 2, 48)
 
 
@@ -69,9 +70,7 @@ PARTS = (
         function="tpu_kernels:decode",
         cases=gpu_parts.DECODE,
         quick=(TINY,),
-        limit=60,
-        sources=_TIMES,
-        uses_tuning=False,
+        **_TIMED,
     ),
     Part(
         name="token",
@@ -79,9 +78,7 @@ PARTS = (
         function="tpu_kernels:token",
         cases=gpu_parts.DECODE,
         quick=(TINY,),
-        limit=60,
-        sources=_TIMES,
-        uses_tuning=False,
+        **_TIMED,
     ),
     Part(
         name="mass",
@@ -90,9 +87,7 @@ PARTS = (
         function="tpu_kernels:mass",
         cases=tuple(_scored(batch, rows) for batch, rows in ((8, 8192), (64, 1024))),
         quick=(TINY,),
-        limit=60,
-        sources=_TIMES,
-        uses_tuning=False,
+        **_TIMED,
     ),
     Part(
         name="evict",
@@ -101,9 +96,7 @@ PARTS = (
         # A budget, and the newest row.
         cases=tuple(segments("8B", batch, rows) for batch, rows in ((8, 1025), (64, 1025), (8, 4089))),
         quick=(TINY,),
-        limit=60,
-        sources=_TIMES,
-        uses_tuning=False,
+        **_TIMED,
     ),
     Part(
         name="prefill",
@@ -124,7 +117,7 @@ PARTS = (
         cases=(
             run("SnapKV", 8, 32768),
             run("FullKV", 8, 1024),
-            # A step's time is that of longer prompts, of which the attention sums of one layer alone take 17 GB.
+            # A step's time is that of longer prompts, whose prefill would all but fill a v6e.
             run("H2O", 8, 8192),
             run("AdaKV", 8, 32768),
             run("D2O", 8, 8192),

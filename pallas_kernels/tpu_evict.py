@@ -190,7 +190,7 @@ def _rank(*refs, weigh, leaves):
             return *best, *(jnp.where(row == last, new, old) for new, old in zip(values, newest, strict=True))
 
         def none(size):
-            """What `chosen` has found of no rows."""
+            """Start of the search: infinite ranks, no position, no row; zeros for the newest row's."""
             shape = (start.shape[0], size)
             integers = (jnp.full(shape, -1, jnp.int32),) * 2
             return jnp.full(shape, jnp.inf), *integers, *(jnp.zeros(shape, leaf.dtype) for leaf in moved)
