@@ -77,7 +77,8 @@ STORES = ("int8", "int4", "mixed")
 TINY = segments("tiny", 2, 48, "unequal")
 
 
-def _stored(case, store):
+def stored(case, store):
+    """The same case over rows as a store holds them."""
     return case | {"store": store, "name": f"{case['name']}, {store}"}
 
 
@@ -203,10 +204,8 @@ PARTS = (
         name="codes",
         what="the same over rows in 8 and 4 bits",
         function="gpu_kernels:token",
-        cases=tuple(
-            _stored(case, store) for store in STORES for case in DECODE if case["rows"] * case["batch"] >= 8192
-        ),
-        quick=tuple(_stored(TINY, store) for store in STORES),
+        cases=tuple(stored(case, store) for store in STORES for case in DECODE if case["rows"] * case["batch"] >= 8192),
+        quick=tuple(stored(TINY, store) for store in STORES),
         limit=60,
         sources=_KERNELS,
     ),

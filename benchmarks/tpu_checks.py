@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks import gpu_checks
 from benchmarks.gpu_checks import error, oracle, wide
 from benchmarks.gpu_timing import INTERPRET, random
+from jaxkv.cache.quantised import STORES
 from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill, tpu_rows, tpu_windows
 
 _LANES = 128
@@ -97,8 +98,25 @@ def append(case, dtype):
     return {"append": error(ours[0], out), "append lse": error(ours[1], lse)} | _pools("append", ours[2:], pool)
 
 
+def codes(case, dtype):
+    """Compares such a step over rows in 8 bits with attention over what they decode to."""
+    drawn = _Drawn(case, dtype)
+    held, new = (STORES["int8"].of(*each).held for each in (drawn.pool, drawn.new))
+    drawn.pool, drawn.new = (tuple(_decoded(*each) for each in some) for some in (held, new))
+    pool, length = drawn.joined()
+    out, lse, _ = _oracle(drawn, *pool, length)
+    ours = tpu_decode.append_and_attend(drawn.q, new, *held, *drawn.tables, interpret=INTERPRET)
+    found = {"codes": error(ours[0], out), "codes lse": error(ours[1], lse)}
+    return found | _pools("codes", [_decoded(*each) for each in ours[2:]], pool)
+
+
+def _decoded(code, scale):
+    """Float32 keys or values of 8-bit codes and scales."""
+    return code.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
+
+
 def score(case, dtype):
-    """Compares the same and the attention that rows receive, at their places and in windows."""
+    """Compares a step and the attention that rows receive, at their places and in windows."""
     drawn, found = _Drawn(case, dtype), {}
     pool, length = drawn.joined()
     out, _, mass = _oracle(drawn, *pool, length)
@@ -174,7 +192,7 @@ def splash(case, dtype):
     return gpu_checks.causal(q, k, v, (slots - 5, slots // 3), {"splash": out, "splash lse": lse})
 
 
-SEGMENTS = {each.__name__: each for each in (attend, append, score, windows, evict)}
+SEGMENTS = {each.__name__: each for each in (attend, append, codes, score, windows, evict)}
 
 
 def check(case):

@@ -8,7 +8,7 @@ than VMEM here.
 import jax.numpy as jnp
 
 import jaxkv
-from benchmarks.gpu_kernels import pools_of
+from benchmarks.gpu_kernels import coded, pools_of
 from benchmarks.gpu_timing import INTERPRET, ROTATED, chained, random
 from jaxkv.engine import evict as eviction
 from jaxkv.pallas_kernels import tpu_decode, tpu_evict
@@ -40,8 +40,11 @@ def _new(q):
 
 def token(case):
     """Seconds of a layer's attention in a step: the new token's row joins the pool, in place, and is attended to."""
-    q, pools, start, length, nbytes = pools_of(case, jnp.dtype(case["dtype"]), spare=_SPARE)
+    q, pools, start, length, nbytes = pools_of(case, jnp.dtype(case["dtype"]), spare=0 if "store" in case else _SPARE)
     new, counts = _new(q)
+    if "store" in case:
+        new = coded(*new, case["store"])
+        pools = [tuple(map(tuple, pool)) for pool in pools]
 
     def step(carry, _):
         q, written = carry[0], []

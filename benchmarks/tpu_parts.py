@@ -6,7 +6,7 @@ Cases of whole models are those of the table of estimates (`results/tpu_model.md
 import dataclasses
 
 from benchmarks import gpu_parts
-from benchmarks.gpu_parts import Part, prompt, run, segments
+from benchmarks.gpu_parts import Part, prompt, run, segments, stored
 
 _KERNELS = ("pallas_kernels/tpu_*.py", "pallas_kernels/_compat_tpu.py")
 _TIMES = (*_KERNELS, "benchmarks/gpu_timing.py", "benchmarks/gpu_kernels.py", "benchmarks/tpu_kernels.py")
@@ -78,6 +78,17 @@ PARTS = (
         function="tpu_kernels:token",
         cases=gpu_parts.DECODE,
         quick=(TINY,),
+        **_TIMED,
+    ),
+    Part(
+        name="codes",
+        what="the same over rows in 8 bits",
+        function="tpu_kernels:token",
+        # Scales of one sequence's whole pool lie in VMEM, so that no rows can be spare: these are large as they are.
+        cases=tuple(
+            case for case in gpu_parts.BY_NAME["codes"].cases if case["store"] == "int8" and case["batch"] >= 8
+        ),
+        quick=(stored(TINY, "int8"),),
         **_TIMED,
     ),
     Part(

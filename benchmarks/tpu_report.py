@@ -9,6 +9,7 @@ attention are computed here, those of steps are read from the table that `aot_tp
 import json
 
 from benchmarks import gpu_report, gpu_rows, perf_tpu
+from jaxkv.cache.quantised import STORES
 from jaxkv.planning.tpus import tpus
 
 ESTIMATES = gpu_rows.ROOT / "benchmarks" / "results" / "tpu_model.json"
@@ -30,21 +31,22 @@ def estimates(path, rows):
         if part in KERNELS and case.get("lengths", "equal") == "equal" and case.get("by") != "xla":
             found[gpu_report.plain(case["name"])] = {"us": f"{1e6 * KERNELS[part](case):.1f}"}
         elif "policy" in case and (loop := made.get(f"loops: {loop_of(case)}")):
-            # The column before the last one, which is the ideal.
-            found[case["name"]] = {"ms": loop["cells"][-2]}
+            # Behind it stand the ideal, and spills.
+            found[case["name"]] = {"ms": loop["cells"][-3]}
     return found
 
 
-def _decode(case, scores=False):
-    """Seconds of a case of attention over equal segments of bfloat16 rows."""
-    segments, row_bytes = case["batch"] * case["kv_heads"], 2 * case["dim"] * 2
-    return perf_tpu.decode_kernel(segments, case["rows"], row_bytes, scores=scores)
+def _decode(case, **how):
+    """Seconds of a case of attention over equal segments of rows in bfloat16, or as a store holds them."""
+    segments, row_bytes = case["batch"] * case["kv_heads"], STORES[case.get("store", "dense")].row_bytes(case["dim"], 2)
+    return perf_tpu.decode_kernel(segments, case["rows"], row_bytes, **how)
 
 
 # Seconds of a case, by part.
 KERNELS = {
     "decode": _decode,
     "token": _decode,
+    "codes": lambda case: _decode(case, coded=True),
     "mass": lambda case: _decode(case, scores=True),
     "evict": lambda case: perf_tpu.eviction(case["batch"], case["kv_heads"], case["kv_heads"] * case["rows"]),
     "prefill": lambda case: perf_tpu.splash(1, case["kv_heads"] * case["group"], case["tokens"]),

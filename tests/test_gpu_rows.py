@@ -189,6 +189,10 @@ def test_estimates_of_a_v6e_are_those_of_its_model(benchmark):
     found = on("TPU v6 lite")
     loops = [case for case in parts.BY_NAME["end"].cases if case["batch"] > 1]
     assert all(float(found[case["name"]]["ms"]) > 1 for case in loops) and "FullKV 1 x 32768" not in found
+    page = [line.split(" | ") for line in report.ESTIMATES.with_suffix(".md").read_text().splitlines()]
+    column = next(each for each in page if "ms a step, estimate" in each).index("ms a step, estimate")
+    assert found["SnapKV 8 x 32768"]["ms"] == next(each for each in page if each[0] == "| SnapKV")[column]
+    assert float(found["64 x 1024, int8"]["us"]) > 0
     assert float(found["64 x 1024, scored"]["us"]) > float(found["64 x 1024"]["us"]) > 0
     assert {"32768 by tpu", "8 x 1025"} <= found.keys() and "8192 by xla" not in found
 
