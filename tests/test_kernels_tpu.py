@@ -105,10 +105,15 @@ def test_what_it_takes():
 
 
 @pytest.mark.parametrize("masking", [{}, {"softcap": 3.0}, {"softcap": 3.0, "window": 100}, {"window": 1}])
-def test_prompts_are_prefilled_by_splash_attention(masking):
-    """Right padding needs no mask; log-sum-exp, capped logits and windows as XLA has them, in float32."""
-    q, k, v = draw(3, (2, 2, 2, 384, 64), (2, 2, 384, 64), (2, 2, 384, 64), dtype=jnp.bfloat16)
-    length = jnp.asarray([384, 130], jnp.int32)
+def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
+    """Right padding needs no mask; log-sum-exp, capped logits and windows as XLA has them, in float32.
+
+    Of three prompts two are computed together.
+    """
+    monkeypatch.setattr(tpu_prefill, "_TOKENS", 800)
+    assert [tpu_prefill.tokens_at_once(3, slots) for slots in (384, 1024, 128)] == [768, 1024, 384]
+    q, k, v = draw(3, (3, 2, 2, 384, 64), (3, 2, 384, 64), (3, 2, 384, 64), dtype=jnp.bfloat16)
+    length = jnp.asarray([384, 130, 7], jnp.int32)
     backend, oracle = (backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA))
     found = backend.prefill(q, k, v, length, **masking)
     wanted = oracle.prefill(*(each.astype(jnp.float32) for each in (q, k, v)), length, **masking)
