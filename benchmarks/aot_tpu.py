@@ -81,6 +81,8 @@ LOOPS = {
 SHARDED = {"SnapKV": jaxkv.SnapKV(budget=1024)}
 CELLS = (
     plan_cells.Cell("llama-3.1-8b", "v6e", "SnapKV", 8, 32768),
+    plan_cells.Cell("llama-3.1-8b", "v6e", "H2O", 8, 32768),
+    plan_cells.Cell("llama-3.1-8b", "v6e", "D2O", 8, 32768),
     plan_cells.Cell("llama-3.1-8b", "v5p", "FullKV", 4, 32768),
     plan_cells.Cell("llama-3.1-8b", "v5ex8", "AdaKV", 4, 32768),
     plan_cells.Cell("llama-3.1-70b", "v5px8", "SnapKV", 4, 32768),
