@@ -14,7 +14,7 @@ from jaxkv.text.tokenizer import StreamDecoder, Text
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 BOS, EOS, NEW = 1, 2, 12
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}{{ m.content }}</s>{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}={{ m.content }}</s>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 DOC = "the quick brown fox jumps over the lazy dog"

@@ -70,7 +70,7 @@ def test_conversations_and_batches_of_them(model):
     ]
     chats = [long, [{"role": "user", "content": DOC}], [{"role": "user", "content": "Hi"}]]
     out = jaxkv.generate(model, chats, **DRAWING)
-    rendered = ["<s>[What is tin?]A metal.</s>[And copper? Is it one as well?]=", f"<s>[{DOC}]=", "<s>[Hi]="]
+    rendered = ["<s>[What is tin?]=A metal.</s>[And copper? Is it one as well?]=", f"<s>[{DOC}]=", "<s>[Hi]="]
     wanted = [model.text.encode(each, bos=False) for each in rendered]
     assert out.stats.prompt_tokens == sum(map(len, wanted))
     for row, alone in enumerate(wanted):
@@ -147,9 +147,10 @@ def test_bos_only_where_nothing_has_been_seen():
     np.testing.assert_array_equal(out.tokens, jaxkv.generate(bare, DOC + " why?", **DRAWING).tokens)
     third = jaxkv.generate(bare, " so.", cache=out.cache, **DRAWING)
     assert third.stats.prompt_tokens == len(" so.")
-    # A template that writes the bos itself does not get a second one.
-    own = tiny("{{ bos_token }}" + TEMPLATE)
-    assert int(jaxkv.prefill(own, DOC).seen[0]) == len(DOC) + 2
+    # A template that writes the bos itself does not get a second one, one that writes none gets none.
+    for template, specials in ((TEMPLATE, 1), (TEMPLATE.removeprefix("{{ bos_token }}"), 0)):
+        for prompt in (DOC, [{"role": "user", "content": DOC}]):
+            assert int(jaxkv.prefill(tiny(template), prompt).seen[0]) == specials + len("[" + DOC)
 
 
 # --- one cache, many questions --------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_template_that_refuses():
 def test_template_that_loses_or_repeats_messages():
     for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"):
         text = with_template(template, origin="odd-model")
-        with pytest.raises(ValueError, match="chat_template='odd-model'.*render with chat"):
+        with pytest.raises(ValueError, match="chat_template='odd-model'.*cannot be split"):
             _ = text.turns
 
 

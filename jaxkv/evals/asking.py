@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._settings import settled
 from jaxkv.answering import Call, answered
 from jaxkv.arguments import require_fits
-from jaxkv.cache import KVCache
+from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.evals.kept import Held, Watch
@@ -23,7 +23,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy
 from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import encode
+from jaxkv.text.prompts import encode, user_text
 from jaxkv.text.tokenizer import Text
 
 
@@ -104,10 +104,11 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
         ValueError: without a tokenizer.
     """
     text = require_text(text)
-    chat = text.has_template and not (raw or sample.raw)
-    before, after = (text.turns.opening, text.turns.closing) if chat else ("", "")
-    context = text.encode(before + sample.context, bos=True)
-    return context, text.encode(sample.question + after + sample.prefix, bos=False)
+    if raw or sample.raw or not text.has_template:
+        return text.encode(sample.context, bos=True), text.encode(sample.question + sample.prefix, bos=False)
+    context = user_text(sample.context, text, turn=Turn.START, close=False)
+    question = user_text(sample.question, text, turn=Turn.USER, close=True, parted=False) + sample.prefix
+    return text.encode(context, bos=False, shielded=True), text.encode(question, bos=False, shielded=True)
 
 
 def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:

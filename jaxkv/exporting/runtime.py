@@ -11,7 +11,7 @@ import sys
 import jax.export
 import numpy as np
 
-TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers").Tokenizer.from_file
+TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers")
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
 # Numeric arguments of drawing, jaxkv's samplers' among them: type, exclusive lower and inclusive upper bound, remedy.
 BOUNDS = {
@@ -104,7 +104,7 @@ class Model:
         need(names <= set(given), f"weights: {sorted(names - set(given))[:2]} are missing: give arrays by name")
         _, inputs, _, there, _ = self.programs["prompt", min(self.lengths), min(said["batch"])]
         self.weights = {n: jax.device_put(given[n], at) for n, at in zip(inputs, there, strict=True) if n in names}
-        self.text = said["text"] and TOKENIZERS and TOKENIZERS(str(found(folder / "tokenizer.json", said["text"])))
+        self.text = said["text"] and TOKENIZERS and self.tokenizer(folder / "tokenizer.json", said["text"])
 
     def run(self, kind, at, arrays):
         (run, inputs, outputs, there, _), every = self.programs[kind, *at], self.weights | arrays
@@ -129,20 +129,34 @@ class Model:
         told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
         need(cache.of[0] == self.of[0], told)
 
+    def tokenizer(self, path, said):  # special tokens are text to it, the names that the template's turns hold are not
+        text = TOKENIZERS.Tokenizer.from_file(str(found(path, said)))
+        added = [TOKENIZERS.AddedToken(name, **flags) for name, (_, flags) in said["special"].items()]
+        text.add_tokens(added)
+        text.encode_special_tokens = True
+        self.special = {text.token_to_id(name): index for name, (index, _) in said["special"].items()}
+        return text
+
     def tokens(self, item, turn, close):  # ids of a prompt, and the conversation's turn after it
         if not isinstance(row := listed(item), str):
             kinds = ", ".join(sorted({type(each).__name__ for each in row if not is_id(each)}))
             need(not kinds, f"prompt=a list of {kinds}: give text, token ids, or a list of them", TypeError)
             return row, "raw"
         need(self.text, f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers")
-        (opening, closing, between), bos = self.said["text"]["turns"], self.said["text"]["bos"]
-        before = {"start": opening, "answer": between, "user": "" if row[:1] in ("\n", "\r") else "\n\n"}
-        whole = row if turn == "raw" else before[turn] + row + closing * close
+        row = "".join("\ufffd" if "\ufdd0" <= each <= "\ufdef" else each for each in row)  # no names of special tokens
+        bos, start, whole = self.said["text"]["bos"], turn == "start", row
+        turn = turn if self.said["text"]["turns"] else "raw"
+        if turn != "raw":
+            opening, closing, between, at_start, at_end = self.said["text"]["turns"]
+            before = {"start": opening, "answer": between, "user": "" if row[:1] in ("\n", "\r") else "\n\n"}[turn]
+            whole = whole.lstrip() if at_start and turn != "user" else whole
+            whole = before + (whole.rstrip() if at_end and close else whole) + closing * close
         try:
-            ids = self.text.encode(whole, add_special_tokens=False).ids if row else []
+            found = self.text.encode(whole, add_special_tokens=False).ids if row else []
         except Exception as error:  # half a character, or a failure of the tokenizer's own rules
             raise ValueError(f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another") from error
-        ids = [bos] * (bool(row) and turn == "start" and bos not in (None, *ids[:1])) + ids
+        ids = [self.special.get(each, each) for each in found]
+        ids = [bos] * (bool(row) and start and bos not in (None, *ids[:1])) + ids
         return ids, turn if turn == "raw" else "answer" if close else "user"
 
     def encode(self, items, turns, close):  # ids of each prompt and the turn after it, as in `jaxkv.generate`

@@ -342,14 +342,15 @@ def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
     tokenizer = params.text.tokenizer_json()
     if tokenizer is None:
         return None
-    text, turns = params.text, ["", "", ""]
+    text, turns = params.text, None
     if text.has_template:
         try:
-            turns = list(text.turns)
+            turns = text.marked_turns()
         except ValueError as error:
             warnings.warn(f"prompts are plain text to the runtime: {error}", stacklevel=3)
     data = tokenizer.encode()
     (part / "tokenizer.json").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     entry = {"file": "tokenizer.json", "bytes": len(data), "sha256": digest}
-    return entry | {"turns": turns, "bos": text.begins_with}
+    bos = None if text.has_template else text.begins_with
+    return entry | {"turns": turns, "bos": bos, "special": text.special_names()}

@@ -9,13 +9,14 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._errors import require
+from jaxkv._warnings import warn_once
 from jaxkv.cache import Turn
 from jaxkv.models.config import ModelConfig
-from jaxkv.text.tokenizer import Message, Text
+from jaxkv.text.controls import EDGE
+from jaxkv.text.tokenizer import Message, Text, answer, user
 
 Prompt = str | Sequence[Any] | np.ndarray | Any
 
-_MARK = "jaxkvlastmessageq"
 # Stands between a cached text whose user turn is open and the question, which would else continue its last line.
 _BLANK_LINE = "\n\n"
 _BYTES = (bytes, bytearray, memoryview)
@@ -187,13 +188,46 @@ def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: 
         part = item[max(0, error.start - 20) : error.end]
         raise ValueError(f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'") from None
     if raw or not text.has_template or turn is Turn.RAW:
-        return text.encode(item, bos=turn is Turn.START), Turn.RAW
+        given = item if raw else text.shielded(item)
+        return text.encode(given, bos=turn is Turn.START, shielded=not raw), Turn.RAW
+    rendered = user_text(item, text, turn=turn, close=close)
+    return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER
+
+
+def user_text(item: str, text: Text, *, turn: Turn, close: bool, parted: bool = True) -> str:
+    """Renders what a user's message adds to a conversation, special tokens that it spells shielded.
+
+    Args:
+        item: content of the message, or, in the user's turn, more of it.
+        text: the model's tokenizer, with a chat template.
+        turn: turn of the conversation before it: `START`, `USER` or `ANSWER`.
+        close: end the user's turn and open the answer's.
+        parted: in the user's turn, begin with a blank line unless there is a line break.
+
+    Returns:
+        The text, of which `Text.encode(shielded=True)` makes ids.
+    """
+    content = text.shielded(item)
+    if turn is Turn.START:
+        return _rendered([user(content)], text, turn=turn, close=close)
     if turn is Turn.USER:
-        before = "" if item.startswith(("\n", "\r")) else _BLANK_LINE
-    else:
-        before = text.turns.opening if turn is Turn.START else text.turns.between
-    after = text.turns.closing if close else ""
-    return text.encode(before + item + after, bos=turn is Turn.START), Turn.ANSWER if close else Turn.USER
+        before = "" if not parted or content.startswith(("\n", "\r")) else _BLANK_LINE
+        return _rendered([user(EDGE + before + content)], text, turn=turn, close=close)
+    if text.rewrites_answers:
+        told = "the chat template renders earlier answers otherwise, such as without reasoning; the cache holds them"
+        warn_once(
+            UserWarning, "rewrites_answers", f"cache: {told} as sampled. Render all messages anew to change that."
+        )
+    return _rendered([user("?"), answer(EDGE), user(content)], text, turn=turn, close=close)
+
+
+def _rendered(messages: list[Message], text: Text, *, turn: Turn, close: bool) -> str:
+    """Renders shielded messages and cuts out what is new: behind the first `EDGE`, unless the conversation starts."""
+    before = turn is not Turn.START
+    if close:
+        return text.parts(messages, generation_prompt=True, edges=before)[before]
+    last = {**messages[-1], "content": messages[-1]["content"] + EDGE}
+    return text.parts([*messages[:-1], last], generation_prompt=False, edges=before + 1)[before]
 
 
 def _encode_messages(
@@ -212,10 +246,5 @@ def _encode_messages(
         remedy = "on top of a cache give one user message: the rest is in the cache"
         require(len(items) == 1, "prompt", len(items), remedy)
         return _encode_text(items[0]["content"], text, turn=turn, raw=raw, close=close)
-    if close:
-        return text.encode(text.chat(items, generation_prompt=True), bos=True), Turn.ANSWER
-    # To leave the user's turn open, render with a mark after the last message and cut the text there.
-    marked = [*items[:-1], {**items[-1], "content": items[-1]["content"] + _MARK}]
-    rendered = text.chat(marked, generation_prompt=False)
-    require(rendered.count(_MARK) == 1, "prompt", "messages", "the chat template repeats or drops the last message")
-    return text.encode(rendered.split(_MARK)[0], bos=True), Turn.USER
+    rendered = _rendered(text.shielded(items), text, turn=turn, close=close)
+    return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER

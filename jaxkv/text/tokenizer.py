@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
 from jaxkv.checkpoints.chat_template import ChatTemplate, TemplateTimeout, read_template
 from jaxkv.checkpoints.json_files import check_size, read_json
+from jaxkv.text.controls import EDGE, Controls
 
 Message = Mapping[str, Any]
 
@@ -22,21 +23,25 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _MOST_TOKENIZER_BYTES = 256 << 20
 # An incomplete character decodes to fewer replacement characters; a longer run is real text.
 _LONGEST_HELD = 8
-_SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq")
+_REASONING = "<think>\n{}\n</think>\n\n"
 
 
 class Turns(NamedTuple):
-    """Three texts that a chat template writes around messages: before the user's, after it, and between turns.
+    """What a chat template writes around messages, and whether it trims them.
 
     Attributes:
         opening: text before the user's content in a fresh conversation, a default system prompt included.
         closing: text from the end of the user's content to the start of the assistant's answer.
         between: text from the end of an assistant's answer to the start of the user's next content.
+        trims_start: True if white space at the start of the user's content is left out.
+        trims_end: True if white space at its end is left out.
     """
 
     opening: str
     closing: str
     between: str
+    trims_start: bool
+    trims_end: bool
 
 
 class Text:
@@ -75,15 +80,19 @@ class Text:
         bos, eos = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos"))
         self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
         self._adds_bos = adds_bos and self.bos_id is not None
-        ends = ([] if eos is None else [tokenizer.token_to_id(eos)]) + list(eos_ids)
+        ends = [None if eos is None else tokenizer.token_to_id(eos), *eos_ids]
         self._ends = [each for each in ends if each is not None]
         self._eos_ids: tuple[int, ...] | None = None
+        _mark_special(tokenizer, {*self._ends, *map(tokenizer.token_to_id, self._specials.values())})
+        self._controls = Controls(tokenizer)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: end of sequence and the chat template's end of turn; found once.
+        """Ids of the tokens that end an answer: those that the checkpoint names, and the template's own; found once.
 
-        The chat template runs at the first call, to find the end of turn.
+        The template's is the special token that it writes behind a last message of the assistant's. Tokens that it
+        writes behind earlier answers count only if there is no other: a message of gpt-oss' reasoning ends with one.
+        The chat template runs at the first call.
         """
         if self._eos_ids is not None:
             return self._eos_ids
@@ -159,20 +168,41 @@ class Text:
         to_str = getattr(self._tokenizer, "to_str", None)
         return None if to_str is None else to_str()
 
-    def encode(self, s: str, *, bos: bool) -> list[int]:
-        """Token ids of a text, special tokens spelled out in it included; `bos` puts BOS first where prompts have one.
+    def special_names(self) -> dict[str, tuple[int, dict[str, bool]]]:
+        """Id of each special token, and how it is found in text, by the name that stands for it in `marked_turns`."""
+        return self._controls.names()
 
-        With `bos`, the bos token comes first, if the tokenizer is configured to add it and the text lacks it.
+    def marked_turns(self) -> list[str | bool]:
+        """Fields of `turns`, in which special tokens have names that no other text holds, those of `special_names`."""
+        return [self._controls.marked(each) if isinstance(each, str) else each for each in self.turns]
+
+    def encode(self, s: str, *, bos: bool, shielded: bool = False) -> list[int]:
+        """Token ids of a text; `bos` puts BOS first where prompts have one.
+
+        Args:
+            s: the text.
+            bos: begin with the bos token, if the tokenizer is configured to add it and the text lacks it.
+            shielded: the text is of `shielded`, or rendered from it; else special tokens that it spells become special
+                tokens.
 
         Raises:
             ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
         """
         with _guarded(self._origin, "it cannot encode this text", "give another, or token ids"):
-            ids = self._tokenizer.encode(s, add_special_tokens=False).ids
+            ids = self._controls.ids(s) if shielded else self._tokenizer.encode(s, add_special_tokens=False).ids
         # A chat template may have written the bos token itself.
         if bos and self._adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         return ids
+
+    def shielded(self, value: Any) -> Any:
+        """Text or messages in which special tokens are plain text to `encode(shielded=True)`, rendered or not.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        with _guarded(self._origin, "it cannot encode this text", "give another, or token ids"):
+            return self._controls.shielded(value)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids, by default with special tokens left out."""
@@ -195,11 +225,32 @@ class Text:
         for message in messages:
             if not isinstance(message, Mapping):
                 raise TypeError(f'messages={message!r}: give mappings such as {{"role": "user", "content": "Hi"}}')
+        given = [dict(message) for message in messages]
+        if self._takes_parts:
+            given = [_in_parts(message) for message in given]
+        return self._render(given, generation_prompt)
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """True if the template leaves out a content that is text: those of some models for images take lists alone."""
+        return not self._writes(user(EDGE)) and self._writes(_in_parts(user(EDGE)))
+
+    def _writes(self, message: Message) -> bool:
+        """True if the chat template takes a message that holds `EDGE`, and writes it."""
+        try:
+            return EDGE in self._render([message], False)
+        except ValueError as error:
+            if isinstance(error.__cause__, TemplateTimeout):
+                raise
+            return False
+
+    def _render(self, messages: list[Message], generation_prompt: bool) -> str:
+        """Text that the chat template renders; ValueError if there is none, or it does not take the messages."""
         if self._template is None:
             raise ValueError(f"chat_template=None: {self._origin} carries none; encode plain text instead")
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=messages,
                 add_generation_prompt=generation_prompt,
                 tools=None,
                 documents=None,
@@ -213,27 +264,42 @@ class Text:
     @functools.cached_property
     def turns(self) -> Turns:
         """`Turns`: texts that the chat template writes around messages; ValueError if it repeats or drops messages."""
-        roles = ("user", "assistant", "user")
-        messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
-        opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
-        return Turns(opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2])
+        opening, closing = self.parts([user(EDGE)], generation_prompt=True, edges=1)
+        talk = [user("?"), answer(EDGE), user(EDGE)]
+        between = self.parts(talk, generation_prompt=True, edges=2)[1]
+        padded = self.parts([user(f" {EDGE} ")], generation_prompt=True, edges=1)
+        return Turns(opening, closing, between, padded[0] == opening, padded[1] == closing)
+
+    @functools.cached_property
+    def rewrites_answers(self) -> bool:
+        """True if the template renders an earlier answer otherwise than it was sampled: without its reasoning, say.
+
+        White space does not count: some models sample the space before an answer that templates write.
+        """
+        turns = self.turns
+        written = self.chat([user("?"), answer("."), user("!")], generation_prompt=True)
+        sampled = f"{turns.opening}?{turns.closing}.{turns.between}!{turns.closing}"
+        reasoning = self.chat([user("?"), answer(_REASONING.format(EDGE) + "."), user("!")], generation_prompt=True)
+        same = "".join(written.split()) == "".join(sampled.split())
+        return not same or EDGE not in reasoning
+
+    def parts(self, messages: Sequence[Message], *, generation_prompt: bool, edges: int) -> list[str]:
+        """Renders messages that hold `EDGE` some times, and splits the text there; ValueError if not one part more."""
+        parts = self.chat(messages, generation_prompt=generation_prompt).split(EDGE)
+        remedy = "it does not render each message once, so turns cannot be split; give all messages at once, or ids"
+        require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
+        return parts
 
     def _turn_end(self) -> int | None:
-        """Id of the special token that the chat template writes first after an answer; None if it writes other text."""
-        after = self.turns.between.lstrip()
-        first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
+        """Id of the special token that the chat template writes first after a last answer; None if there is none."""
+        after = self.parts([user("?"), answer(EDGE)], generation_prompt=False, edges=1)[1]
+        return self._first_special(after) if self._ends else self._first_special(after or self.turns.between)
+
+    def _first_special(self, text: str) -> int | None:
+        """Id of the special token that a text begins with, but for white space; None if it begins otherwise."""
+        first = next(iter(self._tokenizer.encode(text.lstrip(), add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         return first if added is not None and added.special else None
-
-    def _split(self, rendered: str, count: int) -> list[str]:
-        """Splits a rendered conversation at its `count` placeholders into count + 1 texts; each must occur once."""
-        pieces = []
-        for sentinel in _SENTINELS[:count]:
-            remedy = "it does not render each message once, so turns cannot be split; render with chat() instead"
-            require(rendered.count(sentinel) == 1, "chat_template", self._origin, remedy)
-            piece, rendered = rendered.split(sentinel)
-            pieces.append(piece)
-        return [*pieces, rendered]
 
 
 class StreamDecoder:
@@ -270,6 +336,32 @@ class StreamDecoder:
         if added:
             self._context, self._pending = self._pending, []
         return added
+
+
+def user(content: str) -> Message:
+    """A message of the user's."""
+    return {"role": "user", "content": content}
+
+
+def answer(content: str) -> Message:
+    """A message of the assistant's."""
+    return {"role": "assistant", "content": content}
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose content, if it is text, is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
+    """Marks added tokens of these ids as special, as transformers does: fine-tuned models' files often do not."""
+    for index, token in tokenizer.get_added_tokens_decoder().items():
+        if index in ids and not token.special:
+            token.special = True
+            tokenizer.add_special_tokens([token])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
