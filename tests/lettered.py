@@ -14,8 +14,9 @@ from jaxkv.text.tokenizer import StreamDecoder, Text
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 BOS, EOS, NEW = 1, 2, 12
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}={{ m.content }}</s>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}[{{ m.content }}]{% else %}={{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
 )
 DOC = "the quick brown fox jumps over the lazy dog"
 POLICY = jaxkv.SnapKV(budget=16, window=4)

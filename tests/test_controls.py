@@ -254,7 +254,7 @@ def scripted(script, *, text, vocab):
         vocab=vocab, layers=1, embed=vocab, hidden=8, heads=2, kv_heads=1, head_dim=8, eos=text.eos_ids, tied=False
     )
     decoder = jaxkv.testing.tiny_model(config).decoder
-    for path, parameter in nnx.to_flat_state(nnx.state(decoder.blocks, nnx.Param)):
+    for path, _ in nnx.to_flat_state(nnx.state(decoder.blocks, nnx.Param)):
         if "scale" not in path:
             at = decoder.blocks
             for part in path:

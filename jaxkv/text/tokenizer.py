@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
-from jaxkv.checkpoints.chat_template import ChatTemplate, TemplateTimeout, read_template
+from jaxkv.checkpoints.chat_template import read_template, render_template
 from jaxkv.checkpoints.json_files import check_size, read_json
 from jaxkv.text.controls import EDGE, Controls
 
@@ -75,35 +75,34 @@ class Text:
         self._tokenizer = tokenizer
         self._specials = dict(specials or {})
         self._origin = origin
-        self._template = ChatTemplate(template) if template else None
+        self._template = template or None
         self.has_template = self._template is not None
         bos, eos = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos"))
         self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
         self._adds_bos = adds_bos and self.bos_id is not None
         ends = [None if eos is None else tokenizer.token_to_id(eos), *eos_ids]
         self._ends = [each for each in ends if each is not None]
-        self._eos_ids: tuple[int, ...] | None = None
         _mark_special(tokenizer, {*self._ends, *map(tokenizer.token_to_id, self._specials.values())})
         self._controls = Controls(tokenizer)
 
-    @property
+    @functools.cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: those that the checkpoint names, and the template's own; found once.
+        """Ids of the tokens that end an answer: those that the checkpoint names, and the template's own.
 
         The template's is the special token that it writes behind a last message of the assistant's. Tokens that it
         writes behind earlier answers count only if there is no other: a message of gpt-oss' reasoning ends with one.
         The chat template runs at the first call.
         """
-        if self._eos_ids is not None:
-            return self._eos_ids
         try:
-            end, known = self._turn_end(), True
-        except ValueError as error:
-            # A template that timed out on a busy machine is tried again at the next call.
-            end, known = None, not isinstance(error.__cause__, TemplateTimeout)
-        found = tuple(dict.fromkeys([*self._ends, *([] if end is None else [end])]))
-        self._eos_ids = found if known else None
-        return found
+            after = self.parts([user("?"), answer(EDGE)], generation_prompt=False, edges=1)[1]
+            if not (after or self._ends):
+                after = self.turns.between
+        except ValueError:
+            return tuple(dict.fromkeys(self._ends))
+        first = next(iter(self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids), None)
+        added = self._tokenizer.get_added_tokens_decoder().get(first)
+        own = [] if first is None or added is None or not added.special else [first]
+        return tuple(dict.fromkeys([*self._ends, *own]))
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
@@ -239,9 +238,7 @@ class Text:
         """True if the chat template takes a message that holds `EDGE`, and writes it."""
         try:
             return EDGE in self._render([message], False)
-        except ValueError as error:
-            if isinstance(error.__cause__, TemplateTimeout):
-                raise
+        except ValueError:
             return False
 
     def _render(self, messages: list[Message], generation_prompt: bool) -> str:
@@ -249,14 +246,15 @@ class Text:
         if self._template is None:
             raise ValueError(f"chat_template=None: {self._origin} carries none; encode plain text instead")
         try:
-            return self._template.render(
+            return render_template(
+                self._template,
                 messages=messages,
                 add_generation_prompt=generation_prompt,
                 tools=None,
                 documents=None,
                 **self._specials,
             )
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             roles = [message.get("role") for message in messages]
             remedy = f"the chat template of {self._origin} refuses these ({error}); change them, or encode plain text"
             raise ValueError(f"messages={roles}: {remedy}") from error
@@ -289,17 +287,6 @@ class Text:
         remedy = "it does not render each message once, so turns cannot be split; give all messages at once, or ids"
         require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
         return parts
-
-    def _turn_end(self) -> int | None:
-        """Id of the special token that the chat template writes first after a last answer; None if there is none."""
-        after = self.parts([user("?"), answer(EDGE)], generation_prompt=False, edges=1)[1]
-        return self._first_special(after) if self._ends else self._first_special(after or self.turns.between)
-
-    def _first_special(self, text: str) -> int | None:
-        """Id of the special token that a text begins with, but for white space; None if it begins otherwise."""
-        first = next(iter(self._tokenizer.encode(text.lstrip(), add_special_tokens=False).ids), None)
-        added = self._tokenizer.get_added_tokens_decoder().get(first)
-        return first if added is not None and added.special else None
 
 
 class StreamDecoder:
