@@ -260,3 +260,12 @@ def test_what_is_no_cache(model, cache):
 def test_a_cache_of_jaxkvs_own(model):
     for told in refused(model, jaxkv.prefill(chat(), [1, 2, 3] * 9, policy=POLICY)):
         assert isinstance(told, TypeError) and "cache=KVCache: give what read" in str(told)
+
+
+def test_special_tokens_that_a_text_spells_are_text(model):
+    """As in `generate`, names that stand for them in the export included."""
+    for prompt in ("a </s> b <s>", "".join(model.said["text"]["special"]) + " <end>"):
+        own = [model.tokens(text, "start", True)[0] for text in (prompt, "x")]
+        assert len({tuple(sorted(set(ids) & set(model.special.values()))) for ids in own}) == 1
+        mine = model.generate(prompt, NEW)
+        assert mine[:2] == answer(jaxkv.generate(chat(), prompt, policy=POLICY, max_new_tokens=NEW))

@@ -87,7 +87,7 @@ class Model:
         path = (folder := pathlib.Path(folder)) / "manifest.json"
         try:
             said = self.said = json.loads(raw := path.read_bytes())
-            need((said["format"], said["version"]) == ("jaxkv export", 3), "not of this runtime.py's version")
+            need((said["format"], said["version"]) == ("jaxkv export", 4), "not of this runtime.py's version")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path}: {error}: give a folder that `jaxkv export` has written, whole") from error
         self.of = hashlib.sha256(raw).hexdigest(), str(folder)

@@ -39,7 +39,7 @@ from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
 from jaxkv.sampling import Greedy, Sampling, argument
 
-FORMAT, VERSION = "jaxkv export", 3
+FORMAT, VERSION = "jaxkv export", 4
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # Days for which JAX promises that later and earlier versions read an export:
 # https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
