@@ -107,7 +107,8 @@ def main() -> None:
         print(f"    {' '.join(result.text.split())}", flush=True)
     layers, heads = model.config.layers, model.config.kv_heads
     print(f"\nThe prompt has {stats.prompt_tokens} tokens. Budget and kept: rows per kv head, on average over")
-    print(f"{layers} layers of {heads} kv heads. Before: the prompt's full cache, unpadded. After: what the")
+    print(f"{layers} layers of {heads} kv heads. Seconds are wall-clock, those of compiling included: run the demo")
+    print("again for its speeds, since programs stay on disk. Before: the prompt's full cache, unpadded. After: what the")
     print("cache weighs, padding to the prompt's bucket included.")
     ask_many(model)
     print(f"\nTotal {time.perf_counter() - START:.0f} s.")

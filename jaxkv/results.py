@@ -24,9 +24,11 @@ class Stats:
     Attributes:
         prompt_tokens: tokens of the prompts, over all sequences.
         new_tokens: tokens drawn, over all sequences.
-        prefill_seconds: from ids to the first logits, compression included.
-        decode_seconds: drawing tokens, without the time a stream's reader takes between them.
-        compile_seconds: tracing and compiling; 0 where shapes were met before.
+        prefill_seconds: wall-clock from ids to the compressed cache and the first logits. A first call includes
+            compilation.
+        decode_seconds: wall-clock from there to the last token, without the time a stream's reader takes between
+            tokens. A first call includes compilation.
+        compile_seconds: tracing and compiling on the host, while the device may run; 0 where shapes were met before.
         compiled_programs: programs compiled, or read from a cache on disk.
         full_bytes: bytes of a full, unpadded cache of the sequences' prompts.
         cache_bytes: bytes of the cache's pools after prefill; slack_bytes of them are unused.
@@ -84,12 +86,12 @@ class Stats:
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
         return (
             f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "
-            f"{speed}; {self.compile_seconds:.2f} s tracing and compiling; {cache}, {self.kept:.1f} rows per kv head)"
+            f"{speed}; {self.compile_seconds:.2f} s of it compiling; {cache}, {self.kept:.1f} rows per kv head)"
         )
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """New tokens of all sequences per second of decoding."""
+        """New tokens of all sequences per second of decoding; a first call includes compilation."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property

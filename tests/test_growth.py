@@ -79,6 +79,8 @@ def test_all_compilation_is_told(model):
             out = jaxkv.generate(model, prompt, policy=policy, **options)
         assert out.stats.compiled_programs == events.programs > 0
         assert out.stats.compile_seconds >= events.seconds
+        # Wall-clock, of which compilation is a part: what a device runs meanwhile takes no less for it.
+        assert out.stats.prefill_seconds + out.stats.decode_seconds >= out.stats.compile_seconds
         with Listener() as events:
             more = jaxkv.generate(model, prompt, cache=out.cache, **options)
         assert more.stats.compiled_programs == events.programs > 0
@@ -111,7 +113,6 @@ def test_a_clock_counts_nested_compilations_once():
         jax.jit(lambda x: jax.jit(lambda y: y * 3)(x) + 1)(np.float32(2))
     assert clock.programs == 1
     assert 0 < clock.compile_seconds <= clock.seconds
-    assert clock.running_seconds == clock.seconds - clock.compile_seconds
     before = clock.compile_seconds
     jax.jit(lambda x: x * 5)(np.float32(2))
     assert (clock.programs, clock.compile_seconds) == (1, before)

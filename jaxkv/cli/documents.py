@@ -118,7 +118,7 @@ def run_ask(options: argparse.Namespace) -> int:
     stats = answers.stats
     told = f"{len(options.questions)} questions, read in {stats.prefill_seconds:.1f} s"
     told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} a second"
-    to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of tracing and compiling")
+    to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of these compiling")
     if options.json:
         found = [
             {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}

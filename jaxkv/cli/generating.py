@@ -226,7 +226,7 @@ def _print_stats(result: Generation) -> None:
     lines = [
         f"prompt   {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",
         f"answer   {stats.new_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s; {ended}",
-        f"compile  {stats.compile_seconds:.2f} s, tracing included",
+        f"compile  {stats.compile_seconds:.2f} s of these, tracing included",
         f"cache    {stats.full_bytes / 1e6:.2f} MB full, {stats.cache_bytes / 1e6:.2f} MB kept "
         f"({stats.kept:.1f} rows per kv head; {stats.slack_bytes / 1e6:.2f} MB unused)",
     ]

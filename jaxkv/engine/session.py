@@ -54,7 +54,7 @@ class Session:
         implementations: attention backends of prefill and decode.
         texts: token ids that a second pass reads before each chunk; None for policies that read prompts once.
         key: random key for policies that draw, and for sampling.
-        clocks: seconds that the session has taken so far.
+        clocks: wall-clock seconds that the session has taken so far.
         read, drawn: transfers from host memory for tokens read on top of caches, and for tokens drawn.
     """
 
@@ -223,7 +223,7 @@ class Session:
                 break
             yield layers
         with own_settings(), self.clocks.prefill:
-            jax.block_until_ready(logits)
+            jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, model=params.fingerprint, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
@@ -286,10 +286,10 @@ class Session:
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
-            jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
                 # Of a long question only those rows stay that the policy keeps.
                 cache = make_room(flat, cache, new, key=self.key)
+            jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
 
     @settled
@@ -367,7 +367,7 @@ class Session:
         remedy = "give what a session's prefill, extend or draw returned"
         require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key if given is None else given
-        with self.clocks.making:
+        with self.clocks.decode:
             cache = ready_to_draw(flat, cache, new, key=key)
             return Drawing(
                 flat,
