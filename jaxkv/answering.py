@@ -44,9 +44,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes of the full cache, the compressed one and its slack, and mean rows per kv head, all after prefill."""
+    """Bytes of all entries, of those kept, of the cache and its slack, and mean rows per kv head, all after prefill."""
 
     full_bytes: int
+    kept_bytes: int
     cache_bytes: int
     slack_bytes: int
     kept: float
@@ -101,10 +102,15 @@ def _read(call: Call) -> tuple[KVCache, _Sizes, Batch | None]:
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Read before the cache is extended.
-        full, kept_bytes, slack = given.full_nbytes, given.nbytes, given.slack_nbytes
+        sizes = _Sizes(
+            full_bytes=given.full_nbytes,
+            kept_bytes=given.kept_nbytes,
+            cache_bytes=given.nbytes,
+            slack_bytes=given.slack_nbytes,
+            kept=0.0,
+        )
         cache = session.extend(given, encoded, new=new)
-        kept = float(np.mean(cache.kept))
-        return cache, _Sizes(full_bytes=full, cache_bytes=kept_bytes, slack_bytes=slack, kept=kept), None
+        return cache, dataclasses.replace(sizes, kept=float(np.mean(cache.kept))), None
     config = session.params.config
     batch = planned(session, encoded, new)
     every, needed = batch.encoded, batch.asked
@@ -117,6 +123,7 @@ def _read(call: Call) -> tuple[KVCache, _Sizes, Batch | None]:
         cache = dataclasses.replace(cache, padding=batch.copies, turn=encoded.turn)
     sizes = _Sizes(
         full_bytes=needed.full_bytes,
+        kept_bytes=cache.kept_nbytes,
         cache_bytes=weighs,
         slack_bytes=needed.slack_bytes,
         kept=float(np.mean(cache.kept)),

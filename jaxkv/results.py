@@ -30,8 +30,10 @@ class Stats:
             tokens. A first call includes compilation.
         compile_seconds: tracing and compiling on the host, while the device may run; 0 where shapes were met before.
         compiled_programs: programs compiled, or read from a cache on disk.
-        full_bytes: bytes of a full, unpadded cache of the sequences' prompts.
-        cache_bytes: bytes of the cache's pools after prefill; slack_bytes of them are unused.
+        full_bytes: bytes of all entries (keys and values) of the sequences' prompts, uncompressed.
+        kept_bytes: bytes of the entries that are kept on the device after prefill, as stored; headroom, positions,
+            scores and tables are not counted, as in full_bytes.
+        cache_bytes: all bytes of the cache after prefill, positions and tables included; slack_bytes are unused.
         allocated_bytes: bytes of the cache in the end, with room for new rows.
         slack_bytes: bytes within cache_bytes that no row fills.
         kept: rows per kv head and layer on the device after prefill, averaged.
@@ -62,6 +64,7 @@ class Stats:
     compile_seconds: float
     compiled_programs: int
     full_bytes: int
+    kept_bytes: int
     cache_bytes: int
     allocated_bytes: int
     slack_bytes: int
@@ -81,8 +84,8 @@ class Stats:
 
     def __repr__(self) -> str:
         """One-line summary of tokens, speed and cache size."""
-        cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.cache_bytes / 1e6:.2f} MB kept"
-        cache += f" ({self.slack_bytes / 1e6:.2f} MB unused)" if self.slack_bytes else ""
+        cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.kept_bytes / 1e6:.2f} MB kept"
+        cache += f" in {self.cache_bytes / 1e6:.2f} MB of memory"
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
         return (
             f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "

@@ -22,6 +22,7 @@ _STATS = Stats(
     compile_seconds=0.0,
     compiled_programs=0,
     full_bytes=9,
+    kept_bytes=9,
     cache_bytes=9,
     allocated_bytes=9,
     slack_bytes=0,

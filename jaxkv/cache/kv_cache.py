@@ -192,6 +192,12 @@ class KVCache:
         pools = [dataclasses.replace(pool, bounds=None) for pool in self.pools]
         return max(sum(leaf.nbytes // math.prod(leaf.shape[:2]) for leaf in jax.tree.leaves(pool)) for pool in pools)
 
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: a key and a value as stored, a quantised store's scales included; nothing beside."""
+        pool = self.pools[0]
+        return pool.store.row_bytes(self.config.head_dim, pool.dtype.itemsize)
+
     def room_nbytes(self, room: Sequence[int]) -> int:
         """Bytes per sequence of `room[l]` more free rows behind each segment of layer l, with page bounds (Quest).
 
@@ -209,10 +215,21 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes, summed over sequences, that an uncompressed cache without padding takes; of windows, their rows."""
+        """Bytes of all entries of an uncompressed cache, of windows those within; compare with `kept_nbytes`."""
         each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
+        return each * int(self._attended.sum())
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the entries on devices, without free places, positions, scores and tables, which `nbytes` counts."""
+        # Entries that a window has left wait for the pool to fill up.
+        return self.entry_bytes * int(np.minimum(self.kept, self._attended[..., None]).sum())
+
+    @property
+    def _attended(self) -> Int[np.ndarray, "L B"]:
+        """Number of tokens that each layer may attend to in each sequence: those seen, or its window's."""
         seen = host(self.seen)[: self.batch]
-        return each * sum(int(np.minimum(seen, width or seen).sum()) for width in self.config.windows)
+        return np.stack([np.minimum(seen, width or seen) for width in self.config.windows])
 
     @property
     def slack_nbytes(self) -> int:

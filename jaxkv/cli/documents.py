@@ -87,7 +87,7 @@ def run_compress(options: argparse.Namespace) -> int:
     cache = prefill(model, text, policy=policy, key=key, raw=options.raw, implementation=implementation)
     cache.save(out)
     rows = f"{cache.kept.mean():,.0f} of {int(cache.seen.max()):,} rows per kv head"
-    sizes = f"{cache.nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
+    sizes = f"{cache.kept_nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
     to_stderr(f"jaxkv: {options.out}: {rows}, {sizes}, {policy_name(policy)}")
     return 0
 
