@@ -125,27 +125,25 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """One `Clock` for each stage of a call: making programs, prefill and decode.
+    """One `Clock` for each stage of a call: prefill and decode.
 
     Attributes:
-        making: compiling programs before they are needed.
-        prefill: from ids to the first logits.
+        prefill: to the first logits, with what is planned and compiled before.
         decode: from the first logits to the last token.
     """
 
-    making: Clock = dataclasses.field(default_factory=Clock)
     prefill: Clock = dataclasses.field(default_factory=Clock)
     decode: Clock = dataclasses.field(default_factory=Clock)
 
     @property
     def compile_seconds(self) -> float:
         """Sum of the compilation seconds of all stages."""
-        return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
+        return self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
     def programs(self) -> int:
         """Number of programs compiled in all stages, or read from the cache on disk."""
-        return self.making.programs + self.prefill.programs + self.decode.programs
+        return self.prefill.programs + self.decode.programs
 
 
 class _Running(threading.local):
