@@ -33,9 +33,8 @@ class Stats:
         full_bytes: bytes of all entries (keys and values) of the sequences' prompts, uncompressed.
         kept_bytes: bytes of the entries that are kept on the device after prefill, as stored; headroom, positions,
             scores and tables are not counted, as in full_bytes.
-        cache_bytes: all bytes of the cache after prefill, positions and tables included; slack_bytes are unused.
+        cache_bytes: all bytes of the cache after prefill, positions and tables included.
         allocated_bytes: bytes of the cache in the end, with room for new rows.
-        slack_bytes: bytes within cache_bytes that no row fills.
         kept: rows per kv head and layer on the device after prefill, averaged.
         attention: the implementation of attention that ran.
         layout: the layout of segments in the pools, by which decoding's formulation is chosen.
@@ -67,7 +66,6 @@ class Stats:
     kept_bytes: int
     cache_bytes: int
     allocated_bytes: int
-    slack_bytes: int
     kept: float
     attention: str
     layout: str
@@ -96,6 +94,11 @@ class Stats:
     def decode_tokens_per_second(self) -> float:
         """New tokens of all sequences per second of decoding; a first call includes compilation."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes within `cache_bytes` that hold no entry: places that are free or padding, positions, scores, tables."""
+        return self.cache_bytes - self.kept_bytes
 
     @property
     def transfers_per_step(self) -> float:

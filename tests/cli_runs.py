@@ -25,7 +25,6 @@ _STATS = Stats(
     kept_bytes=9,
     cache_bytes=9,
     allocated_bytes=9,
-    slack_bytes=0,
     kept=9.0,
     attention="xla",
     layout="equal",
