@@ -122,7 +122,7 @@ def model(repeats, lengths):
                 ]
                 prefill = statistics.median(run.prefill_seconds for run in runs)
                 step = statistics.median(run.decode_seconds / run.new_tokens for run in runs)
-                sizes = f"{runs[0].cache_bytes / 2**20:10.1f} {runs[0].full_bytes / 2**20:9.1f}"
+                sizes = f"{runs[0].kept_bytes / 2**20:10.1f} {runs[0].full_bytes / 2**20:9.1f}"
                 name = type(policy).__name__
                 print(f"{dtype:9} {name:12} {length:6} {prefill:10.2f} {1e3 * step:8.1f} {sizes}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Long answers: what they compile, when, and how fast they come with compilation and without.
+"""Long answers: what they compile, when, and how fast they come in a first run and in a second.
 
     python -m benchmarks.long_answer
 
@@ -62,7 +62,6 @@ def run(model, policy, received, prompt, new):
         "backend_seconds_by_jax": received.seconds - seconds,
         "decode_seconds": stats.decode_seconds,
         "tokens_per_second": new / stats.decode_seconds,
-        "tokens_per_second_with_compilation": new / (stats.decode_seconds + stats.compile_seconds),
         "allocated_bytes": stats.allocated_bytes,
         "planned_bytes": plan_prefill(model.config, policy, [len(prompt)], dtype=model.dtype, room=room).cache_bytes,
     }

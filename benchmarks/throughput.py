@@ -7,7 +7,7 @@
 
 FullKV generates at --batch. H2O and D2O have a budget of the prompt's length, and the largest batch whose cache weighs
 no more than FullKV's at the end of its generation; with --gpu the paper's batches. Seconds are those of decoding the
-whole generation: prefill and compilation are reported apart, the compilation of caches that grow on the way included.
+whole generation by the wall-clock: of several repeats the first one includes compilation, whose seconds stand beside.
 Ratios are to FullKV in the same repeat. --gpu has not been run on a GPU yet, with --quick on a CPU only.
 """
 

@@ -42,16 +42,6 @@ class Call:
     look: Callable[[KVCache], object] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Bytes of the full cache, the compressed one and its slack, and mean rows per kv head, all after prefill."""
-
-    full_bytes: int
-    cache_bytes: int
-    slack_bytes: int
-    kept: float
-
-
 def bar(progress: bool | None, total: int, title: str) -> tqdm:
     """`tqdm` progress bar on stderr, only in the first process; with `progress` None, only on a terminal."""
     shown = sys.stderr.isatty() if progress is None else progress
@@ -93,18 +83,16 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
     )
 
 
-def _read(call: Call) -> tuple[KVCache, _Sizes, Batch | None]:
+def _read(call: Call) -> tuple[KVCache, dict[str, Any], Batch | None]:
     """Prefills the prompts, or reads them on top of the given cache; returns the cache, its sizes and the `Batch`.
 
-    The batch is None on top of a given cache.
+    Sizes are fields of `Stats`. The batch is None on top of a given cache.
     """
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Read before the cache is extended.
-        full, kept_bytes, slack = given.full_nbytes, given.nbytes, given.slack_nbytes
-        cache = session.extend(given, encoded, new=new)
-        kept = float(np.mean(cache.kept))
-        return cache, _Sizes(full_bytes=full, cache_bytes=kept_bytes, slack_bytes=slack, kept=kept), None
+        sizes = _sizes(given, given.nbytes)
+        return session.extend(given, encoded, new=new), sizes, None
     config = session.params.config
     batch = planned(session, encoded, new)
     every, needed = batch.encoded, batch.asked
@@ -115,13 +103,13 @@ def _read(call: Call) -> tuple[KVCache, _Sizes, Batch | None]:
     weighs = (cache.nbytes - spare) * len(encoded.ids) // len(every.ids)
     if batch.copies:
         cache = dataclasses.replace(cache, padding=batch.copies, turn=encoded.turn)
-    sizes = _Sizes(
-        full_bytes=needed.full_bytes,
-        cache_bytes=weighs,
-        slack_bytes=needed.slack_bytes,
-        kept=float(np.mean(cache.kept)),
-    )
-    return cache, sizes, batch
+    return cache, _sizes(cache, weighs), batch
+
+
+def _sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
+    """Fields of `Stats` for a cache of `weighs` bytes after prefill."""
+    entries = {"full_bytes": cache.full_nbytes, "kept_bytes": cache.kept_nbytes}
+    return entries | {"cache_bytes": weighs, "kept": float(np.mean(cache.kept))}
 
 
 def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
@@ -147,7 +135,9 @@ def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str
             wanted = wanted or interval
 
 
-def _stats(call: Call, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None) -> Stats:
+def _stats(
+    call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, drawing: Drawing, batch: Batch | None
+) -> Stats:
     """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
     session, given = call.session, call.cache
     clocks, reading = session.clocks, drawing.reading
@@ -158,11 +148,11 @@ def _stats(call: Call, cache: KVCache, sizes: _Sizes, answers: Answers, drawing:
         before = [rows * cache.batch // given.batch for rows in _tallied(given)]
         moved, cut = moved - before[0], cut - before[1]
     return Stats(
-        **dataclasses.asdict(sizes),
+        **sizes,
         prompt_tokens=int(call.encoded.lengths.sum()),
         new_tokens=sum(len(tokens) for tokens in answers.tokens),
-        prefill_seconds=clocks.prefill.running_seconds,
-        decode_seconds=clocks.decode.running_seconds,
+        prefill_seconds=clocks.prefill.seconds,
+        decode_seconds=clocks.decode.seconds,
         compile_seconds=clocks.compile_seconds,
         compiled_programs=clocks.programs,
         allocated_bytes=cache.nbytes,

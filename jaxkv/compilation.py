@@ -1,4 +1,4 @@
-"""JAX's compilation cache on disk, and clocks that separate compile time from run time."""
+"""JAX's compilation cache on disk, and clocks that count compilation beside wall-clock seconds."""
 
 import dataclasses
 import hashlib
@@ -83,8 +83,10 @@ _EVENTS = (_BACKEND, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compil
 class Clock:
     """Context manager that sums the seconds spent inside it, and those that JAX spent compiling in this thread.
 
+    A device runs while the host compiles, so that the difference of the two is no time of anything.
+
     Attributes:
-        seconds: seconds inside, compilation included.
+        seconds: wall-clock seconds inside, compilation included.
         compile_seconds: seconds of tracing, lowering and compiling, or of reading programs from a cache on disk.
         programs: number of programs compiled or read.
     """
@@ -95,11 +97,6 @@ class Clock:
         self.programs = 0
         self._started = 0.0
         self._spans: list[tuple[float, float]] = []
-
-    @property
-    def running_seconds(self) -> float:
-        """Seconds spent inside, without compilation."""
-        return max(0.0, self.seconds - self.compile_seconds)
 
     def __enter__(self) -> "Clock":
         """Starts the clock and returns it."""
@@ -128,27 +125,25 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """One `Clock` for each stage of a call: making programs, prefill and decode.
+    """One `Clock` for each stage of a call: prefill and decode.
 
     Attributes:
-        making: compiling programs before they are needed.
-        prefill: from ids to the first logits.
-        decode: drawing tokens.
+        prefill: to the first logits, with what is planned and compiled before.
+        decode: from the first logits to the last token.
     """
 
-    making: Clock = dataclasses.field(default_factory=Clock)
     prefill: Clock = dataclasses.field(default_factory=Clock)
     decode: Clock = dataclasses.field(default_factory=Clock)
 
     @property
     def compile_seconds(self) -> float:
         """Sum of the compilation seconds of all stages."""
-        return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
+        return self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
     def programs(self) -> int:
         """Number of programs compiled in all stages, or read from the cache on disk."""
-        return self.making.programs + self.prefill.programs + self.decode.programs
+        return self.prefill.programs + self.decode.programs
 
 
 class _Running(threading.local):

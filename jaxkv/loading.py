@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv import hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
+from jaxkv.cache import KVCache, Turn
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
@@ -26,6 +27,9 @@ from jaxkv.models.sources import Source, sources_of
 from jaxkv.models.values import as_weights
 from jaxkv.sharding.mesh import Axes, put
 from jaxkv.sharding.parameters import model_mesh, part_shape, spec_of
+from jaxkv.text.pieces import pieces_of
+from jaxkv.text.prompts import Prompt, encode
+from jaxkv.text.shown import Shown, joined
 from jaxkv.text.tokenizer import Text
 from jaxkv.weights import read, read_codes
 from jaxkv.words import by_other_names
@@ -77,6 +81,31 @@ class LanguageModel(nnx.Module):
     def axes(self) -> Axes | None:
         """Mesh axes of the parameters; None on a single device."""
         return self.flat.axes
+
+    def shown(self, cache: KVCache, prompt: Prompt) -> Shown:
+        """The prompts of a cache of this model as text, each token shaded by how many heads keep it (`KVCache.show`).
+
+        Args:
+            cache: made by this model.
+            prompt: what the cache was made of.
+
+        Returns:
+            A `Shown`.
+
+        Raises:
+            ValueError: for another model's cache, without a tokenizer, or for a prompt that is not the cache's.
+        """
+        require(cache.model == self.fingerprint, "params", self.name, "another model made this cache: give that one")
+        require(self.text is not None, "params", self.name, "it has no tokenizer: cache.counts() gives the numbers")
+        assert self.text is not None
+        raw, fresh = cache.turn is Turn.RAW, (Turn.START,) * cache.batch
+        encoded, held = encode(prompt, self.text, self.config, turn=fresh, raw=raw, close=False), cache.counts()
+        passages = []
+        for ids, counts in zip(encoded.ids, held, strict=True):
+            remedy = f"the cache has seen {len(counts)}: give the prompt that it was made of"
+            require(len(ids) <= len(counts), "prompt", f"{len(ids)} tokens", remedy)
+            passages.append(joined(pieces_of(ids, self.text).texts, counts[: len(ids)].tolist()))
+        return Shown(passages=tuple(passages), heads=len(cache.compressed_layers) * self.config.kv_heads)
 
     def on(self, mesh: Mesh) -> "LanguageModel":
         """Model with its parameters sharded over a mesh: a copy, cached after the first call, or this very model.

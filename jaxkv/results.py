@@ -24,14 +24,17 @@ class Stats:
     Attributes:
         prompt_tokens: tokens of the prompts, over all sequences.
         new_tokens: tokens drawn, over all sequences.
-        prefill_seconds: from ids to the first logits, compression included.
-        decode_seconds: drawing tokens, without the time a stream's reader takes between them.
-        compile_seconds: tracing and compiling; 0 where shapes were met before.
+        prefill_seconds: wall-clock from ids to the compressed cache and the first logits. A first call includes
+            compilation.
+        decode_seconds: wall-clock from there to the last token, without the time a stream's reader takes between
+            tokens. A first call includes compilation.
+        compile_seconds: tracing and compiling on the host, while the device may run; 0 where shapes were met before.
         compiled_programs: programs compiled, or read from a cache on disk.
-        full_bytes: bytes of a full, unpadded cache of the sequences' prompts.
-        cache_bytes: bytes of the cache's pools after prefill; slack_bytes of them are unused.
+        full_bytes: bytes of all entries (keys and values) of the sequences' prompts, uncompressed.
+        kept_bytes: bytes of the entries that are kept on the device after prefill, as stored; headroom, positions,
+            scores and tables are not counted, as in full_bytes.
+        cache_bytes: all bytes of the cache after prefill, positions and tables included.
         allocated_bytes: bytes of the cache in the end, with room for new rows.
-        slack_bytes: bytes within cache_bytes that no row fills.
         kept: rows per kv head and layer on the device after prefill, averaged.
         attention: the implementation of attention that ran.
         layout: the layout of segments in the pools, by which decoding's formulation is chosen.
@@ -60,9 +63,9 @@ class Stats:
     compile_seconds: float
     compiled_programs: int
     full_bytes: int
+    kept_bytes: int
     cache_bytes: int
     allocated_bytes: int
-    slack_bytes: int
     kept: float
     attention: str
     layout: str
@@ -79,18 +82,23 @@ class Stats:
 
     def __repr__(self) -> str:
         """One-line summary of tokens, speed and cache size."""
-        cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.cache_bytes / 1e6:.2f} MB kept"
-        cache += f" ({self.slack_bytes / 1e6:.2f} MB unused)" if self.slack_bytes else ""
+        cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.kept_bytes / 1e6:.2f} MB kept"
+        cache += f" in {self.cache_bytes / 1e6:.2f} MB of memory"
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
         return (
             f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "
-            f"{speed}; {self.compile_seconds:.2f} s tracing and compiling; {cache}, {self.kept:.1f} rows per kv head)"
+            f"{speed}; {self.compile_seconds:.2f} s of it compiling; {cache}, {self.kept:.1f} rows per kv head)"
         )
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """New tokens of all sequences per second of decoding."""
+        """New tokens of all sequences per second of decoding; a first call includes compilation."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes within `cache_bytes` that hold no entry: places that are free or padding, positions, scores, tables."""
+        return self.cache_bytes - self.kept_bytes
 
     @property
     def transfers_per_step(self) -> float:

@@ -155,7 +155,7 @@ def test_a_cache_goes_to_numpy_and_back(policy):
     cache = jaxkv.prefill(model, tiny.prompts(2, (40, 20)), policy=policy)
     host = jax.tree.map(np.asarray, cache)
     assert isinstance(host, KVCache) and all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host))
-    for name in ("nbytes", "host_nbytes", "row_bytes", "full_nbytes", "slack_nbytes", "batch"):
+    for name in ("nbytes", "host_nbytes", "entry_bytes", "full_nbytes", "kept_nbytes", "batch"):
         assert getattr(host, name) == getattr(cache, name), name
     np.testing.assert_array_equal(host.free(), cache.free())
     expected = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=4, stop_at_eos=False)

@@ -295,7 +295,7 @@ def test_generate_answers(capsys, monkeypatch, tmp_path):
     assert record["policy"].startswith("AdaKV(") and "base=SnapKV(budget=24" in record["policy"]
     assert 1 <= len(record["tokens"]) <= 8
     assert record["stats"]["kept"] == 24
-    assert record["stats"]["cache_bytes"] < record["stats"]["full_bytes"]
+    assert record["stats"]["kept_bytes"] < record["stats"]["full_bytes"]
     assert record["stats"]["decode_tokens_per_second"] > 0
 
     # The same on a terminal: the text comes in pieces, the figures go to stderr.

@@ -71,7 +71,7 @@ def test_lines_are_what_the_model_says(tmp_path, plain, agnostic):
         # What an agnostic run's question brings comes on top of what was compressed.
         kept = [9] * 6 if name == "few" else [22 + at for at in range(6)]
         assert [record.rows for record in records] == kept
-        config, row = words().config, 2 * 8 * 4 + 4
+        config, row = words().config, 2 * 8 * 4
         assert [record.nbytes for record in records] == [n * config.layers * config.kv_heads * row for n in kept]
     assert found.scores("few").shape == (6,) and found.run.agnostic is agnostic
 

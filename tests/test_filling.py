@@ -56,7 +56,8 @@ def test_a_new_size_is_filled_once_and_compiled_when_it_comes_again(name):
         assert filled.tokens[number].tolist() == exact.tokens[number].tolist() == whole.tokens[number].tolist()
     assert filled.text == exact.text
     same_caches(filled.cache, exact.cache)
-    for count in ("prompt_tokens", "new_tokens", "full_bytes", "cache_bytes", "allocated_bytes", "slack_bytes", "kept"):
+    sizes = ("full_bytes", "kept_bytes", "cache_bytes", "allocated_bytes", "slack_bytes", "kept")
+    for count in ("prompt_tokens", "new_tokens", *sizes):
         assert getattr(filled.stats, count) == getattr(exact.stats, count)
     assert filled.cache.batch == len(filled.cache.seen) == 3
 

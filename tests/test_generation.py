@@ -1,6 +1,7 @@
 """`prefill` and `generate` as a user meets them: prompts of every kind, turns, many questions, statistics, dtypes."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -194,10 +195,28 @@ def test_statistics(model, policy):
     assert stats.allocated_bytes == out.cache.nbytes > stats.cache_bytes
     assert stats.kept == pytest.approx((60 + 38 + 45) / 3 if policy is None else 16)
     assert stats.prompt_tokens == 143 and stats.new_tokens == 3 * NEW
-    assert 0 <= stats.slack_bytes < stats.cache_bytes and (policy is None) == (stats.slack_bytes > 0)
+    assert stats.slack_bytes == stats.cache_bytes - stats.kept_bytes > 0
     assert stats.prefill_seconds > 0 and stats.decode_seconds > 0 and stats.compile_seconds >= 0
     assert stats.decode_tokens_per_second == pytest.approx(3 * NEW / stats.decode_seconds)
     assert stats.layout == cache.layout.value and stats.attention
+
+
+@pytest.mark.parametrize("store", ["dense", "int4"])
+def test_kept_and_full_count_entries_alone(model, store):
+    """Keys and values, with a quantised store's scales: no headroom, padding, position, score or table."""
+    rows, config = ids(1, 50, 38, 45), model.config
+    heads, dim = config.layers * config.kv_heads, config.head_dim
+    for policy, held in ((jaxkv.FullKV(store=store), 133), (jaxkv.H2O(budget=16, store=store), 48)):
+        out = jaxkv.generate(model, rows, policy=policy, **DRAWING)
+        cache, stats = jaxkv.prefill(model, rows, policy=policy), out.stats
+        assert stats.full_bytes == cache.full_nbytes == 133 * heads * 8 * dim
+        assert stats.kept_bytes == cache.kept_nbytes == held * heads * cache.entry_bytes < cache.nbytes
+        stored = jax.tree.leaves(cache.pools[0].store)
+        entry = sum(leaf.nbytes // math.prod(leaf.shape[:2]) for leaf in stored)
+        assert cache.entry_bytes == entry
+        # With headroom and the answer's entries: those of both, and no headroom, are counted.
+        more = jaxkv.generate(model, rows, cache=out.cache, **DRAWING).stats
+        assert more.kept_bytes == int(out.cache.kept.sum()) * entry < more.cache_bytes
 
 
 def test_on_top_of_a_cache_statistics_are_the_given_caches(model):
@@ -207,7 +226,7 @@ def test_on_top_of_a_cache_statistics_are_the_given_caches(model):
     assert stats.cache_bytes == cache.nbytes and stats.prompt_tokens == len("\n\n why?]=\n\n or?]=")
     config = model.config
     each = config.layers * config.kv_heads * config.head_dim * 2 * 4
-    assert stats.full_bytes == int(cache.seen[0]) * each
+    assert stats.full_bytes == int(cache.seen[0]) * each > stats.kept_bytes == cache.kept_nbytes
 
 
 def test_negative_spans_are_protected_from_the_end(model):

@@ -211,7 +211,7 @@ def test_chunks_that_choose_little_change_upper_layers_only():
         assert (running.gap(k, theirs) < 1e-4) == (layer <= 3)
 
 
-def test_chunks_are_compiled_before_the_clock_starts_and_named_as_they_run():
+def test_chunks_are_compiled_once_and_named_as_they_run():
     # Lengths of a bucket that no other test prefills.
     model, policy = tiny.tiny(CONFIG), omni(12, prefill_ratio=0.5, prefill_chunk=48)
     first, again = (
@@ -219,7 +219,7 @@ def test_chunks_are_compiled_before_the_clock_starts_and_named_as_they_run():
         for seed in (19, 20)
     )
     assert again.compile_seconds < first.compile_seconds / 5
-    assert first.prefill_seconds < first.compile_seconds
+    assert first.prefill_seconds + first.decode_seconds >= first.compile_seconds > 0
     assert first.attention == "xla"
     with pytest.raises(ValueError, match="implementation=.*cuDNN"):
         jaxkv.prefill(model, [1, 2, 3], policy=policy, implementation="cudnn")

@@ -33,8 +33,8 @@ def test_loss_is_that_of_one_long_prompt():
     gathered = np.take_along_axis(logits, ids[:, 32:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(found, np.log(np.exp(logits).sum(axis=-1)) - gathered, atol=1e-4)
     assert before.tolist() == [32, 32] and after.tolist() == [39, 39]
-    # Of three layers and two heads, keys and values of eight numbers, and a position.
-    assert nbytes.tolist() == [39 * 3 * 2 * (2 * 8 * 4 + 4)] * 2
+    # Of three layers and two heads, keys and values of eight numbers.
+    assert nbytes.tolist() == [39 * 3 * 2 * 2 * 8 * 4] * 2
 
 
 @pytest.mark.parametrize(

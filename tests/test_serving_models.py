@@ -89,7 +89,7 @@ def test_what_is_kept_is_what_the_cache_holds(client, budget):
     holds = cache.holds(0, 45)
     layers, heads, _ = holds.shape
     assert made["rows"] == budget and made["full_bytes"] == cache.full_nbytes
-    assert made["kept_bytes"] == budget * layers * heads * cache.row_bytes < made["bytes"]
+    assert made["kept_bytes"] == budget * layers * heads * cache.entry_bytes == cache.kept_nbytes < made["bytes"]
     path = f"{DOCUMENTS}/{made['id']}/kept"
     found = client.get(path).json()
     # The template's own, and the question's turn is still open.

@@ -77,10 +77,10 @@ def test_what_fills_the_groups_stands_still():
     assert fit == [4, 4]
 
 
-def test_stats_count_what_fills_the_groups_as_unused():
+def test_what_fills_the_groups_is_no_kept_entry():
     """Bytes are those that the devices really hold."""
     options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
     alone = jaxkv.prefill(model_of(4), prompts(5, (61, 23, 37)), **options)
     there = jaxkv.prefill(model_of(4), prompts(5, (61, 23, 37)), mesh=mesh_of(2, 4), **options)
     assert there.nbytes == alone.nbytes * 4 // 3
-    assert there.slack_nbytes == alone.slack_nbytes + sum(pool.rows for pool in there.pools) * there.row_bytes
+    assert there.kept_nbytes == alone.kept_nbytes and there.full_nbytes == alone.full_nbytes

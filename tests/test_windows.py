@@ -90,6 +90,12 @@ def test_rows_that_are_held(name):
     assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, room=room).cache_bytes
 
 
+def test_entries_behind_a_window_are_counted_on_neither_side():
+    out = jaxkv.generate(tiny.tiny(SHAPE), prompts(), max_new_tokens=NEW, stop_at_eos=False, progress=False)
+    assert out.stats.kept_bytes == out.stats.full_bytes < out.stats.cache_bytes
+    assert out.cache.kept_nbytes == out.cache.full_nbytes < out.cache.nbytes
+
+
 @pytest.mark.parametrize("config", [SHAPE, ALL], ids=["some layers", "all layers"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drawn_tokens_are_those_of_the_longer_prompt(config, dtype):

@@ -24,7 +24,6 @@ from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import without_window
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Needs
 from jaxkv.policies.wrapper import with_budget
@@ -136,8 +135,8 @@ def _after_prefill(
     params: LanguageModel, prompt: Encoded, policy: Method, key: PRNGKeyArray
 ) -> Bool[np.ndarray, "L K n"]:
     """Mask `bool[L, K, n]` of the first prompt's rows that a policy's own prefill keeps in layers without a window."""
-    held = Session(params, policy, key=key).prefill(prompt).holds(0, int(prompt.lengths[0]))
-    return held[np.asarray(without_window(params.config.windows))]
+    cache = Session(params, policy, key=key).prefill(prompt)
+    return cache.holds(0, int(prompt.lengths[0]))[cache.compressed_layers]
 
 
 class _Choices:

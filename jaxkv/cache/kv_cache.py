@@ -11,7 +11,6 @@ new cache, and none donates the buffers of the cache it was given.
 
 import dataclasses
 import enum
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -187,10 +186,15 @@ class KVCache:
         return 0 if self.bank is None else self.bank.nbytes
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: a key and a value as stored, a quantised store's scales included; nothing beside."""
+        pool = self.pools[0]
+        return pool.store.row_bytes(self.config.head_dim, pool.dtype.itemsize)
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one pool row: key, value, position and, if pools keep scores, score, which window layers' lack."""
-        pools = [dataclasses.replace(pool, bounds=None) for pool in self.pools]
-        return max(sum(leaf.nbytes // math.prod(leaf.shape[:2]) for leaf in jax.tree.leaves(pool)) for pool in pools)
+        """Bytes of one pool row: an entry, its position and, if pools keep scores, score, which window layers' lack."""
+        return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
 
     def room_nbytes(self, room: Sequence[int]) -> int:
         """Bytes per sequence of `room[l]` more free rows behind each segment of layer l, with page bounds (Quest).
@@ -209,16 +213,21 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes, summed over sequences, that an uncompressed cache without padding takes; of windows, their rows."""
+        """Bytes of all entries of an uncompressed cache, of windows those within; compare with `kept_nbytes`."""
         each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
-        seen = host(self.seen)[: self.batch]
-        return each * sum(int(np.minimum(seen, width or seen).sum()) for width in self.config.windows)
+        return each * int(self._attended.sum())
 
     @property
-    def slack_nbytes(self) -> int:
-        """Bytes of pool rows that hold no token: free rows, and all rows of padding sequences."""
-        rows = self.seen.shape[0] * sum(pool.rows for pool in self.pools)
-        return (rows - int(self.kept.sum())) * self.row_bytes
+    def kept_nbytes(self) -> int:
+        """Bytes of the entries on devices, without free places, positions, scores and tables, which `nbytes` counts."""
+        # Entries that a window has left wait for the pool to fill up.
+        return self.entry_bytes * int(np.minimum(self.kept, self._attended[..., None]).sum())
+
+    @property
+    def _attended(self) -> Int[np.ndarray, "L B"]:
+        """Number of tokens that each layer may attend to in each sequence: those seen, or its window's."""
+        seen = host(self.seen)[: self.batch]
+        return np.stack([np.minimum(seen, width or seen) for width in self.config.windows])
 
     @property
     def kept(self) -> np.ndarray:
@@ -244,15 +253,59 @@ class KVCache:
             rows = slice(begin, begin + length[layer, sequence, head])
             yield layer, sequence, head, self.layout.pool_of(layer), rows
 
+    def counts(self) -> list[Int[np.ndarray, "_"]]:
+        """Numbers of kv heads, over `compressed_layers`, that keep each token seen, by sequence; not merged ones."""
+        return [held[self.compressed_layers].sum(axis=(0, 1)) for held in self._held()]
+
+    def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:
+        """Positions of the tokens that a kv head keeps, on the device or in host memory, ascending.
+
+        Args:
+            layer: index of the layer.
+            head: index of the kv head in its layer.
+
+        Returns:
+            An array for each sequence.
+        """
+        return [np.flatnonzero(held[layer, head]) for held in self._held()]
+
+    def show(self, params: Any, prompt: Any) -> Any:
+        """Text of the prompts, which a cache does not hold, each token shaded by how many heads keep it.
+
+        Args:
+            params: the model that made the cache.
+            prompt: what the cache was made of, as `jaxkv.prefill` took it. Later tokens are left out.
+
+        Returns:
+            A `Shown`: HTML in a notebook, colours in a terminal, plain text elsewhere.
+
+        Raises:
+            ValueError: for another model, one without a tokenizer, or a prompt that is not the cache's.
+            TypeError: for anything but a model.
+        """
+        if not hasattr(params, "shown"):
+            raise TypeError(f"params={type(params).__name__}: not a model. Give jaxkv.load's, then the prompt")
+        return params.shown(self, prompt)
+
+    @property
+    def compressed_layers(self) -> list[int]:
+        """Layers that the policy compresses: those without a sliding window, or all if each has one."""
+        windows = self.config.windows
+        return [at for at, width in enumerate(windows) if width is None] or [*range(len(windows))]
+
+    def _held(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
+        """Yields the mask `holds` of all tokens seen, sequence by sequence."""
+        return (self.holds(at, seen) for at, seen in enumerate(host(self.seen)[: self.batch].tolist()))
+
     def holds(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
-        """Mask of one sequence's first `tokens` tokens: True where a layer's kv head has the token's row on the device.
+        """Mask of one sequence's first `tokens` tokens: True where a layer's kv head keeps the token's entry.
 
         Args:
             sequence: index of the sequence.
             tokens: n, the number of tokens, from the first on.
 
         Returns:
-            The mask, `[L, K, n]`.
+            The mask.
         """
         positions = [host(pool.pos)[sequence] for pool in self.pools]
         mask = np.zeros((self.config.layers, self.config.kv_heads, tokens), bool)
@@ -260,10 +313,12 @@ class KVCache:
             if row == sequence:
                 at = positions[pool][rows]
                 mask[layer, head, at[at < tokens]] = True
+        if self.bank is not None and self.state is not None:
+            mask[list(self.bank.layers), :, : host(self.state.prompt)[sequence]] = True
         return mask
 
     def free(self) -> Int[np.ndarray, " L"]:
-        """Numpy array `[L]` of free rows behind segments: for each layer the smallest number over its segments."""
+        """Numbers of free rows behind segments, for each layer the smallest over its segments."""
         return self.free_rows().min(axis=1)
 
     def free_rows(self) -> Int[np.ndarray, "L B"]:

@@ -87,7 +87,7 @@ def run_compress(options: argparse.Namespace) -> int:
     cache = prefill(model, text, policy=policy, key=key, raw=options.raw, implementation=implementation)
     cache.save(out)
     rows = f"{cache.kept.mean():,.0f} of {int(cache.seen.max()):,} rows per kv head"
-    sizes = f"{cache.nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
+    sizes = f"{cache.kept_nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
     to_stderr(f"jaxkv: {options.out}: {rows}, {sizes}, {policy_name(policy)}")
     return 0
 
@@ -118,7 +118,7 @@ def run_ask(options: argparse.Namespace) -> int:
     stats = answers.stats
     told = f"{len(options.questions)} questions, read in {stats.prefill_seconds:.1f} s"
     told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} a second"
-    to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of tracing and compiling")
+    to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of these compiling")
     if options.json:
         found = [
             {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}

@@ -226,9 +226,9 @@ def _print_stats(result: Generation) -> None:
     lines = [
         f"prompt   {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",
         f"answer   {stats.new_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s; {ended}",
-        f"compile  {stats.compile_seconds:.2f} s, tracing included",
-        f"cache    {stats.full_bytes / 1e6:.2f} MB full, {stats.cache_bytes / 1e6:.2f} MB kept "
-        f"({stats.kept:.1f} rows per kv head; {stats.slack_bytes / 1e6:.2f} MB unused)",
+        f"compile  {stats.compile_seconds:.2f} s of these, tracing included",
+        f"cache    {stats.full_bytes / 1e6:.2f} MB full, {stats.kept_bytes / 1e6:.2f} MB kept "
+        f"({stats.kept:.1f} rows per kv head) in {stats.cache_bytes / 1e6:.2f} MB of memory",
     ]
     if stats.cut_rows:
         lines.append(f"cut      {stats.cut_rows} rows reached the threshold, for which the budget had no room")

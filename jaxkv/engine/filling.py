@@ -50,7 +50,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
         copies = larger - size
         filled = dataclasses.replace(batch, encoded=encoded.with_copies(copies), copies=copies)
         took = flat.took.get(_signature(session, filled))
-        if took is None or took.running_seconds * copies / larger >= took.compile_seconds:
+        if took is None or took.seconds * copies / larger >= took.compile_seconds:
             continue
         try:
             every = session.plan(filled.encoded.lengths, new)
@@ -64,7 +64,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
 
 
 def remember(session: Session, batch: Batch) -> None:
-    """Stores a batch's first compile and last running seconds on the model, for `planned`; skips batches with copies.
+    """Stores a batch's first compile and last seconds on the model, for `planned`; skips batches with copies.
 
     The session has run this batch and nothing else.
     """
@@ -73,7 +73,7 @@ def remember(session: Session, batch: Batch) -> None:
     clocks, took = session.clocks, session.params.flat.took
     signature = _signature(session, batch)
     first = took[signature].compile_seconds if signature in took else clocks.compile_seconds
-    took[signature] = Took(first, clocks.prefill.running_seconds + clocks.decode.running_seconds)
+    took[signature] = Took(first, clocks.prefill.seconds + clocks.decode.seconds)
 
 
 def _signature(session: Session, batch: Batch) -> tuple:

@@ -25,6 +25,8 @@ QUERY_BLOCK = 256
 _TOKENS_AT_ONCE = 2048
 # Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
 BLOCK = 256
+# Tokens up to which all questions on top of a cache share programs: they are padded to as many.
+SHORT = 64
 # Tokens drawn between two reads of the text, for stop strings, streams and progress bars.
 LOOK = 8
 

@@ -46,7 +46,7 @@ class PrefillPlan:
         budget: `[B]` rows per kv head, averaged over layers.
         forced: `[B]` rows that stay whatever their score.
         cache_bytes: bytes of the cache on the device, room and segment tables included.
-        full_bytes: bytes of these prompts' rows, uncompressed and unpadded.
+        full_bytes: bytes of these prompts' entries (keys and values), uncompressed and unpadded.
         slack_bytes: part of cache_bytes, room left out, that no promised row fills: short prompts in long buckets.
         peak_bytes: cache and activations of prefill together, weights excluded.
         host_bytes: bytes of offloaded rows in host memory.
@@ -71,10 +71,10 @@ class PrefillPlan:
     pools: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """One-line text: number of prompts, padded length, rows per kv head, megabytes kept and at peak; no arrays."""
+        """One-line text: number of prompts, padded length, rows per kv head, megabytes full and at peak; no arrays."""
         least, most = int(self.budget.min()), int(self.budget.max())
         rows = str(least) if least == most else f"{least} to {most}"
-        size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
+        size = f"{self.full_bytes / 1e6:.2f} MB full, cache {self.cache_bytes / 1e6:.2f} MB"
         size += f", {self.host_bytes / 1e6:.2f} MB in host memory" if self.host_bytes else ""
         size += f", peak {self.peak_bytes / 1e6:.2f} MB"
         return f"PrefillPlan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"

@@ -23,7 +23,7 @@ from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
-from jaxkv.engine.lengths import bucket, tokens_per_call
+from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.engine.replay import Padded, texts_of
@@ -54,7 +54,7 @@ class Session:
         implementations: attention backends of prefill and decode.
         texts: token ids that a second pass reads before each chunk; None for policies that read prompts once.
         key: random key for policies that draw, and for sampling.
-        clocks: seconds that the session has taken so far.
+        clocks: wall-clock seconds that the session has taken so far.
         read, drawn: transfers from host memory for tokens read on top of caches, and for tokens drawn.
     """
 
@@ -87,7 +87,7 @@ class Session:
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
         self._keyed = given is not None
-        with self.clocks.making:
+        with self.clocks.prefill:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
@@ -106,7 +106,7 @@ class Session:
         config, policy, axes = self.params.config, self.policy, self.params.axes
         needed = self.planned(lengths, first_room(policy.parts(), config.windows, lengths, new) if new else 0)
         mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
-        with self.clocks.making, hosts.together("a session's plan", mesh):
+        with self.clocks.prefill, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # The cache grows to that size on the way, where a MemoryError would lose the answer.
@@ -223,7 +223,7 @@ class Session:
                 break
             yield layers
         with own_settings(), self.clocks.prefill:
-            jax.block_until_ready(logits)
+            jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, model=params.fingerprint, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
@@ -235,7 +235,7 @@ class Session:
             batch: number of prompts.
         """
         params, chosen = self.params, self.implementations.prefill
-        with self.clocks.making:
+        with self.clocks.prefill:
             copies = missing(batch, params.axes)
             batch, needed = batch + copies, needed.with_copies(copies) if copies else needed
             tokens = np.arange(batch * needed.slots, dtype=np.int32) % params.config.vocab
@@ -259,8 +259,8 @@ class Session:
             cache: of this model and policy; one sequence serves many prompts.
             ids: token ids of a prompt for each sequence; plain text if the model has a tokenizer.
             new: tokens to be drawn later; with it, sequences over their limit are compressed again and room is made.
-            chunk: tokens at a time; by default 256, or all if they are fewer. Tokens read one at a time evict rows and
-                read chosen rows as drawn tokens do.
+            chunk: tokens at a time; by default 256, or 64 or 128 if they are fewer. Tokens read one at a time evict
+                rows and read chosen rows as drawn tokens do.
             donate: True gives the cache up, so that its own buffers are written.
 
         Returns:
@@ -277,8 +277,8 @@ class Session:
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
-                cache = forked(cache, batch, longest, new)
-        size = tokens_per_call(longest) if chunk is None else chunk
+                cache = forked(cache, batch, max(SHORT, longest), new)
+        size = tokens_per_call(max(SHORT, longest)) if chunk is None else chunk
         lengths = np.pad(encoded.lengths, (0, cache.padding))
         tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
         spec = spec_for(flat, cache, self.implementations.decode)
@@ -286,10 +286,10 @@ class Session:
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
-            jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
                 # Of a long question only those rows stay that the policy keeps.
                 cache = make_room(flat, cache, new, key=self.key)
+            jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
 
     @settled
@@ -367,7 +367,7 @@ class Session:
         remedy = "give what a session's prefill, extend or draw returned"
         require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key if given is None else given
-        with self.clocks.making:
+        with self.clocks.decode:
             cache = ready_to_draw(flat, cache, new, key=key)
             return Drawing(
                 flat,

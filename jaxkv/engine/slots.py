@@ -21,7 +21,7 @@ from jaxkv.engine import loop
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.decode import Beside, extend, read_on_top
 from jaxkv.engine.layer_step import Tail
-from jaxkv.engine.lengths import bucket, buckets, tokens_per_call
+from jaxkv.engine.lengths import SHORT, bucket, buckets, tokens_per_call
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
@@ -116,7 +116,7 @@ class Slots:
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Sequences
         self._tails: tuple[Tail, ...]
-        with session.clocks.making:
+        with session.clocks.prefill:
             self._compile()
 
     @settled
@@ -162,7 +162,7 @@ class Slots:
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
-        size = tokens_per_call(longest)
+        size = tokens_per_call(max(SHORT, longest))
         tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
         if self._free(copy).min() < longest:
             copy = slid(copy, self.shape.rows)

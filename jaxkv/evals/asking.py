@@ -236,7 +236,7 @@ class _Group(NamedTuple):
                 text=min((text.split(stop)[0] for stop in self.samples[number].stop), key=len, default=text),
                 tokens=sum(map(len, self.pairs[number])),
                 rows=float(kept[:, row].mean()),
-                nbytes=int(kept[:, row].sum()) * out.cache.row_bytes,
+                nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,
                 raised=bool(parts.raised(np.asarray([len(compressed[row])]))),
             )
             found.append(answer)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jaxkv.cache import KVCache
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.records import dumped, read_json
 from jaxkv.text.pieces import pieces_of
+from jaxkv.text.shown import Passage, joined
 from jaxkv.text.tokenizer import Text
 
 KEPT = "kept.json"
@@ -63,19 +64,12 @@ class Watch:
         drops = parts.scorer is not None
         self.held = Held(
             ids=self.ids,
-            heads=cache.config.layers * cache.config.kv_heads,
-            counts=cache.holds(at, len(self.ids)).sum(axis=(0, 1)).tolist() if drops else None,
+            heads=len(cache.compressed_layers) * cache.config.kv_heads,
+            counts=cache.counts()[at][: len(self.ids)].tolist() if drops else None,
             chooses=parts.read is not None,
             later=parts.ongoing is not None,
             merges=parts.merge is not None,
         )
-
-
-class Passage(NamedTuple):
-    """Text of neighbouring tokens that equally many kv heads hold, and the number of these heads."""
-
-    text: str
-    heads: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,26 +125,9 @@ class Kept:
     def passages(self, entry: Entry) -> list[list[Passage]]:
         """One policy's shown tokens as a list of lists of `Passage`: one list, or two if the middle is left out."""
         assert entry.counts is not None
-        pairs = [*zip(self.pieces, entry.counts, strict=True)]
-        half = len(pairs) // 2
-        return [_joined(part) for part in ([pairs[:half], pairs[half:]] if self.left_out else [pairs])]
-
-
-def _joined(pairs: Sequence[tuple[str, int]]) -> list[Passage]:
-    """List of `Passage` from (token text, kv heads) pairs: equal neighbours joined, empty texts to the next."""
-    found: list[Passage] = []
-    waiting: list[int] = []
-    for at, (text, count) in enumerate(pairs):
-        waiting.append(count)
-        if not text and at + 1 < len(pairs):
-            continue
-        heads = sum(waiting) / len(waiting)
-        if found and found[-1].heads == heads:
-            found[-1] = Passage(found[-1].text + text, heads)
-        else:
-            found.append(Passage(text, heads))
-        waiting = []
-    return found
+        half = len(self.pieces) // 2
+        parts = [slice(half), slice(half, None)] if self.left_out else [slice(None)]
+        return [joined(self.pieces[part], entry.counts[part]) for part in parts]
 
 
 def read_kept(folder: Path) -> Kept | None:

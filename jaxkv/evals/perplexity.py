@@ -204,7 +204,7 @@ def losses_of(
             cache = feed(session, cache, after[:, at : at + 1], donate=True)
     found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(after)]
     kept = cache.kept
-    return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.row_bytes)
+    return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes)
 
 
 def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:

@@ -127,7 +127,7 @@ class Turns(Task):
             seen = host(cache.seen)
             for row, number in enumerate(at):
                 rows = [each[:, row] for each in kept]
-                nbytes = int(rows[-1].sum()) * cache.row_bytes
+                nbytes = int(rows[-1].sum()) * cache.entry_bytes
                 outcome = self._outcome(samples[number], spoken[row], rows)
                 outcomes[number] = dataclasses.replace(outcome, tokens=int(seen[row]), nbytes=nbytes)
         return [outcomes[number] for number in range(len(samples))]

@@ -264,10 +264,10 @@ class Ends(nnx.Module):
 
 
 class Took(NamedTuple):
-    """Named tuple of a batch size's seconds: `compile_seconds` of the first run, `running_seconds` of the latest."""
+    """Named tuple of a batch size: `compile_seconds` of the first run, `seconds` that the latest took in all."""
 
     compile_seconds: float
-    running_seconds: float
+    seconds: float
 
 
 def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:

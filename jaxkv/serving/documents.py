@@ -43,8 +43,8 @@ class Document:
         tokens: tokens of the document.
         rows: rows kept per kv head and layer, averaged.
         nbytes: bytes of its cache on the device, with free rows for a question and an answer.
-        kept_nbytes: bytes of the rows that were kept.
-        full_nbytes: bytes that all of its tokens would take in an uncompressed cache.
+        kept_nbytes: bytes of the entries (keys and values) that were kept.
+        full_nbytes: bytes of the entries of all of its tokens in an uncompressed cache.
         kept: its token ids, and which kv heads of which layers keep each token's row.
         turn: turn of the conversation after it.
     """
@@ -120,7 +120,7 @@ class Documents:
             tokens=int(np.asarray(cache.seen)[0]),
             rows=float(np.mean(cache.kept)),
             nbytes=cache.nbytes,
-            kept_nbytes=int(cache.kept[:, 0].sum()) * cache.row_bytes,
+            kept_nbytes=cache.kept_nbytes // cache.batch,
             full_nbytes=cache.full_nbytes // cache.batch,
             kept=Kept.of(cache, ids),
             turn=cache.turn if isinstance(cache.turn, Turn) else cache.turn[0],

@@ -84,7 +84,7 @@ def usage_of(requests: list[Request], n: int, document: Document | None) -> dict
 def document_object(document: Document, model: str) -> dict[str, Any]:
     """The object of a document of a model: its id, tokens, rows per kv head and layer, bytes on the device.
 
-    `kept_bytes` are those of the kept rows alone, `full_bytes` those of an uncompressed cache of its tokens.
+    `kept_bytes` are those of the kept entries alone, `full_bytes` those of the entries of an uncompressed cache.
     """
     return {
         "id": document.id,

@@ -1,0 +1,79 @@
+"""`Shown`: text shaded by how much of each token a cache keeps, for notebooks and terminals."""
+
+import dataclasses
+import html
+import itertools
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+# Escape sequences in a document would steer the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Passage(NamedTuple):
+    """Text of neighbouring tokens that equally many kv heads hold, and the number of these heads."""
+
+    text: str
+    heads: float
+
+
+def joined(pieces: Sequence[str], counts: Iterable[int]) -> list[Passage]:
+    """List of `Passage` from each token's text and number of kv heads: equal neighbours are joined.
+
+    A token without text is a part of the next one's character.
+    """
+    whole, waiting = list[Passage](), list[int]()
+    for text, count in zip(pieces, counts, strict=True):
+        waiting.append(count)
+        if text:
+            whole.append(Passage(text, sum(waiting) / len(waiting)))
+            waiting = []
+    parts = itertools.groupby(whole, key=operator.attrgetter("heads"))
+    return [Passage("".join(each.text for each in part), heads) for heads, part in parts]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Shown:
+    """Prompts shaded by how many kv heads keep each token: HTML in a notebook, colours in a terminal, else plain text.
+
+    Attributes:
+        passages: the text of each prompt, in parts that equally many heads keep.
+        heads: number of kv heads, over layers, that could keep a token.
+    """
+
+    passages: tuple[Sequence[Passage], ...]
+    heads: int
+
+    def __repr__(self) -> str:
+        """Text of the prompts, with colours if stdout is a terminal."""
+        return "\n\n".join(self._written(_coloured if sys.stdout.isatty() else _plain))
+
+    def _repr_html_(self) -> str:
+        """HTML of the prompts: kept text is marked, evicted text is struck through."""
+        return f"<div style='white-space: pre-wrap'>{'<hr>'.join(self._written(_marked))}</div>"
+
+    def _written(self, shaded: Callable[[str, float], str]) -> list[str]:
+        """Each prompt's text, shaded by shares of heads."""
+        return ["".join(shaded(each.text, each.heads / self.heads) for each in prompt) for prompt in self.passages]
+
+
+def _plain(text: str, share: float) -> str:
+    """Text without control characters but tabs and line feeds."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _coloured(text: str, share: float) -> str:
+    """Text for a terminal, on a blue that is the brighter the larger the share; faint at a share of 0."""
+    code = f"\x1b[97;48;5;{16 + math.ceil(5 * share)}m" if share else "\x1b[2m"
+    # A background that goes on over a line break fills the rest of the line.
+    return "\n".join(f"{code}{line}\x1b[0m" for line in _plain(text, share).split("\n"))
+
+
+def _marked(text: str, share: float) -> str:
+    """HTML element of a text: marked, the stronger the larger the share, or struck through at a share of 0."""
+    shade = f"mark style='color: inherit; background: rgb(0 114 178 / {0.1 + 0.45 * share:.2f})'" if share else "s"
+    return f"<{shade} title='{share:.0%} of the kv heads'>{html.escape(text)}</{shade.split()[0]}>"
