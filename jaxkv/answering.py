@@ -13,7 +13,6 @@ from jaxkv import hosts
 from jaxkv.cache import KVCache
 from jaxkv.compilation import tell_if_slow
 from jaxkv.engine.drawing import Drawing
-from jaxkv.engine.filling import Batch, planned, remember, without_copies
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.session import Session
 from jaxkv.results import Answers, Completion, Generation, Stats
@@ -51,7 +50,7 @@ def bar(progress: bool | None, total: int, title: str) -> tqdm:
 def answered(call: Call) -> Generator[list[str], None, Generation]:
     """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
-    cache, sizes, batch = _read(call)
+    cache, sizes = _read(call)
     if call.look is not None:
         call.look(cache)
     eos = params.ends if call.stop_at_eos else ()
@@ -62,10 +61,6 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
         cache = drawing.close()
         jax.block_until_ready(cache.pools)
     cache = session.compress_again(cache)
-    with session.clocks.decode:
-        cache = without_copies(cache)
-    if batch is not None:
-        remember(session, batch)
     closing = answers.flush()
     if call.interval is not None and any(closing):
         yield closing
@@ -79,31 +74,22 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
     return Generation(
         **fields,
         cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
-        stats=_stats(call, cache, sizes, answers, drawing, batch),
+        stats=_stats(call, cache, sizes, answers, drawing),
     )
 
 
-def _read(call: Call) -> tuple[KVCache, dict[str, Any], Batch | None]:
-    """Prefills the prompts, or reads them on top of the given cache; returns the cache, its sizes and the `Batch`.
-
-    Sizes are fields of `Stats`. The batch is None on top of a given cache.
-    """
+def _read(call: Call) -> tuple[KVCache, dict[str, Any]]:
+    """Prefills the prompts, or reads them on top of the given cache; returns the cache and its sizes for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Read before the cache is extended.
         sizes = _sizes(given, given.nbytes)
-        return session.extend(given, encoded, new=new), sizes, None
-    config = session.params.config
-    batch = planned(session, encoded, new)
-    every, needed = batch.encoded, batch.asked
-    with bar(call.progress, config.layers, "prefill") as shown:
-        cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
+        return session.extend(given, encoded, new=new), sizes
+    needed = session.plan(encoded.lengths, new)
+    with bar(call.progress, session.params.config.layers, "prefill") as shown:
+        cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
     spare = len(cache.seen) * cache.room_nbytes(needed.room)
-    # Bytes of the prompts without their copies; all sequences have the same size.
-    weighs = (cache.nbytes - spare) * len(encoded.ids) // len(every.ids)
-    if batch.copies:
-        cache = dataclasses.replace(cache, padding=batch.copies, turn=encoded.turn)
-    return cache, _sizes(cache, weighs), batch
+    return cache, _sizes(cache, cache.nbytes - spare)
 
 
 def _sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
@@ -135,9 +121,7 @@ def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str
             wanted = wanted or interval
 
 
-def _stats(
-    call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, drawing: Drawing, batch: Batch | None
-) -> Stats:
+def _stats(call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, drawing: Drawing) -> Stats:
     """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
     session, given = call.session, call.cache
     clocks, reading = session.clocks, drawing.reading
@@ -167,7 +151,6 @@ def _stats(
         moved_rows=moved,
         cut_rows=cut,
         raised_budgets=0 if given is not None else session.policy.parts().raised(call.encoded.lengths),
-        copies=0 if batch is None else batch.copies,
     )
 
 

@@ -51,9 +51,6 @@ class Stats:
             over all sequences, layers and kv heads, while tokens were drawn as well; 0 without a threshold.
         raised_budgets: prompts whose budget, a share of them, came out below the rows that must stay and was raised to
             these.
-        copies: copies of the last sequence that ran beside those asked for: a batch of a size met for the first time is
-            filled up to a size that programs were compiled for, if that takes less time. Seconds, and bytes at the
-            peak, are those of all sequences; tokens and other bytes those of the sequences asked for.
     """
 
     prompt_tokens: int
@@ -78,7 +75,6 @@ class Stats:
     moved_rows: int = 0
     cut_rows: int = 0
     raised_budgets: int = 0
-    copies: int = 0
 
     def __repr__(self) -> str:
         """One-line summary of tokens, speed and cache size."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -263,13 +263,6 @@ class Ends(nnx.Module):
         return capped(logits, self.logit_softcap)
 
 
-class Took(NamedTuple):
-    """Named tuple of a batch size: `compile_seconds` of the first run, `seconds` that the latest took in all."""
-
-    compile_seconds: float
-    seconds: float
-
-
 def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:
     """Yields (owner's attributes, name, part) for each nested module and parameter, modules before their parts."""
     held = vars(module)
@@ -306,8 +299,6 @@ class Flat:
         config: the decoder's configuration.
         axes: axes of the mesh that the parameters lie on, or None.
         compiled: signatures of prefills whose programs are compiled.
-        took: seconds that batches of these signatures took in `generate`.
-        filled: signatures of batches that were padded with copies to a size that is compiled.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
         gates: weights of gates of policies on the parameters' devices, by gate and layer; the last used gate is last.
     """
@@ -315,8 +306,6 @@ class Flat:
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
         self.compiled: set[tuple] = set()
-        self.took: dict[tuple, Took] = {}
-        self.filled: set[tuple] = set()
         self.on_mesh: dict[Axes, Any] = {}
         self.gates: dict[Any, dict[int, Any]] = {}
         self._decoder, self._parts = decoder, tuple(parts_of(decoder))
