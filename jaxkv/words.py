@@ -1,34 +1,19 @@
-"""Arguments of `load`, `generate` and others by other libraries' names: taken if certain in meaning, else refused."""
+"""Arguments of sampling by other libraries' names, and kvpress' compression ratio, which is another number."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numpy as np
-
 from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
 from jaxkv._values import brief, shortened
-from jaxkv.cache import KVCache
-from jaxkv.policies.policy import Method
 from jaxkv.policies.words import share_kept
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Other libraries' names of an argument that takes the same values.
-_SAME = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "stop_strings": "stop",
-    "stop_sequences": "stop",
-    "seed": "key",
-    "prompts": "prompt",
-    "messages": "prompt",
-}
 # Arguments of sampling that Hugging Face, OpenAI and vLLM share; of cuts, the checks and the values that cut nothing.
 _CUTS: dict[str, tuple[Callable[[Any], float], tuple[int, ...]]] = {
     "top_k": (lambda given: whole("top_k", given, "give a whole number, 0 or -1 for no cut", least=-1), (0, -1)),
@@ -36,45 +21,6 @@ _CUTS: dict[str, tuple[Callable[[Any], float], tuple[int, ...]]] = {
     "min_p": (lambda given: real("min_p", given, "give a share in [0, 1]", high=1), (0,)),
 }
 _SAMPLING = ("temperature", "do_sample", *_CUTS)
-_PENALTY = "there are no penalties: sampling= takes any function of logits and random keys"
-_ASK = "cache = jaxkv.prefill(params, document, policy=...); jaxkv.generate(params, question, cache=cache)"
-_REFUSED = {
-    "max_length": "it counts the prompt's tokens as well: give max_new_tokens=, the number of tokens to draw",
-    "min_new_tokens": "give stop_at_eos=False, which draws max_new_tokens",
-    "min_tokens": "give stop_at_eos=False, which draws max_new_tokens",
-    "ignore_eos": "give stop_at_eos=False, which draws max_new_tokens",
-    "eos_token_id": "the model's config names these: give stop= for texts, or stop_at_eos=False",
-    "n": "give the prompt as often as it is to be answered: [prompt] * n",
-    "num_return_sequences": "give the prompt as often as it is to be answered: [prompt] * n",
-    "num_beams": "there is no beam search: leave it out",
-    "repetition_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "sampling_params": "give its fields: max_new_tokens=, sampling=, stop=, key=",
-    "generation_config": "give its fields: max_new_tokens=, sampling=, stop=, key=",
-    "streamer": "give stream=True, and iterate over what is returned",
-    "input_ids": "give prompt=, a list of ids for each prompt, without padding",
-    "attention_mask": "prompts have no padding: give prompt=, a list of ids for each",
-    "past_key_values": "give cache=, which jaxkv.prefill or an earlier generate returned",
-    "question": _ASK,
-    "context": _ASK,
-    "press": "give policy=, SnapKV(budget=0.5) say",
-    "window": "it is the policy's: give policy=SnapKV(window=...)",
-    "model": "give what jaxkv.load returns as params, the first argument",
-    "tokenizer": "params brings its own: leave it out",
-    "device": "params lies on it; give mesh= for several",
-    "dtype": "give it to jaxkv.load",
-    "torch_dtype": 'it is called dtype here: jaxkv.load(name, dtype="bfloat16")',
-    "device_map": "give mesh= to jaxkv.load for several devices; one is JAX's default device",
-    "attn_implementation": "give implementation= to generate or prefill",
-    "trust_remote_code": "no code of a checkpoint's is run: leave it out",
-    "quantization_config": 'give weights="int8" or "int4" to jaxkv.load',
-    "quantization": 'give weights="int8" or "int4" to jaxkv.load',
-    "load_in_8bit": 'give weights="int8" to jaxkv.load',
-    "load_in_4bit": 'give weights="int4" to jaxkv.load',
-    "max_model_len": "give max_positions= to jaxkv.load",
-    "revision": "give the folder of a downloaded snapshot",
-}
 
 
 def sampler_of(
@@ -106,64 +52,42 @@ def sampler_of(
 
 
 def by_other_names(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that translates arguments given by other libraries' names; TypeError, with the remedy, for others."""
-    parameters = inspect.signature(call).parameters
-    known = [name for name in parameters if name != "self"]
-    places = [name for name, given in parameters.items() if given.kind is not inspect.Parameter.KEYWORD_ONLY]
-    named = [name for name in known if name not in places]
-    title = call.__qualname__.removesuffix(".__init__")
+    """Decorator that takes other libraries' arguments of sampling; TypeError, with ours, for kvpress' ratio."""
+    known = inspect.signature(call).parameters
 
     @functools.wraps(call)
     def taken(*args: Any, **options: Any) -> Any:
-        if len(args) > len(places):
-            extra = args[len(places)]
-            name = {Method: "policy", KVCache: "cache", int: "max_new_tokens", np.integer: "max_new_tokens"}
-            mine = next((name[kind] for kind in name if isinstance(extra, kind) and name[kind] in known), named[0])
-            before = ", ".join(place for place in places if place != "self")
-            raise TypeError(f"{shortened(brief(extra))}: give it by its name: {title}({before}, {mine}=...)")
-        if not options.keys() <= set(known):
-            options = _translated(title, options, known)
+        if "compression_ratio" in options:
+            kept = share_kept(options["compression_ratio"])
+            raise TypeError(
+                f"compression_ratio: it is the policy's. Give policy=SnapKV({kept}), the share that is kept."
+            )
+        if "sampling" in known:
+            options = _with_sampler(options)
         return call(*args, **options)
 
     return cast(Callable[P, R], taken)
 
 
-def _translated(call: str, options: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Options under the names in `known`, translated from other libraries' names; TypeError for untranslatable ones."""
-    made = {name: value for name, value in options.items() if name in known}
+def _with_sampler(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with `sampling` and `key` instead of other libraries' arguments; TypeError where they contradict."""
     # None is these libraries' default: it says nothing of sampling.
-    others = {name: value for name, value in options.items() if name not in known}
-    others = {name: value for name, value in others.items() if value is not None or name not in _SAMPLING}
-    drawing = {name: value for name, value in others.items() if name in _SAMPLING}
-    for name, value in others.items():
-        mine = "sampling" if name in drawing else _SAME.get(name)
-        if mine is None:
-            raise _unknown(call, name, value, known)
-        if mine not in known:
-            raise TypeError(f"{name}={shortened(brief(value))}: {call} draws no tokens: give it to generate")
-        if mine in made:
-            raise TypeError(f"{name}={shortened(brief(value))}: {mine}= says it already: give one of them")
-        if name not in drawing:
-            made[mine] = value
-    if drawing:
-        if not drawing.keys() & {"temperature", "do_sample"}:
-            name, value = next(iter(drawing.items()))
-            remedy = "it is not said whether tokens are drawn at random: give temperature=, too, and key=0"
-            raise TypeError(f"{name}={value!r}: {remedy}")
-        made["sampling"] = sampler_of(**drawing)
-    return made
+    given = {name: options.pop(name) for name in _SAMPLING if name in options}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "seed" in options:
+        _require_once("key", "seed", options)
+        options["key"] = options.pop("seed")
+    if not given:
+        return options
+    name, value = next(iter(given.items()))
+    _require_once("sampling", name, options)
+    if not given.keys() & {"temperature", "do_sample"}:
+        remedy = "it is not said whether tokens are drawn at random: give temperature=, too, and key=0"
+        raise TypeError(f"{name}={shortened(brief(value))}: {remedy}")
+    return options | {"sampling": sampler_of(**given)}
 
 
-def _unknown(call: str, name: str, value: Any, known: list[str]) -> TypeError:
-    """Returns the TypeError for an argument that a call does not have, with a text that says what to write instead."""
-    if name == "compression_ratio":
-        remedy = f"it is the policy's: give policy=SnapKV({share_kept(value)}), the share that is kept"
-    elif name == "budget":
-        remedy = f"it is the policy's: give policy=SnapKV(budget={value!r})"
-    elif name in _REFUSED:
-        remedy = _REFUSED[name]
-    else:
-        near = difflib.get_close_matches(name, known, n=2)
-        remedy = f"{call} has no such argument; "
-        remedy += f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-    return TypeError(f"{name}={shortened(brief(value))}: {remedy}")
+def _require_once(mine: str, other: str, options: Mapping[str, Any]) -> None:
+    """Raises TypeError if an argument is given by our name, too."""
+    if options.get(mine) is not None:
+        raise TypeError(f"{other}: {mine}= says it already. Give one of them.")
