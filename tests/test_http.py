@@ -11,6 +11,7 @@ import lettered
 import openai
 import pytest
 from lettered import DOC, ids
+from engine_runs import held
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -325,31 +326,51 @@ def test_errors_of_our_own_have_a_form_and_no_text_of_prompts(engine, caplog, mo
     assert "KeyError at broken" in caplog.text and "secret" not in caplog.text + response.text
 
 
+async def posted(app, path, body, *, until):
+    """Posts a body by a client that goes once `until()` is true; returns the messages that the application sent it."""
+    messages, sent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}], []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        while not until():
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
+    await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    return sent
+
+
+def test_documents_end_when_their_client_goes(engine, app, caplog):
+    """One in mid-prefill and three that wait; nothing of them is computed or kept."""
+    with held(engine) as given_up:
+
+        begun = []
+
+        def all_begun():
+            begun.extend([True] * ((engine.stats.prefilling, engine.stats.waiting) == (1, 3)))
+            return begun
+
+        async def main():
+            await asyncio.gather(*(posted(app, DOCUMENTS, {"text": DOC}, until=all_begun) for _ in range(4)))
+
+        with caplog.at_level(logging.INFO, "jaxkv.serving"):
+            asyncio.run(asyncio.wait_for(main(), 60))
+        assert caplog.text.count(f"POST {DOCUMENTS} 499") == 4 and given_up.wait(60)
+    assert engine.submit(DOC, max_new_tokens=2).result(60) is not None and not engine.documents.all()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_end_when_their_client_goes(engine, app, caplog, stream):
     """Its client is there until the first requests have begun; the last of them still waits then."""
     body = {"prompt": DOC, "n": 6, "max_tokens": 40, "ignore_eos": True, "stream": stream}
     before = engine.stats.answered
-
-    async def main():
-        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        sent = []
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            while not engine.stats.running:
-                await asyncio.sleep(0.001)
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": TEXTS, "query_string": b"", "root_path": ""}
-        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
-
     with caplog.at_level(logging.INFO, "jaxkv.serving"):
-        asyncio.run(main())
+        asyncio.run(posted(app, TEXTS, body, until=lambda: engine.stats.running))
     assert f"POST {TEXTS} 499 prompt_tokens=- new_tokens=-" in caplog.text
     # Whoever comes next has the slots.
     assert engine.submit(DOC, max_new_tokens=2).result(60) is not None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import slot_runs as runs
 import tiny
+from engine_runs import held, under_way
 from lettered import DOC, ids
 from policy_table import BY_NAME
 from test_stores import Half
@@ -94,7 +95,7 @@ def work_of(prompt, new, eos=(), *, offline=False):
     encoded = encode(prompt, None, model().config, close=True)
     given = {"key": None, "stops": (), "eos": eos, "policy": None, "deadline": None, "offline": offline}
     order = Order(encoded=encoded, new=new, sampling=Greedy(), **given)
-    return Work(order, Request(lambda: None), None)
+    return Work(order, Request(), None)
 
 
 @pytest.fixture
@@ -328,12 +329,55 @@ def test_deadlines_cancellation_and_full_queues(letters):
     cancelled = 0
     for request in requests[:-1]:
         # Those that had been answered before keep their answer.
-        ended = request.future.exception(timeout=60)
-        cancelled += isinstance(ended, concurrent.futures.CancelledError)
-        assert ended is None or (request.cancelled and isinstance(ended, concurrent.futures.CancelledError))
+        assert request.cancelled or request.result(60).finish_reason == "length"
+        cancelled += request.cancelled
     # The four that waited cannot have been answered meanwhile.
     assert cancelled >= 3
     assert letters.submit(DOC, max_new_tokens=2).result().finish_reason == "length"
+
+
+def test_cancelled_documents_leave_the_queue_and_the_device(letters):
+    """One in mid-prefill and one that waits; the request behind them is answered, and nothing of them is left."""
+    before = letters.documents.all()
+    with held(letters) as given_up:
+        futures = [letters.submit_document(text) for text in (DOC, DOC[:9])]
+        behind = letters.submit(DOC, max_new_tokens=2)
+        under_way(letters, 2)
+        assert [future.cancel() for future in reversed(futures)] == [True, True]
+        assert given_up.wait(60)
+        done, _ = concurrent.futures.wait(futures, timeout=60)
+        assert done == set(futures) and all(future.cancelled() for future in futures)
+        under_way(letters, 0)
+    assert len(behind.result(60).tokens) == 2 and letters.documents.all() == before
+    kept = letters.submit_document(DOC)
+    assert kept.result(60) in letters.documents.all() and not kept.cancel()
+    letters.documents.remove(kept.result().id)
+
+
+def test_whoever_is_interrupted_while_a_document_is_compressed_leaves_none(letters, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = letters.documents.all()
+    with held(letters) as given_up:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(concurrent.futures.Future, "result", interrupted)
+            letters.document(DOC)
+        assert given_up.wait(60) or letters.stats.prefilling == 0
+    assert letters.submit(DOC, max_new_tokens=2).result(60) and letters.documents.all() == before
+
+
+def test_futures_of_requests_cancel_them(letters):
+    """In mid-prefill; whoever iterates over the text or waits for the future is told."""
+    with held(letters) as given_up:
+        request = letters.submit(DOC, max_new_tokens=40)
+        under_way(letters, 0)
+        assert request.future.cancel() and request.cancelled and request.done and "cancelled" in repr(request)
+        with pytest.raises(concurrent.futures.CancelledError):
+            list(request)
+        assert given_up.wait(60)
+        assert concurrent.futures.wait([request.future], timeout=60).done
+    assert letters.submit(DOC, max_new_tokens=2).result(60) and request.stats is None
 
 
 @pytest.mark.parametrize("broken_first", ["decode", "insert", "begin"])

@@ -207,7 +207,7 @@ class Engine:
             offline=offline,
             document=document,
         )
-        request = Request(self._wake)
+        request = Request()
         self._queued(Work(order, request, params.text))
         return request
 
@@ -239,13 +239,18 @@ class Engine:
             TypeError: for an argument of the wrong kind, with what to give instead.
             RuntimeError: if the engine is closed or has failed.
         """
-        return self.submit_document(prompt, raw=raw, key=key, budget=budget, deadline=deadline).result()
+        future = self.submit_document(prompt, raw=raw, key=key, budget=budget, deadline=deadline)
+        try:
+            return future.result()
+        finally:
+            # Whoever is interrupted here has no handle.
+            future.cancel()
 
     @settled
     def submit_document(
         self, prompt: Prompt, *, raw: bool = False, key: Any = None, budget: Any = None, deadline: Any = None
     ) -> Future[Document]:
-        """Queues a document; returns a future of its handle at once. Arguments and errors are those of `document`."""
+        """Queues a `document` with the same arguments; returns a future of its handle, whose `cancel` ends it."""
         params, key, raw = self._session.params, own_key(key, self._session.key), _checks.flag("raw", raw)
         remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
         require(self._slots.shape.question > 0, "document", "not asked", remedy)
@@ -385,11 +390,6 @@ class Engine:
                 self._refused += 1
                 raise QueueFull(f"{self._limit} requests wait already: try again later, or make the queue longer")
             self._scheduler.waiting.append(work)
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        """Wakes the engine's thread."""
-        with self._changed:
             self._changed.notify_all()
 
     def _run(self) -> None:

@@ -11,6 +11,7 @@ from jaxkv.engine.compress import Walk
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.slots import Slots
 from jaxkv.serving.documents import Documents
+from jaxkv.serving.requests import claimed
 from jaxkv.serving.work import Reading, Work
 
 # What one prompt or document can be refused for; any other error is the engine's own.
@@ -155,10 +156,11 @@ class Scheduler:
     def _prefilled(self, work: Work | Reading, cache: KVCache) -> None:
         """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
         if isinstance(work, Reading):
-            try:
-                work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
-            except _REFUSALS as error:
-                work.fail(error)
+            if claimed(work.future):
+                try:
+                    work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
+                except _REFUSALS as error:
+                    work.fail(error)
             return
         order = work.order
         try:

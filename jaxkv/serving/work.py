@@ -16,7 +16,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.results import Answers
 from jaxkv.sampling import Sampling
 from jaxkv.serving.documents import Document, Documents
-from jaxkv.serving.requests import Request
+from jaxkv.serving.requests import Request, claimed
 from jaxkv.serving.stats import RequestStats
 from jaxkv.text.prompts import Encoded
 from jaxkv.text.tokenizer import Text
@@ -149,13 +149,11 @@ class Reading:
         self.encoded, self.key, self.policy, self.deadline = encoded, key, policy, deadline
         self.prefill_seconds = 0.0
         self.future: Future[Document] = Future()
-        # Whoever gives up waiting does not end it.
-        self.future.set_running_or_notify_cancel()
 
     @property
     def gone(self) -> bool:
-        """True if the deadline has passed."""
-        return self.deadline is not None and time.monotonic() > self.deadline
+        """True if its future was cancelled or the deadline has passed."""
+        return self.future.cancelled() or (self.deadline is not None and time.monotonic() > self.deadline)
 
     def begin(self) -> None:
         """Does nothing: only requests count the time that they waited."""
@@ -166,5 +164,5 @@ class Reading:
 
     def fail(self, error: BaseException) -> None:
         """Ends the document's prefill with an error."""
-        if not self.future.done():
+        if self.future.running() or claimed(self.future):
             self.future.set_exception(error)
