@@ -10,8 +10,8 @@ import jax
 import lettered
 import openai
 import pytest
-from lettered import DOC, ids
 from engine_runs import held
+from lettered import DOC, ids
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -127,6 +127,32 @@ def test_streams_are_the_same_in_pieces(client, path, asked):
         if path == CHATS:
             assert mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
     assert not any("usage" in each for each in events(client.post(path, json={**body, "stream": True})))
+
+
+def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
+    """The headers come at once; clients take the first event for the first token."""
+    body, sent = {"messages": CHAT, **GREEDY, "n": 2, "stream": True}, []
+
+    async def main():
+        with held(engine):
+            answering = asyncio.create_task(posted(app, CHATS, body, until=lambda: False, sent=sent))
+            while not (sent and engine.stats.prefilling):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+            early = list(sent)
+        await answering
+        return early
+
+    (start,) = asyncio.run(asyncio.wait_for(main(), 60))
+    assert start["type"] == "http.response.start" and start["status"] == 200
+    first = {}
+    for message in sent[1:-2]:
+        chunks = [json.loads(each.removeprefix(b"data: ")) for each in message["body"].split(b"\n\n") if each]
+        (at,) = {chunk["choices"][0]["index"] for chunk in chunks}
+        first.setdefault(at, [chunk["choices"][0]["delta"] for chunk in chunks])
+    assert first.keys() == {0, 1}
+    for role, text in first.values():
+        assert role == {"role": "assistant", "content": ""} and text["content"]
 
 
 def test_documents(client):
@@ -326,9 +352,12 @@ def test_errors_of_our_own_have_a_form_and_no_text_of_prompts(engine, caplog, mo
     assert "KeyError at broken" in caplog.text and "secret" not in caplog.text + response.text
 
 
-async def posted(app, path, body, *, until):
-    """Posts a body by a client that goes once `until()` is true; returns the messages that the application sent it."""
-    messages, sent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}], []
+async def posted(app, path, body, *, until, sent=None):
+    """Posts a body by a client that goes once `until()` is true; what the application sends goes to the list `sent`."""
+    messages, sent = (
+        [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}],
+        [] if sent is None else sent,
+    )
 
     async def receive():
         if messages:
@@ -342,13 +371,11 @@ async def posted(app, path, body, *, until):
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
     await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
-    return sent
 
 
 def test_documents_end_when_their_client_goes(engine, app, caplog):
     """One in mid-prefill and three that wait; nothing of them is computed or kept."""
     with held(engine) as given_up:
-
         begun = []
 
         def all_begun():
