@@ -20,6 +20,7 @@ from test_stores import Half
 
 import jaxkv
 from jaxkv.cache.stores import Dense
+from jaxkv.compilation import Clock
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
@@ -212,6 +213,27 @@ def test_documents_are_compressed_once_and_asked_by_many(letters):
         letters.submit("what?", document=document)
 
 
+def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
+    """Bytes beyond the kept rows are those of tables, whatever the length; no program is compiled for a length."""
+    clock, step = Clock(), letters._scheduler.step
+
+    def timed():
+        with clock:
+            return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(letters._scheduler, "step", timed)
+        documents = [letters.document(DOC[:size], budget=own) for size in (4, 11, 43) for own in (None, 3)]
+        assert len({each.nbytes - each.kept_nbytes for each in documents}) == 1
+        assert max(each.nbytes for each in documents) < letters.stats.nbytes / letters.stats.slots / 2
+        assert letters.stats.document_bytes >= sum(each.nbytes for each in documents)
+        for each in documents:
+            letters.submit("who?", document=each, max_new_tokens=2).result()
+    assert clock.programs == 0
+    for each in documents:
+        letters.documents.remove(each.id)
+
+
 def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
     """With bytes for one of them, three documents are asked in turns; the next engine finds them in the folder."""
     texts = [DOC, DOC[::-1], DOC.upper()]
@@ -378,6 +400,90 @@ def test_futures_of_requests_cancel_them(letters):
         assert given_up.wait(60)
         assert concurrent.futures.wait([request.future], timeout=60).done
     assert letters.submit(DOC, max_new_tokens=2).result(60) and request.stats is None
+
+
+def counted(monkeypatch, slots, name):
+    """A list that grows by the prompt of each call of a function of the slots."""
+    calls, called = [], getattr(slots, name)
+
+    def counting(*args, **options):
+        calls.append(args)
+        return called(*args, **options)
+
+    monkeypatch.setattr(slots, name, counting)
+    return calls
+
+
+def test_answers_to_one_prompt_share_its_prefill(letters, monkeypatch):
+    """More of them than slots, beside another prompt; with and without a document. Each as alone with its key."""
+    drawing = {"sampling": Temperature(1.0), "stop_at_eos": False}
+    document = letters.document(DOC)
+    for on, prompts, name in ((None, [DOC, DOC[:9]], "prefilling"), (document, ["who?", "what is it"], "extend")):
+        keys = [[jax.random.key(at) for at in range(3)], [3]]
+        options = [{"max_new_tokens": new, "document": on, **drawing} for new in (12, 5)]
+        given = list(zip(prompts, keys, options, strict=True))
+        alone = [
+            letters.submit(prompt, key=key, **each).result().tokens.tolist()
+            for prompt, mine, each in given
+            for key in mine
+        ]
+        assert len({tuple(tokens) for tokens in alone}) == 4
+        with monkeypatch.context() as patched:
+            prefilled = counted(patched, letters._slots, name)
+            firsts = [letters.submit(prompt, key=mine, **each) for prompt, mine, each in given]
+            requests = [request for first in firsts for request in (first, *first.others)]
+            assert [request.result(60).tokens.tolist() for request in requests] == alone
+        assert len(prefilled) == 2 and len(requests) == 4
+    letters.documents.remove(document.id)
+
+
+def test_policies_that_draw_prefill_for_each_key(monkeypatch):
+    policy = BY_NAME["random"].policy(8)
+    with jaxkv.Engine(lettered.tiny(), policy=policy, **LIMITS) as engine:
+        prefilled = counted(monkeypatch, engine._slots, "prefilling")
+        first = engine.submit(DOC, key=[5, 6], max_new_tokens=9, stop_at_eos=False)
+        for key, request in zip((5, 6), (first, *first.others), strict=True):
+            alone = jaxkv.generate(lettered.tiny(), DOC, policy=policy, key=key, max_new_tokens=9, stop_at_eos=False)
+            assert request.result().tokens.tolist() == alone.tokens.tolist()
+    assert len(prefilled) == 2
+
+
+def test_a_shared_prefill_goes_on_for_those_who_want_it(letters):
+    """In mid-prefill the first of three is cancelled, then in another all are."""
+    with held(letters) as given_up:
+        first = letters.submit(DOC, key=[1, 2, 3], sampling=Temperature(1.0), max_new_tokens=6, stop_at_eos=False)
+        under_way(letters, 0)
+        first.cancel()
+        late = letters.submit(DOC, key=[1, 2], deadline=1e-3, max_new_tokens=6)
+        late.future.exception(60)
+        assert not given_up.is_set()
+    assert [len(request.result(60).tokens) for request in first.others] == [6, 6] and first.cancelled
+    for request in (late, *late.others):
+        with pytest.raises(TimeoutError, match="the deadline passed"):
+            request.result(60)
+    with held(letters) as given_up:
+        first = letters.submit(DOC, key=[1, 2, 3], max_new_tokens=6)
+        under_way(letters, 0)
+        for request in (first, *first.others):
+            request.cancel()
+        assert given_up.wait(60)
+    assert letters.submit(DOC, max_new_tokens=2).result(60).finish_reason == "length"
+
+
+def test_several_answers_are_queued_together_or_not_at_all(letters):
+    with pytest.raises(ValueError, match="key='5 keys': give 1 to 4"):
+        letters.submit(DOC, key=[0] * 5)
+    with pytest.raises(ValueError, match="key='0 keys'"):
+        letters.submit(DOC, key=[])
+    with held(letters):
+        requests = [letters.submit(DOC, max_new_tokens=2)]
+        under_way(letters, 0)
+        requests += [letters.submit(DOC, max_new_tokens=2) for _ in range(2)]
+        with pytest.raises(jaxkv.QueueFull, match="2 requests wait already"):
+            letters.submit(DOC, key=[0, 1, 2])
+        assert letters.stats.waiting == 2
+        first = letters.submit(DOC, key=[0, 1], max_new_tokens=2)
+    assert all(request.result(60) for request in (*requests, first, *first.others))
 
 
 @pytest.mark.parametrize("broken_first", ["decode", "insert", "begin"])

@@ -44,9 +44,7 @@ class Begun:
     def done(self) -> bool:
         """True if all its requests are answered, or one has failed."""
         ended = [each for each in self.requests if each.done]
-        return len(ended) == len(self.requests) or any(
-            each.cancelled or each.future.exception() is not None for each in ended
-        )
+        return len(ended) == len(self.requests) or any(each.future.exception() is not None for each in ended)
 
 
 class Batch:

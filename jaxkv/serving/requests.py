@@ -53,7 +53,12 @@ class Request:
         print(piece, end="")
     print(request.result().finish_reason, request.stats)
     ```
+
+    Attributes:
+        others: requests of the further answers to its prompt, where several were asked for.
     """
+
+    others: tuple["Request", ...] = ()
 
     def __init__(self) -> None:
         """Makes the handle of a request that has not begun."""
@@ -67,7 +72,7 @@ class Request:
 
     @property
     def future(self) -> Future[Completion]:
-        """Future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` ends the request."""
+        """Future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` ends it."""
         return self._future
 
     @property

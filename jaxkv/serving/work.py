@@ -56,6 +56,7 @@ class Work:
 
     Attributes:
         order: what was asked.
+        encoded: the prompt; several answers to it have the same object.
         request: the handle that the user holds.
         answers: ids and text drawn so far.
         ready: the compressed sequence, while it waits for a slot; else None.
@@ -67,7 +68,7 @@ class Work:
 
     def __init__(self, order: Order, request: Request, text: Text | None):
         """Makes the record of a request that is submitted now."""
-        self.order, self.request = order, request
+        self.order, self.encoded, self.request = order, order.encoded, request
         self.answers = Answers(text, 1, order.stops)
         self.ready: Paused | None = None
         self.told, self.kept, self.prefill_seconds = False, 0.0, 0.0
@@ -106,7 +107,8 @@ class Work:
         if order.document is None:
             return (yield from slots.prefilling(order.encoded, key=order.key, policy=order.policy))
         yield 0.0
-        return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key)
+        # What the documents return is a copy.
+        return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key, donate=True)
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error."""
