@@ -164,9 +164,8 @@ class Scheduler:
             self._reading = None
             for work in works:
                 work.fail(error)
-        seconds = time.monotonic() - begun
         for work in works:
-            work.prefill_seconds += seconds
+            work.prefill_seconds += time.monotonic() - begun
 
     def _prefilled(self, work: Work | Reading, cache: KVCache) -> None:
         """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
