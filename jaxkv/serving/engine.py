@@ -148,7 +148,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: str | Iterable[str] | None = (),
         stop_at_eos: bool = True,
-        key: PRNGKeyArray | int | list[PRNGKeyArray | int | None] | None = None,
+        key: PRNGKeyArray | int | Sequence[PRNGKeyArray | int | None] | None = None,
         raw: bool = False,
         budget: int | float | np.integer | np.floating | None = None,
         deadline: float | np.floating | np.integer | None = None,
@@ -183,7 +183,7 @@ class Engine:
         new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
         new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
-        keys = [own_key(each, self._session.key) for each in (key if isinstance(key, list) else [key])]
+        keys = [own_key(each, self._session.key) for each in (key if isinstance(key, Sequence) else [key])]
         require(
             0 < len(keys) <= self._limit, "key", f"{len(keys)} keys", f"give 1 to {self._limit}, the queue's length"
         )
