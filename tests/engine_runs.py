@@ -6,11 +6,15 @@ Prompts, numbers of tokens, samplers, cancellations and questions on documents a
 row whether all tokens were those of `jaxkv.generate` alone, and how many programs were compiled once the engine stood.
 """
 
+import contextlib
 import dataclasses
 import sys
+import threading
+import time
 import warnings
 
 import numpy as np
+import pytest
 import slot_runs as runs
 import test_again as again
 import tiny
@@ -63,6 +67,35 @@ def checked(policy, count=COUNT):
             assert answer == jaxkv.generate(model, prompt, **alone, **each).tokens.tolist(), (prompt, on, each)
             told += 1
     return told, clock.programs
+
+
+@contextlib.contextmanager
+def held(engine):
+    """Every prefill goes on until the block ends; yields an event that is set once one was given up in mid-prefill."""
+    over, given_up, prefilling = threading.Event(), threading.Event(), engine._slots.prefilling
+
+    def slow(*args, **options):
+        try:
+            while not over.is_set():
+                time.sleep(0.001)
+                yield 0.0
+        except GeneratorExit:
+            given_up.set()
+            raise
+        return (yield from prefilling(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine._slots, "prefilling", slow)
+        try:
+            yield given_up
+        finally:
+            over.set()
+
+
+def under_way(engine, waiting):
+    """Waits until a prompt is being prefilled and as many others wait."""
+    while (engine.stats.prefilling, engine.stats.waiting) != (1, waiting):
+        time.sleep(0.001)
 
 
 def check_row(name, count):

@@ -10,6 +10,7 @@ import jax
 import lettered
 import openai
 import pytest
+from engine_runs import held
 from lettered import DOC, ids
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
@@ -110,6 +111,17 @@ def test_draws_follow_the_seed(client, seed):
         assert found["usage"]["completion_tokens"] == 27 and found["usage"]["prompt_tokens"] == 47
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_prefill_each_prompt_once(engine, client, monkeypatch, stream):
+    prefilled, prefilling = [], engine._slots.prefilling
+    monkeypatch.setattr(engine._slots, "prefilling", lambda *a, **o: prefilled.append(a) or prefilling(*a, **o))
+    body = {"prompt": ids(3, 9, 14), "n": 3, "max_tokens": 9, "seed": 7, "stream": stream}
+    response = client.post(TEXTS, json=body)
+    if not stream:
+        assert len(response.json()["choices"]) == 6 and response.json()["usage"]["prompt_tokens"] == 23
+    assert response.status_code == 200 and len(prefilled) == 2
+
+
 @pytest.mark.parametrize(("path", "asked"), [(TEXTS, {"prompt": ids(3, 9, 14)}), (CHATS, {"messages": CHAT, "n": 2})])
 def test_streams_are_the_same_in_pieces(client, path, asked):
     body = {**asked, **GREEDY}
@@ -126,6 +138,32 @@ def test_streams_are_the_same_in_pieces(client, path, asked):
         if path == CHATS:
             assert mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
     assert not any("usage" in each for each in events(client.post(path, json={**body, "stream": True})))
+
+
+def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
+    """The headers come at once; clients take the first event for the first token."""
+    body, sent = {"messages": CHAT, **GREEDY, "n": 2, "stream": True}, []
+
+    async def main():
+        with held(engine):
+            answering = asyncio.create_task(posted(app, CHATS, body, until=lambda: False, sent=sent))
+            while not (sent and engine.stats.prefilling):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+            early = list(sent)
+        await answering
+        return early
+
+    (start,) = asyncio.run(asyncio.wait_for(main(), 60))
+    assert start["type"] == "http.response.start" and start["status"] == 200
+    first = {}
+    for message in sent[1:-2]:
+        chunks = [json.loads(each.removeprefix(b"data: ")) for each in message["body"].split(b"\n\n") if each]
+        (at,) = {chunk["choices"][0]["index"] for chunk in chunks}
+        first.setdefault(at, [chunk["choices"][0]["delta"] for chunk in chunks])
+    assert first.keys() == {0, 1}
+    for role, text in first.values():
+        assert role == {"role": "assistant", "content": ""} and text["content"]
 
 
 def test_documents(client):
@@ -325,31 +363,52 @@ def test_errors_of_our_own_have_a_form_and_no_text_of_prompts(engine, caplog, mo
     assert "KeyError at broken" in caplog.text and "secret" not in caplog.text + response.text
 
 
+async def posted(app, path, body, *, until, sent=None):
+    """Posts a body by a client that goes once `until()` is true; what the application sends goes to the list `sent`."""
+    messages, sent = (
+        [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}],
+        [] if sent is None else sent,
+    )
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        while not until():
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
+    await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+
+
+def test_documents_end_when_their_client_goes(engine, app, caplog):
+    """One in mid-prefill and three that wait; nothing of them is computed or kept."""
+    with held(engine) as given_up:
+        begun = []
+
+        def all_begun():
+            begun.extend([True] * ((engine.stats.prefilling, engine.stats.waiting) == (1, 3)))
+            return begun
+
+        async def main():
+            await asyncio.gather(*(posted(app, DOCUMENTS, {"text": DOC}, until=all_begun) for _ in range(4)))
+
+        with caplog.at_level(logging.INFO, "jaxkv.serving"):
+            asyncio.run(asyncio.wait_for(main(), 60))
+        assert caplog.text.count(f"POST {DOCUMENTS} 499") == 4 and given_up.wait(60)
+    assert engine.submit(DOC, max_new_tokens=2).result(60) is not None and not engine.documents.all()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_end_when_their_client_goes(engine, app, caplog, stream):
     """Its client is there until the first requests have begun; the last of them still waits then."""
     body = {"prompt": DOC, "n": 6, "max_tokens": 40, "ignore_eos": True, "stream": stream}
     before = engine.stats.answered
-
-    async def main():
-        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        sent = []
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            while not engine.stats.running:
-                await asyncio.sleep(0.001)
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": TEXTS, "query_string": b"", "root_path": ""}
-        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
-
     with caplog.at_level(logging.INFO, "jaxkv.serving"):
-        asyncio.run(main())
+        asyncio.run(posted(app, TEXTS, body, until=lambda: engine.stats.running))
     assert f"POST {TEXTS} 499 prompt_tokens=- new_tokens=-" in caplog.text
     # Whoever comes next has the slots.
     assert engine.submit(DOC, max_new_tokens=2).result(60) is not None

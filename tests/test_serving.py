@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import slot_runs as runs
 import tiny
+from engine_runs import held, under_way
 from lettered import DOC, ids
 from policy_table import BY_NAME
 from test_stores import Half
 
 import jaxkv
 from jaxkv.cache.stores import Dense
+from jaxkv.compilation import Clock
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
@@ -94,7 +96,7 @@ def work_of(prompt, new, eos=(), *, offline=False):
     encoded = encode(prompt, None, model().config, close=True)
     given = {"key": None, "stops": (), "eos": eos, "policy": None, "deadline": None, "offline": offline}
     order = Order(encoded=encoded, new=new, sampling=Greedy(), **given)
-    return Work(order, Request(lambda: None), None)
+    return Work(order, Request(), None)
 
 
 @pytest.fixture
@@ -209,6 +211,27 @@ def test_documents_are_compressed_once_and_asked_by_many(letters):
     letters.documents.remove(document.id)
     with pytest.raises(ValueError, match="there is none of this id"):
         letters.submit("what?", document=document)
+
+
+def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
+    """Bytes beyond the kept rows are those of tables, whatever the length; no program is compiled for a length."""
+    clock, step = Clock(), letters._scheduler.step
+
+    def timed():
+        with clock:
+            return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(letters._scheduler, "step", timed)
+        documents = [letters.document(DOC[:size], budget=own) for size in (4, 11, 43) for own in (None, 3)]
+        assert len({each.nbytes - each.kept_nbytes for each in documents}) == 1
+        assert max(each.nbytes for each in documents) < letters.stats.nbytes / letters.stats.slots / 2
+        assert letters.stats.document_bytes >= sum(each.nbytes for each in documents)
+        for each in documents:
+            letters.submit("who?", document=each, max_new_tokens=2).result()
+    assert clock.programs == 0
+    for each in documents:
+        letters.documents.remove(each.id)
 
 
 def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
@@ -328,12 +351,139 @@ def test_deadlines_cancellation_and_full_queues(letters):
     cancelled = 0
     for request in requests[:-1]:
         # Those that had been answered before keep their answer.
-        ended = request.future.exception(timeout=60)
-        cancelled += isinstance(ended, concurrent.futures.CancelledError)
-        assert ended is None or (request.cancelled and isinstance(ended, concurrent.futures.CancelledError))
+        assert request.cancelled or request.result(60).finish_reason == "length"
+        cancelled += request.cancelled
     # The four that waited cannot have been answered meanwhile.
     assert cancelled >= 3
     assert letters.submit(DOC, max_new_tokens=2).result().finish_reason == "length"
+
+
+def test_cancelled_documents_leave_the_queue_and_the_device(letters):
+    """One in mid-prefill and one that waits; the request behind them is answered, and nothing of them is left."""
+    before = letters.documents.all()
+    with held(letters) as given_up:
+        futures = [letters.submit_document(text) for text in (DOC, DOC[:9])]
+        behind = letters.submit(DOC, max_new_tokens=2)
+        under_way(letters, 2)
+        assert [future.cancel() for future in reversed(futures)] == [True, True]
+        assert given_up.wait(60)
+        done, _ = concurrent.futures.wait(futures, timeout=60)
+        assert done == set(futures) and all(future.cancelled() for future in futures)
+        under_way(letters, 0)
+    assert len(behind.result(60).tokens) == 2 and letters.documents.all() == before
+    kept = letters.submit_document(DOC)
+    assert kept.result(60) in letters.documents.all() and not kept.cancel()
+    letters.documents.remove(kept.result().id)
+
+
+def test_whoever_is_interrupted_while_a_document_is_compressed_leaves_none(letters, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = letters.documents.all()
+    with held(letters) as given_up:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(concurrent.futures.Future, "result", interrupted)
+            letters.document(DOC)
+        assert given_up.wait(60) or letters.stats.prefilling == 0
+    assert letters.submit(DOC, max_new_tokens=2).result(60) and letters.documents.all() == before
+
+
+def test_futures_of_requests_cancel_them(letters):
+    """In mid-prefill; whoever iterates over the text or waits for the future is told."""
+    with held(letters) as given_up:
+        request = letters.submit(DOC, max_new_tokens=40)
+        under_way(letters, 0)
+        assert request.future.cancel() and request.cancelled and request.done and "cancelled" in repr(request)
+        with pytest.raises(concurrent.futures.CancelledError):
+            list(request)
+        assert given_up.wait(60)
+        assert concurrent.futures.wait([request.future], timeout=60).done
+    assert letters.submit(DOC, max_new_tokens=2).result(60) and request.stats is None
+
+
+def counted(monkeypatch, slots, name):
+    """A list that grows by the prompt of each call of a function of the slots."""
+    calls, called = [], getattr(slots, name)
+
+    def counting(*args, **options):
+        calls.append(args)
+        return called(*args, **options)
+
+    monkeypatch.setattr(slots, name, counting)
+    return calls
+
+
+def test_answers_to_one_prompt_share_its_prefill(letters, monkeypatch):
+    """More of them than slots, beside another prompt; with and without a document. Each as alone with its key."""
+    drawing = {"sampling": Temperature(1.0), "stop_at_eos": False}
+    document = letters.document(DOC)
+    for on, prompts, name in ((None, [DOC, DOC[:9]], "prefilling"), (document, ["who?", "what is it"], "extend")):
+        keys = [[jax.random.key(at) for at in range(3)], [3]]
+        options = [{"max_new_tokens": new, "document": on, **drawing} for new in (12, 5)]
+        given = list(zip(prompts, keys, options, strict=True))
+        alone = [
+            letters.submit(prompt, key=key, **each).result().tokens.tolist()
+            for prompt, mine, each in given
+            for key in mine
+        ]
+        assert len({tuple(tokens) for tokens in alone}) == 4
+        with monkeypatch.context() as patched:
+            prefilled = counted(patched, letters._slots, name)
+            firsts = [letters.submit(prompt, key=mine, **each) for prompt, mine, each in given]
+            requests = [request for first in firsts for request in (first, *first.others)]
+            assert [request.result(60).tokens.tolist() for request in requests] == alone
+        assert len(prefilled) == 2 and len(requests) == 4
+    letters.documents.remove(document.id)
+
+
+def test_policies_that_draw_prefill_for_each_key(monkeypatch):
+    policy = BY_NAME["random"].policy(8)
+    with jaxkv.Engine(lettered.tiny(), policy=policy, **LIMITS) as engine:
+        prefilled = counted(monkeypatch, engine._slots, "prefilling")
+        first = engine.submit(DOC, key=[5, 6], max_new_tokens=9, stop_at_eos=False)
+        for key, request in zip((5, 6), (first, *first.others), strict=True):
+            alone = jaxkv.generate(lettered.tiny(), DOC, policy=policy, key=key, max_new_tokens=9, stop_at_eos=False)
+            assert request.result().tokens.tolist() == alone.tokens.tolist()
+    assert len(prefilled) == 2
+
+
+def test_a_shared_prefill_goes_on_for_those_who_want_it(letters):
+    """In mid-prefill the first of three is cancelled, then in another all are."""
+    with held(letters) as given_up:
+        first = letters.submit(DOC, key=[1, 2, 3], sampling=Temperature(1.0), max_new_tokens=6, stop_at_eos=False)
+        under_way(letters, 0)
+        first.cancel()
+        late = letters.submit(DOC, key=[1, 2], deadline=1e-3, max_new_tokens=6)
+        late.future.exception(60)
+        assert not given_up.is_set()
+    assert [len(request.result(60).tokens) for request in first.others] == [6, 6] and first.cancelled
+    for request in (late, *late.others):
+        with pytest.raises(TimeoutError, match="the deadline passed"):
+            request.result(60)
+    with held(letters) as given_up:
+        first = letters.submit(DOC, key=[1, 2, 3], max_new_tokens=6)
+        under_way(letters, 0)
+        for request in (first, *first.others):
+            request.cancel()
+        assert given_up.wait(60)
+    assert letters.submit(DOC, max_new_tokens=2).result(60).finish_reason == "length"
+
+
+def test_several_answers_are_queued_together_or_not_at_all(letters):
+    with pytest.raises(ValueError, match="key='5 keys': give 1 to 4"):
+        letters.submit(DOC, key=[0] * 5)
+    with pytest.raises(ValueError, match="key='0 keys'"):
+        letters.submit(DOC, key=[])
+    with held(letters):
+        requests = [letters.submit(DOC, max_new_tokens=2)]
+        under_way(letters, 0)
+        requests += [letters.submit(DOC, max_new_tokens=2) for _ in range(2)]
+        with pytest.raises(jaxkv.QueueFull, match="2 requests wait already"):
+            letters.submit(DOC, key=[0, 1, 2])
+        assert letters.stats.waiting == 2
+        first = letters.submit(DOC, key=[0, 1], max_new_tokens=2)
+    assert all(request.result(60) for request in (*requests, first, *first.others))
 
 
 @pytest.mark.parametrize("broken_first", ["decode", "insert", "begin"])

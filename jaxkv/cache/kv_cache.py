@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Bool, Float, Int
@@ -342,29 +341,33 @@ def laid_out(
     `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
     with these letters; by default on the mesh.
     """
-    put = partial(place, axes=axes) if put is None else put
+    if put is None:
+        # `jnp.asarray` would compile a program for each shape.
+        put = partial(place, axes=axes) if axes else lambda a, _: jax.device_put(a)
     groups, stretches = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
     batch, layout = cache.batch, cache.layout
     # The last sequence repeated fills up the groups.
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
     first, length = cache.first_rows[:, of], cache.kept[:, of]
     layers, count, heads = length.shape
-    start, sources = np.empty_like(first), []
+    start, sources, pages = np.empty_like(first), [], []
     for index, group in enumerate(layout.groups(range(layers))):
         part = slice(group[0], group[-1] + 1)
         # Each device's part of a pool is laid out as a pool of its own.
         apart = length[part].reshape(len(group), -1, heads // stretches)
         each = int(layout.takes(apart).max()) if rows is None else rows[index]
-        start[part] = np.asarray(layout.place(jnp.asarray(apart), each)).reshape(length[part].shape)
+        start[part] = layout.place(apart, each).reshape(length[part].shape)
         source = np.full((count, stretches * each), -1)
         for layer, row, head in np.ndindex(*length[part].shape):
             taken = np.arange(int(length[part][layer, row, head]))
             begin = start[part][layer, row, head] + head * stretches // heads * each
             source[row, begin + taken] = first[part][layer, row, head] + taken
         sources.append(source)
+        bounds = cache.pools[index].bounds
+        pages.append(0 if bounds is None else -(-(stretches * each // heads) // bounds.page))
     made = dataclasses.replace(cache, axes=axes, padding=count - batch, bank=None)
     leaves = [
-        put(_relocated(path, letters.split(), leaf, of, sources, start), letters)
+        put(_relocated(path, letters.split(), leaf, of, sources, start, pages), letters)
         for path, letters, leaf in lettered(made)
     ]
     there = jax.tree.unflatten(jax.tree.structure(made), leaves)
@@ -376,18 +379,34 @@ def laid_out(
 
 
 def _relocated(
-    path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
+    path: Any,
+    letters: list[str],
+    leaf: Any,
+    of: np.ndarray,
+    sources: list[np.ndarray],
+    start: np.ndarray,
+    pages: list[int],
 ) -> np.ndarray:
-    """Numpy array of one leaf of a cache: pool rows `sources` of sequences `of`, or `start` for the leaf `start`."""
+    """Numpy array of one leaf of a cache: pool rows `sources` of sequences `of`, or `start` for the leaf `start`.
+
+    `pages` are those of each segment of a pool, for bounds of pages.
+    """
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))
+    pool = next((part.idx for part in path if isinstance(part, SequenceKey)), 0)
+    if GetAttrKey("bounds") in path:
+        taken = taken[:, :, : pages[pool]]
+        return np.pad(taken, ((0, 0), (0, 0), (0, pages[pool] - taken.shape[2]), (0, 0)))
     if "P" not in letters:
         return taken
-    source = sources[next(part.idx for part in path if isinstance(part, SequenceKey))]
-    wide = (...,) + (None,) * (taken.ndim - 2)
-    empty = np.asarray(-1 if path[-1] == GetAttrKey("pos") else 0, taken.dtype)
-    return np.where((source >= 0)[wide], np.take_along_axis(taken, np.maximum(source, 0)[wide], axis=1), empty)
+    source = sources[pool]
+    sequence, row = np.nonzero(source >= 0)
+    rows = np.zeros((*source.shape, *taken.shape[2:]), taken.dtype)
+    if path[-1] == GetAttrKey("pos"):
+        rows -= 1
+    rows[sequence, row] = taken[sequence, source[sequence, row]]
+    return rows
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:

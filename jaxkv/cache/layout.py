@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from jaxkv._values import namespace
 from jaxkv.attention.xla import Walk
 
 # numpy arrays on the host, or JAX arrays, which may be traced.
@@ -54,22 +55,21 @@ class Layout(enum.Enum):
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 
-    def place(
-        self, length: Int[Array, "n B K"], rows: int, room: Int[np.ndarray, " n"] | None = None
-    ) -> Int[Array, "n B K"]:
+    def place(self, length: Numbers, rows: int, room: Int[np.ndarray, " n"] | None = None) -> Numbers:
         """First row of each segment, `i32[n, B, K]`, when segments of these lengths are placed in a pool of P = `rows`.
 
-        `room` is the least number of free rows behind each segment of a layer; spare rows are spread evenly.
+        `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `room` is the least number of free rows behind
+        each segment of a layer; spare rows are spread evenly.
         """
-        layers, _, heads = length.shape
+        xp, (layers, _, heads) = namespace(length), length.shape
         if self is Layout.EQUAL:
             # Derived from `length`, so that it is sharded as `length` is where heads are spread over devices.
-            return jnp.zeros_like(length) + jnp.arange(heads, dtype=jnp.int32) * (rows // heads)
+            return xp.zeros_like(length) + xp.arange(heads, dtype=np.int32) * (rows // heads)
         behind = np.zeros(layers * heads, np.int32) if room is None else np.repeat(room, heads).astype(np.int32)
         taken = by_sequence(length) + behind
-        before = jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - taken
-        spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // (layers * heads)
-        return by_layer(before + spare * jnp.arange(layers * heads, dtype=jnp.int32), heads)
+        before = xp.cumsum(taken, axis=-1, dtype=np.int32) - taken
+        spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=np.int32)) // (layers * heads)
+        return by_layer(before + spare * xp.arange(layers * heads, dtype=np.int32), heads)
 
     def in_pools(
         self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int

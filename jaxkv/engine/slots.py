@@ -149,11 +149,13 @@ class Slots:
         return dataclasses.replace(cache, policy=self.session.policy)
 
     @settled
-    def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
+    def extend(
+        self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None, donate: bool = False
+    ) -> KVCache:
         """Copy of a prompt's cache with a question appended to each sequence, compressed again if over its row limit.
 
-        `key` replaces the session's. Raises ValueError for an empty or over-long question, and for a cache that these
-        slots' `prefill` did not make.
+        `key` replaces the session's, `donate` gives the cache up for its buffers. Raises ValueError for an empty or
+        over-long question, and for a cache that these slots' `prefill` did not make.
         """
         encoded, params = self.session.encoded(ids), self.session.params
         longest, most = int(encoded.lengths.max()), self.shape.question
@@ -163,7 +165,8 @@ class Slots:
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
         size = tokens_per_call(max(SHORT, longest))
-        tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
+        tokens = every.padded(-(-longest // size) * size)
+        copy = cache if donate else jax.tree.map(jnp.copy, cache)
         if self._free(copy).min() < longest:
             copy = slid(copy, self.shape.rows)
         run = partial(extend, params.flat, spec=self._spec)

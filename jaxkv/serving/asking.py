@@ -25,11 +25,12 @@ def submitted(
     key = None if asked.seed is None else random_key(asked.seed)
     ends, made = time.monotonic() + seconds, list[Request]()
     try:
-        for at in range(asked.answers):
-            own = key if key is None or asked.answers == 1 else jax.random.fold_in(key, at)
-            left = max(1e-3, ends - time.monotonic())
-            prompt, options = asked.prompts[at // asked.n], {"offline": offline, **asked.options}
-            made.append(engine.submit(prompt, key=own, deadline=left, document=document, **options))
+        for at, prompt in enumerate(asked.prompts):
+            drawn = range(at * asked.n, (at + 1) * asked.n)
+            keys = [key if key is None or asked.answers == 1 else jax.random.fold_in(key, each) for each in drawn]
+            left, options = max(1e-3, ends - time.monotonic()), {"offline": offline, **asked.options}
+            first = engine.submit(prompt, key=keys, deadline=left, document=document, **options)
+            made += [first, *first.others]
     except BaseException:
         cancel(made)
         raise

@@ -113,9 +113,11 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Yields the events of all answers, in the order in which their text is drawn."""
-        for at in range(len(self._requests)):
-            yield self._replies.opening(at)
+        unopened = set(range(len(self._requests)))
         async for at, piece in asking.pieces(self._requests):
-            yield self._replies.piece(at, piece) if isinstance(piece, str) else self._replies.end(at, piece)
+            sent = self._replies.piece(at, piece) if isinstance(piece, str) else self._replies.end(at, piece)
+            # Clients take the first event for the first token.
+            yield self._replies.opening(at) + sent if at in unopened else sent
+            unopened.discard(at)
         yield self._replies.total(_told(self._service, self._requests, self._asked, self._document, self._record))
         yield DONE

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import KVCache, Turn
+from jaxkv.cache import KVCache, Turn, laid_out
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -42,7 +42,7 @@ class Document:
         id: name of the document in its engine.
         tokens: tokens of the document.
         rows: rows kept per kv head and layer, averaged.
-        nbytes: bytes of its cache on the device, with free rows for a question and an answer.
+        nbytes: bytes of its cache on the device; free rows for a question and an answer are those of a slot.
         kept_nbytes: bytes of the entries (keys and values) that were kept.
         full_nbytes: bytes of the entries of all of its tokens in an uncompressed cache.
         kept: its token ids, and which kv heads of which layers keep each token's row.
@@ -77,7 +77,7 @@ class Documents:
     ):
         """Finds the documents in `folder`, if one is given; reads none of their caches yet.
 
-        `rows` are those of each pool of a slot, whose shape documents have.
+        `rows` are those of each pool of a slot, which a document enters to be asked.
         """
         self.most_bytes, self._rows = most_bytes, rows
         self._params, self._policy, self._lock = params, policy, threading.Lock()
@@ -114,24 +114,27 @@ class Documents:
             return self._known[name]
 
     def add(self, cache: KVCache, ids: Sequence[int]) -> Document:
-        """Adds the cache of one document of token ids, returns its `Document`; others may leave the device for it."""
+        """Adds the cache of one document of token ids, without its free rows; returns its `Document`.
+
+        Others may leave the device for it.
+        """
+        tight = laid_out(dataclasses.replace(cache, logits=None), cache.axes)
         made = Document(
             id=f"doc-{secrets.token_hex(8)}",
             tokens=int(np.asarray(cache.seen)[0]),
             rows=float(np.mean(cache.kept)),
-            nbytes=cache.nbytes,
+            nbytes=tight.nbytes,
             kept_nbytes=cache.kept_nbytes // cache.batch,
             full_nbytes=cache.full_nbytes // cache.batch,
             kept=Kept.of(cache, ids),
             turn=cache.turn if isinstance(cache.turn, Turn) else cache.turn[0],
         )
-        cache = dataclasses.replace(cache, logits=None)
         if self._kept:
-            self._write(made, cache)
+            self._write(made, tight)
         with self._lock:
             self._known[made.id] = made
         try:
-            self._hold(made.id, cache)
+            self._hold(made.id, tight)
         except OSError:
             # There is no room for it if no other document can leave for the disk.
             self.remove(made.id)
@@ -139,7 +142,10 @@ class Documents:
         return made
 
     def cache_of(self, name: str) -> KVCache:
-        """Cache of the document with an id, read from disk if it waits there; ValueError if there is none."""
+        """Cache of the document with an id in the shape of a slot, read from disk if it waits there.
+
+        ValueError if there is none.
+        """
         made = self.of(name)
         with self._lock:
             cache = self._held.get(name)
@@ -149,7 +155,7 @@ class Documents:
             except ValueError as error:
                 raise UnreadableDocument(f"document={name!r}: its saved cache cannot be read: {error}") from error
         self._hold(name, cache)
-        return cache
+        return laid_out(cache, cache.axes, rows=self._rows)
 
     def remove(self, name: str) -> None:
         """Removes the document with an id from the device and the disk; ValueError if there is none."""

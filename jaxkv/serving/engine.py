@@ -3,11 +3,12 @@
 import atexit
 import collections
 import contextlib
+import dataclasses
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +148,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: str | Iterable[str] | None = (),
         stop_at_eos: bool = True,
-        key: PRNGKeyArray | int | None = None,
+        key: PRNGKeyArray | int | Sequence[PRNGKeyArray | int | None] | None = None,
         raw: bool = False,
         budget: int | float | np.integer | np.floating | None = None,
         deadline: float | np.floating | np.integer | None = None,
@@ -162,7 +163,7 @@ class Engine:
             sampling: how to draw; Greedy() if None.
             stop: strings that end the answer and are left out of its text.
             stop_at_eos: True to end at the model's end-of-answer tokens.
-            key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
+            key: random key or seed, for sampling and policies that draw; a list for several answers (`Request.others`).
             raw: True if the text is plain text, not a user's message.
             budget: rows per kv head, or share of the prompt, to keep; at most the policy's, which is the default.
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
@@ -176,19 +177,22 @@ class Engine:
             QueueFull: if as many requests wait as `queue` allows.
             ValueError: for an empty or over-long prompt, too many tokens, or a document of another engine.
             TypeError: for an argument of the wrong kind, with what to give instead.
-            EngineClosed: if the engine is closed.
-            RuntimeError: if the engine has failed.
+            RuntimeError: if the engine has failed, or, an `EngineClosed`, is closed.
         """
         params, shape = self._session.params, self._slots.shape
         new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
         new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
-        key = own_key(key, self._session.key)
+        keys = [own_key(each, self._session.key) for each in (key if isinstance(key, Sequence) else [key])]
+        require(
+            0 < len(keys) <= self._limit, "key", f"{len(keys)} keys", f"give 1 to {self._limit}, the queue's length"
+        )
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
         offline = _checks.flag("offline", offline)
         # Refuses users' own samplers, which would be compiled in.
         mixed([sampling])
-        arguments.require_drawable(params, sampling, key, stops)
+        for each in keys:
+            arguments.require_drawable(params, sampling, each, stops)
         if document is not None and not isinstance(document, Document):
             raise TypeError(f"document={type(document).__name__}: give what this engine's document returned")
         turn = Turn.START if document is None else self._documents.of(document.id).turn
@@ -199,7 +203,7 @@ class Engine:
             encoded=encoded,
             new=new,
             sampling=sampling,
-            key=key,
+            key=None,
             stops=stops,
             eos=params.ends if stop_at_eos else (),
             policy=own_policy(budget, self._session.policy, document),
@@ -207,9 +211,10 @@ class Engine:
             offline=offline,
             document=document,
         )
-        request = Request(self._wake)
-        self._queued(Work(order, request, params.text))
-        return request
+        works = [Work(dataclasses.replace(order, key=each), Request(), params.text) for each in keys]
+        works[0].request.others = tuple(work.request for work in works[1:])
+        self._queued(works)
+        return works[0].request
 
     def document(
         self,
@@ -239,13 +244,17 @@ class Engine:
             TypeError: for an argument of the wrong kind, with what to give instead.
             RuntimeError: if the engine is closed or has failed.
         """
-        return self.submit_document(prompt, raw=raw, key=key, budget=budget, deadline=deadline).result()
+        future = self.submit_document(prompt, raw=raw, key=key, budget=budget, deadline=deadline)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # Whoever is interrupted has no handle.
 
     @settled
     def submit_document(
         self, prompt: Prompt, *, raw: bool = False, key: Any = None, budget: Any = None, deadline: Any = None
     ) -> Future[Document]:
-        """Queues a document; returns a future of its handle at once. Arguments and errors are those of `document`."""
+        """Queues a `document` with the same arguments; returns a future of its handle, whose `cancel` ends it."""
         params, key, raw = self._session.params, own_key(key, self._session.key), _checks.flag("raw", raw)
         remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
         require(self._slots.shape.question > 0, "document", "not asked", remedy)
@@ -254,16 +263,11 @@ class Engine:
         self._require_fits(int(encoded.lengths[0]), None)
         arguments.warn_unseen(self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget)
         reading = Reading(encoded, key, own_policy(budget, self._session.policy, None), own_deadline(deadline))
-        self._queued(reading)
+        self._queued([reading])
         return reading.future
 
     def map(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        ordered: bool = True,
-        key: PRNGKeyArray | int | None = None,
-        **options: Any,
+        self, prompts: Iterable[Prompt], *, ordered: bool = True, key: PRNGKeyArray | int | None = None, **options: Any
     ) -> Iterator[Completion]:
         """Answers any number of prompts; yields the `Completion` of each. Twice as many as slots are under way at once.
 
@@ -374,22 +378,18 @@ class Engine:
         kind, most = ("prompt", self.limits.prompt) if document is None else ("question", self.limits.question)
         require(tokens <= most, "prompt", f"{tokens} tokens", f"this engine takes up to max_{kind}_tokens={most}")
 
-    def _queued(self, work: Work | Reading) -> None:
-        """Queues a request or a document for the engine's thread; raises if it is full, closed or has failed."""
+    def _queued(self, works: Sequence[Work | Reading]) -> None:
+        """Queues all requests, or a document, or none, for the engine's thread; raises if full, closed or failed."""
         with self._changed:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed("the engine is closed, or its thread is in another process: make another one")
-            if len(self._scheduler.waiting) >= self._limit:
-                self._refused += 1
-                raise QueueFull(f"{self._limit} requests wait already: try again later, or make the queue longer")
-            self._scheduler.waiting.append(work)
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        """Wakes the engine's thread."""
-        with self._changed:
+            waiting = self._scheduler.waiting
+            if len(waiting) + len(works) > self._limit:
+                self._refused += len(works)
+                raise QueueFull(f"{len(waiting)} requests wait already: try again later, or make the queue longer")
+            waiting.extend(works)
             self._changed.notify_all()
 
     def _run(self) -> None:

@@ -37,7 +37,8 @@ async def add_document(service: Service, request: HttpRequest) -> Response:
     except Refused:
         raise
     except ClientGone:
-        future.add_done_callback(lambda ended: _remove(engine, ended))
+        if not future.cancel():
+            future.add_done_callback(lambda ended: _remove(engine, ended))
         raise
     except Exception as error:
         raise service.refusal_of(error, record, prompt=name) from error

@@ -51,12 +51,13 @@ class Replica:
     async def ask(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """Answers an HTTP request; yields the ASGI messages of its response."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        given = iter([{"type": "http.request", "body": body, "more_body": False}])
+        given, gone = iter([{"type": "http.request", "body": body, "more_body": False}]), asyncio.Event()
 
         async def receive() -> Message:
             message = next(given, None)
-            # The router cancels this call when the client goes.
-            return await asyncio.Future() if message is None else message
+            if message is None:
+                await gone.wait()
+            return message or {"type": "http.disconnect"}
 
         async def answer() -> None:
             try:
@@ -69,8 +70,9 @@ class Replica:
             while (message := await sent.get()) is not None:
                 yield message
         finally:
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
+            # The router cancels this call when the client goes; cancelling the application would lose what it submits.
+            gone.set()
+            with contextlib.suppress(Exception):
                 await answering
 
     async def holds(self, document: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from jaxkv.results import Completion
@@ -27,6 +27,13 @@ async def result_of(future: Future[T]) -> T:
     return future.result()
 
 
+def claimed(future: Future[Any]) -> bool:
+    """True if a future has not ended: it can no longer be cancelled. False tells `wait` of one that was cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        return future.set_running_or_notify_cancel()
+    return False
+
+
 class QueueFull(RuntimeError):
     """Error of `Engine.submit` if as many requests wait as the engine's `queue` allows."""
 
@@ -46,24 +53,26 @@ class Request:
         print(piece, end="")
     print(request.result().finish_reason, request.stats)
     ```
+
+    Attributes:
+        others: requests of the further answers to its prompt, where several were asked for.
     """
 
-    def __init__(self, wake: Callable[[], object]):
-        """Makes the handle of a request that has not begun; `wake` is called after `cancel`."""
-        self._wake = wake
+    others: tuple["Request", ...] = ()
+
+    def __init__(self) -> None:
+        """Makes the handle of a request that has not begun."""
         self._pieces: list[str] = []
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], object]] = []
         self._readers = 0
-        self._cancelled = False
         self._stats: RequestStats | None = None
         self._future: Future[Completion] = Future()
-        # An event loop that gives up waiting must not end the request: `cancel` does.
-        self._future.set_running_or_notify_cancel()
+        self._future.add_done_callback(lambda _: self._tell())
 
     @property
     def future(self) -> Future[Completion]:
-        """Future of the `Completion`, for `concurrent.futures.wait` and `as_completed`."""
+        """Future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` ends it."""
         return self._future
 
     @property
@@ -79,7 +88,7 @@ class Request:
     @property
     def cancelled(self) -> bool:
         """True if `cancel` was called before the request ended."""
-        return self._cancelled
+        return self._future.cancelled()
 
     def result(self, timeout: float | int | None = None) -> Completion:
         """Waits for the answer and returns its `Completion`.
@@ -100,11 +109,7 @@ class Request:
 
     def cancel(self) -> None:
         """Ends the request: it leaves the queue at once, or its slot after the current block of tokens."""
-        with self._changed:
-            if self.done:
-                return
-            self._cancelled = True
-        self._wake()
+        self._future.cancel()
 
     def __iter__(self) -> Iterator[str]:
         """Yields the answer's text piece by piece as it is drawn; raises what `result` raises."""
@@ -157,7 +162,9 @@ class Request:
     def __repr__(self) -> str:
         """One-line text: whether it waits, was answered, failed or was cancelled, and its length in characters."""
         state = "under way"
-        if self.done:
+        if self.cancelled:
+            state = "cancelled"
+        elif self.done:
             error = self._future.exception()
             state = "answered" if error is None else f"ended by {type(error).__name__}"
         return f"Request({state}, {sum(map(len, self._pieces))} characters)"
@@ -183,25 +190,22 @@ class Request:
         if piece:
             with self._changed:
                 self._pieces.append(piece)
-                self._tell()
+            self._tell()
 
     def finish(self, completion: Completion, stats: RequestStats) -> None:
         """Ends the request with its answer and wakes all readers; called by the engine alone."""
-        with self._changed:
-            if not self.done:
-                self._stats = stats
-                self._future.set_result(completion)
-            self._tell()
+        if claimed(self._future):
+            self._stats = stats
+            self._future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error, which its readers raise; called by the engine alone."""
-        with self._changed:
-            if not self.done:
-                self._future.set_exception(CancelledError() if self._cancelled else error)
-            self._tell()
+        if claimed(self._future):
+            self._future.set_exception(error)
 
     def _tell(self) -> None:
-        """Wakes all waiting threads and event loops; the lock is held."""
-        self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        """Wakes all waiting threads and event loops."""
+        with self._changed:
+            self._changed.notify_all()
+            for listener in self._listeners:
+                listener()

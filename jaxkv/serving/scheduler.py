@@ -11,6 +11,7 @@ from jaxkv.engine.compress import Walk
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.slots import Slots
 from jaxkv.serving.documents import Documents
+from jaxkv.serving.requests import claimed
 from jaxkv.serving.work import Reading, Work
 
 # What one prompt or document can be refused for; any other error is the engine's own.
@@ -37,7 +38,8 @@ class Scheduler:
         self.slots, self.documents, self.ahead = slots, documents, ahead
         self.waiting: collections.deque[Work | Reading] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
-        self._reading: tuple[Work | Reading, Walk[KVCache]] | None = None
+        # The answers to one prompt, or a document, and its prefill.
+        self._reading: tuple[list[Work | Reading], Walk[KVCache]] | None = None
         self._ready: collections.deque[Work] = collections.deque()
         self._running: dict[int, Work] = {}
         # Seconds of a decode step, and when the last one ended.
@@ -95,7 +97,7 @@ class Scheduler:
         """Yields every request that has not ended."""
         yield from list(self.waiting)
         if self._reading is not None:
-            yield self._reading[0]
+            yield from self._reading[0]
         yield from list(self._ready)
         yield from list(self._running.values())
 
@@ -106,16 +108,19 @@ class Scheduler:
             return
         for work in gone:
             work.fail(TimeoutError("the deadline passed before it was complete"))
-        if self._reading is not None and self._reading[0] in gone:
-            self._reading[1].close()
-            self._reading = None
+        if self._reading is not None:
+            works, walk = self._reading
+            left = [work for work in works if work not in gone]
+            if not left:
+                walk.close()
+            self._reading = (left, walk) if left else None
         for work in gone:
             if work in self.waiting:
                 self.waiting.remove(work)
         self._ready = collections.deque(work for work in self._ready if work not in gone)
-        left = [slot for slot, work in self._running.items() if work in gone]
-        self.slots.release(left)
-        for slot in left:
+        free = [slot for slot, work in self._running.items() if work in gone]
+        self.slots.release(free)
+        for slot in free:
             del self._running[slot]
 
     def _enter(self) -> None:
@@ -131,34 +136,45 @@ class Scheduler:
                 self._running[slot], work.ready = self._ready.popleft(), None
 
     def _begin(self) -> None:
-        """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead."""
+        """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead.
+
+        Further answers to its prompt share the cache, which is copied into the slot of each.
+        """
         free = self.slots.count - len(self._running) + self.ahead
         if self._reading is None and self.waiting and len(self._ready) < free:
-            work = self.waiting.popleft()
-            work.begin()
-            self._reading = work, work.walk(self.slots, self.documents)
+            works, draws = [self.waiting.popleft()], self.slots.session.policy.parts().draws
+            # A policy that draws compresses the prompt with each answer's own key.
+            while not draws and self.waiting and self.waiting[0].encoded is works[0].encoded:
+                works.append(self.waiting.popleft())
+            for work in works:
+                work.begin()
+            self._reading = works, works[0].walk(self.slots, self.documents)
 
     def _advance(self) -> None:
         """Computes the next layer of the prompt that is being prefilled; a prompt that is refused ends alone."""
         assert self._reading is not None
-        (work, walk), begun = self._reading, time.monotonic()
+        (works, walk), begun = self._reading, time.monotonic()
         try:
             next(walk)
         except StopIteration as end:
-            self._prefilled(work, end.value)
+            for work in works:
+                self._prefilled(work, end.value)
             self._reading = None
         except _REFUSALS as error:
             self._reading = None
-            work.fail(error)
-        work.prefill_seconds += time.monotonic() - begun
+            for work in works:
+                work.fail(error)
+        for work in works:
+            work.prefill_seconds += time.monotonic() - begun
 
     def _prefilled(self, work: Work | Reading, cache: KVCache) -> None:
         """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
         if isinstance(work, Reading):
-            try:
-                work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
-            except _REFUSALS as error:
-                work.fail(error)
+            if claimed(work.future):
+                try:
+                    work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
+                except _REFUSALS as error:
+                    work.fail(error)
             return
         order = work.order
         try:

@@ -12,7 +12,8 @@ class RequestStats:
         new_tokens: tokens drawn, the one that ended the answer included.
         kept: rows per kv head and layer after prefill, averaged.
         waited_seconds: from submission until prefill began.
-        prefill_seconds: of the prompt's prefill, without the decode steps of other requests in between.
+        prefill_seconds: of the prompt's prefill, without the decode steps of other requests in between; several answers
+            share it.
         first_token_seconds: from submission until the first token was drawn.
         seconds: from submission until the answer was complete.
     """

@@ -16,7 +16,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.results import Answers
 from jaxkv.sampling import Sampling
 from jaxkv.serving.documents import Document, Documents
-from jaxkv.serving.requests import Request
+from jaxkv.serving.requests import Request, claimed
 from jaxkv.serving.stats import RequestStats
 from jaxkv.text.prompts import Encoded
 from jaxkv.text.tokenizer import Text
@@ -56,6 +56,7 @@ class Work:
 
     Attributes:
         order: what was asked.
+        encoded: the prompt; several answers to it have the same object.
         request: the handle that the user holds.
         answers: ids and text drawn so far.
         ready: the compressed sequence, while it waits for a slot; else None.
@@ -67,7 +68,7 @@ class Work:
 
     def __init__(self, order: Order, request: Request, text: Text | None):
         """Makes the record of a request that is submitted now."""
-        self.order, self.request = order, request
+        self.order, self.encoded, self.request = order, order.encoded, request
         self.answers = Answers(text, 1, order.stops)
         self.ready: Paused | None = None
         self.told, self.kept, self.prefill_seconds = False, 0.0, 0.0
@@ -106,7 +107,8 @@ class Work:
         if order.document is None:
             return (yield from slots.prefilling(order.encoded, key=order.key, policy=order.policy))
         yield 0.0
-        return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key)
+        # What the documents return is a copy.
+        return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key, donate=True)
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error."""
@@ -149,13 +151,11 @@ class Reading:
         self.encoded, self.key, self.policy, self.deadline = encoded, key, policy, deadline
         self.prefill_seconds = 0.0
         self.future: Future[Document] = Future()
-        # Whoever gives up waiting does not end it.
-        self.future.set_running_or_notify_cancel()
 
     @property
     def gone(self) -> bool:
-        """True if the deadline has passed."""
-        return self.deadline is not None and time.monotonic() > self.deadline
+        """True if its future was cancelled or the deadline has passed."""
+        return self.future.cancelled() or (self.deadline is not None and time.monotonic() > self.deadline)
 
     def begin(self) -> None:
         """Does nothing: only requests count the time that they waited."""
@@ -166,5 +166,5 @@ class Reading:
 
     def fail(self, error: BaseException) -> None:
         """Ends the document's prefill with an error."""
-        if not self.future.done():
+        if self.future.running() or claimed(self.future):
             self.future.set_exception(error)
