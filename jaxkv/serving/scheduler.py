@@ -63,6 +63,12 @@ class Scheduler:
         """True if there is nothing to do until another request arrives."""
         return not (self.waiting or self._reading or self._ready or self._running)
 
+    @property
+    def missed(self) -> tuple[bool, int] | None:
+        """Length of the first request that waits for its programs to be compiled; None if there is none."""
+        lengths = [each.length for each in list(self.waiting)]
+        return next((each for each in lengths if each in self.slots.uncompiled), None)
+
     def step(self) -> bool:
         """Computes a layer of a prompt, or a block of tokens, or both; returns False if there was nothing to do."""
         self._leave()
@@ -131,12 +137,17 @@ class Scheduler:
                 self._running[slot], work.ready = self._ready.popleft(), None
 
     def _begin(self) -> None:
-        """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead."""
+        """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead.
+
+        Requests of lengths whose programs are not compiled yet wait for these.
+        """
         free = self.slots.count - len(self._running) + self.ahead
-        if self._reading is None and self.waiting and len(self._ready) < free:
-            work = self.waiting.popleft()
-            work.begin()
-            self._reading = work, work.walk(self.slots, self.documents)
+        if self._reading is None and len(self._ready) < free:
+            ready = (each for each in list(self.waiting) if each.length not in self.slots.uncompiled)
+            if (work := next(ready, None)) is not None:
+                self.waiting.remove(work)
+                work.begin()
+                self._reading = work, work.walk(self.slots, self.documents)
 
     def _advance(self) -> None:
         """Computes the next layer of the prompt that is being prefilled; a prompt that is refused ends alone."""
