@@ -129,7 +129,7 @@ def test_a_second_question_needs_room_of_its_own():
 
 def test_a_length_is_compiled_once_it_is_asked_for():
     """Slots that start with one length: `compiling` another one leaves nothing for its prompts to compile."""
-    policy = jaxkv.AdaKV(budget=11, window=4)
+    policy = jaxkv.SnapKV(budget=11, window=4)
     slots = runs.made(tiny.tiny(tiny.TWO_LAYERS), policy, start=False, max_prompt=120, max_question=16)
     parts = []
     slots.compile(parts.append, lengths=False)

@@ -106,7 +106,7 @@ def _port(text: str) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Runs `jaxkv serve`: serves HTTP until a signal ends it; returns exit code 0, or 130 if it ends at once."""
+    """Runs `jaxkv serve`: serves HTTP until a signal ends the process, with code 0, or 130 if it ends at once."""
     with needing("serve", "serving needs"):
         from jaxkv.serving.engine import forget_all
         from jaxkv.serving.http import Application
@@ -139,23 +139,21 @@ def run_serve(options: argparse.Namespace) -> int:
             tick(f"loading {options.model}")
             made = engines(_loaded(options), policies, folder=options.documents, tick=tick, **given)
             models = stack.enter_context(made)
+            _log_to_stderr()
             server.app = Application(models, limits=limits)
             for each, engine in models.items():
                 to_stderr(f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}")
             to_stderr(f"jaxkv: a page to ask from at http://{host}:{port}/")
 
         many_files()
-        _log_to_stderr()
         to_stderr(f"jaxkv: http://{host}:{port} answers 503 until it is ready")
         threading.Thread(target=server.make, args=(make,), daemon=True).start()
         server.run(sockets=[found])
         if server.error is not None:
             raise server.error
-        if server.cut:
-            forget_all()
-            # A program that is being compiled cannot be interrupted.
-            os._exit(130)
-    return 0
+        forget_all()
+        # All is answered or given up, and a program that is being compiled cannot be interrupted.
+        os._exit(130 if server.cut else 0)
 
 
 def slots_from(text: str) -> int | str:

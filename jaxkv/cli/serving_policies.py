@@ -59,5 +59,5 @@ def engines(
             own = None if folder is None else Path(folder) / (name.rpartition(":")[2] if at else "")
             engine = Engine(params, policy=policy, documents=own, memory_share=share, **options)
             made[name] = stack.enter_context(engine)
-            engine.start(lambda part, name=name: tick(f"compiling {part} of {name}"))
+            engine.start(tick, name)
         yield made

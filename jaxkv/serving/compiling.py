@@ -26,10 +26,12 @@ def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) 
             for _ in slots.compiling(*length):
                 while COMPUTING and not (scheduler.missed or ended()):
                     time.sleep(PATIENCE)
-                if ended():
-                    return
-            left.remove(length)
-            memory.trim()
+                if ended() or scheduler.missed not in (None, length):
+                    # What is compiled of it stays compiled.
+                    break
+            else:
+                left.remove(length)
+                memory.trim()
     finally:
         # After an error whoever has one of these lengths compiles it, and is told the error.
         left.clear()

@@ -145,10 +145,10 @@ class Engine:
             self.start()
 
     @settled
-    def start(self, tick: Callable[[str], object] = lambda what: None) -> None:
-        """Starts an engine made with `start=False`; `tick` is called before each part is compiled, with its name."""
+    def start(self, tick: Callable[[str], object] = lambda what: None, name: str = "engine") -> None:
+        """Starts an engine made with `start=False`; `tick` is told each part of `name` before it is compiled."""
         COMPUTING.add(self._scheduler)
-        self._slots.compile(tick, lengths=self._precompile)
+        self._slots.compile(lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile)
         self._thread.start()
         self._compiler.start()
 
@@ -394,8 +394,8 @@ class Engine:
                     if self._closing and self._scheduler.idle:
                         return
                 with own_settings():
-                    # It does nothing while all that wait have lengths that are not compiled yet.
-                    self._scheduler.step() or time.sleep(PATIENCE)
+                    if not self._scheduler.step():
+                        time.sleep(PATIENCE)
             self._scheduler.fail(CancelledError("the engine was closed"))
         except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for an answer for ever
             with self._changed:
