@@ -15,7 +15,7 @@ COMPUTING = weakref.WeakSet[Scheduler]()
 
 
 def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) -> None:
-    """Body of a thread: compiles the lengths that requests wait for, then others while no engine computes.
+    """Body of a thread: compiles the lengths that requests wait for, and other prompts' while no engine computes.
 
     It ends when none is left, or between two programs once `ended`.
     """
@@ -23,6 +23,10 @@ def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) 
     try:
         while left and not ended():
             length = scheduler.missed or left[0]
+            if scheduler.missed is None and length[0]:
+                # Programs of questions, which are the largest, wait for whoever asks one.
+                time.sleep(PATIENCE)
+                continue
             for _ in slots.compiling(*length):
                 while COMPUTING and not (scheduler.missed or ended()):
                     time.sleep(PATIENCE)
