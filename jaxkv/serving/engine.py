@@ -104,7 +104,7 @@ class Engine:
             mesh: devices with the axes "data" and "model" to run on; slots lie over "data".
             implementation: the implementation of attention; by default the fastest one for these devices.
             precompile: False to compile other lengths than a short chat's while it runs: those that requests have
-                at once, the rest while no engine of the process computes.
+                at once, other prompts' while no engine of the process computes.
             start: False to check the arguments only, and leave the rest to `start`.
 
         Raises:
