@@ -30,15 +30,26 @@ def model_folder(parent):
 
 
 @contextlib.contextmanager
-def started(folder, *options):
-    """A server's process, its address, and a list of its lines on stderr, complete once the process has ended."""
+def launched(folder, *options, program=("-m", "jaxkv")):
+    """A server's process, which is starting."""
     limits = ["--slots", "1", "--max-prompt-tokens", "60", "--max-new-tokens", "60", "--max-question-tokens", "0"]
-    command = [sys.executable, "-m", "jaxkv", "serve", "--model", str(folder), "--served-model-name", "tiny"]
+    command = [sys.executable, *program, "serve", "--model", str(folder), "--served-model-name", "tiny"]
     command += ["--policy", "knorm", "--budget", "16", "--port", "0", *limits, *options]
     environment = {**os.environ, "JAXKV_CACHE": str(folder.parent), "XLA_FLAGS": QUICK, "JAXKV_API_KEY": KEY}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-    lines, address, reader = [], None, None
     with process.stderr:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def started(folder, *options):
+    """A server's process, its address, and a list of its lines on stderr, complete once the process has ended."""
+    lines, address, reader = [], None, None
+    with launched(folder, *options) as process:
         try:
             while address is None:
                 lines.append(process.stderr.readline())
@@ -49,6 +60,5 @@ def started(folder, *options):
             yield process, address[1], lines
         finally:
             process.kill()
-            process.wait()
             if reader is not None:
                 reader.join()

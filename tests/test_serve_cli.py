@@ -10,10 +10,14 @@ import httpx2
 import lettered
 import pytest
 from cli_runs import refused
-from serve_runs import model_folder, started
+from serve_runs import launched, model_folder, started
 
+import jaxkv
+from jaxkv import cli
 from jaxkv.cli import serving
-from jaxkv.serving.server import bound, listen
+from jaxkv.cli.serving_policies import engines
+from jaxkv.engine.slots import PARTS, Slots
+from jaxkv.serving.server import listening
 
 
 @pytest.fixture
@@ -61,12 +65,44 @@ def test_running_requests_are_answered_after_sigterm(folder):
     assert lettered.DOC[:9] not in log and "Traceback" not in log
 
 
-def test_an_address_that_another_process_serves_by_now():
-    """Two bind it while their models load; the second to serve is told so."""
-    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
-        listen(first)
-        with pytest.raises(ValueError, match="address=.*127.0.0.1:.*give another --host or --port"):
-            listen(second)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_starts_says_how_far_it_is_and_ends_at_a_signal(folder, sent):
+    """Of a model that never ends to load: whatever is asked has 503, and one signal is enough."""
+    endless = "import sys, time; from jaxkv import cli; from jaxkv.cli import serving; "
+    endless += "serving._loaded = lambda options: time.sleep(600); sys.exit(cli.main())"
+    with launched(folder, "--also", "full", program=("-c", endless)) as process:
+        address = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())[0]
+        assert f"1 of {1 + 2 * PARTS}: loading" in process.stderr.readline()
+        with httpx2.Client(base_url=address, trust_env=False, timeout=60) as client:
+            health = client.get("/health")
+            asked = client.post("/v1/chat/completions", json={"messages": []})
+            listed = client.get("/v1/models")
+        for response in (health, asked, listed):
+            assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+            error = response.json()["error"]
+            assert error["code"] == "starting" and error["type"] == "server_error" and error["message"]
+        told = health.json()
+        assert told["status"] == "starting" and told["step"] == 1 and told["steps"] == 1 + 2 * PARTS
+        process.send_signal(sent)
+        assert process.wait(30) == 130
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_busy_address_is_told_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(serving, "_loaded", lambda options: pytest.fail("it was loaded"))
+    with listening("127.0.0.1", 0) as first:
+        port = str(first.getsockname()[1])
+        said = refused(capsys, "serve", "--port", port)
+    assert f"address='127.0.0.1:{port}'" in said and "give another --host or --port" in said
+
+
+def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch):
+    """Also where it is a later one."""
+    monkeypatch.setattr(Slots, "compile", lambda *_, **__: pytest.fail("it was compiled"))
+    policies = {"tiny": jaxkv.KNorm(budget=16), "tiny:omnikv": jaxkv.OmniKV(offload=True, filter_layers=(0,))}
+    limits = {"max_prompt_tokens": 60, "max_new_tokens": 60, "slots": 1}
+    with pytest.raises(ValueError, match="policy="), engines(lettered.tiny(), policies, folder=None, **limits):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -92,7 +128,9 @@ def test_models_without_a_tokenizer_are_refused(capsys, monkeypatch):
     from jaxkv.cli import serving
 
     monkeypatch.setattr(serving, "enable_compilation_cache", lambda: None)
-    assert "no tokenizer" in refused(capsys, "serve", "--model", str(lettered.FOLDER), "--port", "0")
+    assert cli.main(["serve", "--model", str(lettered.FOLDER), "--port", "0"]) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("jaxkv: error: ") and "no tokenizer" in last
 
 
 def test_a_line_of_log_is_there_once(capsys):

@@ -3,6 +3,8 @@
 import asyncio
 import concurrent.futures
 import dataclasses
+import threading
+import time
 from typing import ClassVar
 
 import engine_runs
@@ -21,10 +23,13 @@ from test_stores import Half
 import jaxkv
 from jaxkv.cache.stores import Dense
 from jaxkv.compilation import Clock
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.sampling import Greedy, Temperature
+from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.documents import Documents
 from jaxkv.serving.requests import Request
 from jaxkv.serving.scheduler import Scheduler
@@ -46,6 +51,57 @@ def letters():
     options = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 40, "queue": 4}
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
         yield engine
+
+
+class Busy:
+    """An engine that computes all the while."""
+
+
+def test_lengths_are_compiled_for_requests_that_have_them():
+    """Beside an engine that computes, only lengths that are asked for are compiled; all are answered as alone."""
+    busy, limits = Busy(), LIMITS | {"max_prompt_tokens": 70, "max_question_tokens": 40}
+    COMPUTING.add(busy)
+    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(9, 8)]
+    given += [dataclasses.replace(each, prompt=[*range(10), *each.prompt][-60:]) for each in given[:2]]
+    with jaxkv.Engine(model(), policy=POLICY, precompile=False, **limits) as engine:
+        requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
+        document = engine.document(given[0].prompt)
+        asked = engine.submit([5, 9, 2], document=document, max_new_tokens=6, stop_at_eos=False)
+        for each, request in zip(given, requests, strict=True):
+            assert request.result().tokens.tolist() == runs.alone(model(), POLICY, each)
+        cache = jaxkv.prefill(model(), given[0].prompt, policy=POLICY)
+        alone = jaxkv.generate(model(), [5, 9, 2], cache=cache, max_new_tokens=6, stop_at_eos=False)
+        assert asked.result().tokens.tolist() == alone.tokens.tolist()
+        left = set(engine._slots.uncompiled)
+        assert (True, 64) in left and (True, 16) not in left
+        assert not left & {(False, bucket(len(each.prompt))) for each in given}
+    assert not engine._slots.uncompiled
+    COMPUTING.discard(busy)
+
+
+def test_other_lengths_are_compiled_while_no_engine_computes():
+    with jaxkv.Engine(model(), policy=POLICY, precompile=False, **LIMITS) as engine:
+        deadline = time.monotonic() + 300
+        while engine._slots.uncompiled:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_length_that_cannot_be_compiled_ahead_is_compiled_by_its_request(monkeypatch):
+    compiling = Slots.compiling
+
+    def failing(slots, question, size):
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no more")
+        return compiling(slots, question, size)
+
+    monkeypatch.setattr(Slots, "compiling", failing)
+    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(10, 3)]
+    with jaxkv.Engine(model(), policy=POLICY, precompile=False, **LIMITS) as engine:
+        requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
+        for each, request in zip(given, requests, strict=True):
+            assert request.result().tokens.tolist() == runs.alone(model(), POLICY, each)
 
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "kvzip"])

@@ -15,7 +15,8 @@ from policy_table import BY_NAME
 import jaxkv
 from jaxkv.cache.slots import insert, taken
 from jaxkv.engine import slots as module
-from jaxkv.engine.slots import Slots
+from jaxkv.engine.compress import finished
+from jaxkv.engine.slots import PARTS, Slots
 from jaxkv.sampling import Greedy, mixed
 
 BUDGET = 20
@@ -124,6 +125,19 @@ def test_a_second_question_needs_room_of_its_own():
             cache = slots.extend(cache, question)
     with pytest.raises(ValueError, match="give a question for each"):
         slots.extend(slots.prefill(tiny.prompts(7, [60])[0]), [question, question])
+
+
+def test_a_length_is_compiled_once_it_is_asked_for():
+    """Slots that start with one length: `compiling` another one leaves nothing for its prompts to compile."""
+    policy = jaxkv.SnapKV(budget=11, window=4)
+    slots = runs.made(tiny.tiny(tiny.TWO_LAYERS), policy, start=False, max_prompt=120, max_question=16)
+    parts = []
+    slots.compile(parts.append, lengths=False)
+    assert len(parts) == PARTS and slots.uncompiled == [(False, 32), (False, 128), (False, 16), (True, 16)]
+    for question, size in list(slots.uncompiled):
+        finished(slots.compiling(question, size))
+    given = runs.requests(3, 6)
+    assert runs.answered(slots, given)[1] == 0
 
 
 def test_what_a_slot_held_before_is_gone():

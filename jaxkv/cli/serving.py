@@ -1,8 +1,11 @@
 """`jaxkv serve`: checks its options, loads the model, makes an engine and answers OpenAI's HTTP interface."""
 
 import argparse
+import contextlib
+import itertools
 import logging
 import os
+import threading
 from typing import Any
 
 from jaxkv._errors import require
@@ -20,6 +23,7 @@ from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.cli.streams import to_stderr
 from jaxkv.compilation import enable_compilation_cache
+from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel, load
 from jaxkv.sharding.sizes import mesh_of
 
@@ -102,11 +106,12 @@ def _port(text: str) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Runs `jaxkv serve`: serves HTTP until a signal ends it; returns exit code 0, or 130 after a second signal."""
+    """Runs `jaxkv serve`: serves HTTP until a signal ends the process, with code 0, or 130 if it ends at once."""
     with needing("serve", "serving needs"):
+        from jaxkv.serving.engine import forget_all
         from jaxkv.serving.http import Application
         from jaxkv.serving.limits import Limits
-        from jaxkv.serving.server import Server, bound, listen, many_files
+        from jaxkv.serving.server import Server, listening, many_files
     policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
     name = options.served_model_name or options.model
     further = further_policies(options.also or (), policy)
@@ -118,26 +123,37 @@ def run_serve(options: argparse.Namespace) -> int:
         api_key=key, body_bytes=options.max_body_bytes, seconds=options.timeout, answers=min(64, options.queue)
     )
     mesh = None if options.mesh is None else mesh_of(options.mesh)
-    # Before the minutes that a large model takes to load: somebody else may have the port.
-    with bound(options.host, options.port) as found:
-        many_files()
-        params = _loaded(options)
-        given = _of_engines(options) | {"slots": slots, "implementation": implementation, "mesh": mesh}
-        with engines(params, policies, folder=options.documents, **given) as models:
-            server = Server(Application(models, limits=limits))
+    server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
+    given = _of_engines(options) | {"slots": slots, "implementation": implementation, "mesh": mesh}
+
+    def tick(what: str) -> None:
+        server.progress = {"step": next(steps), "steps": total, "doing": what}
+        to_stderr("jaxkv: {step} of {steps}: {doing}".format(**server.progress))
+
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(listening(options.host, options.port))
+        host, port = found.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+
+        def make() -> None:
+            tick(f"loading {options.model}")
+            made = engines(_loaded(options), policies, folder=options.documents, tick=tick, **given)
+            models = stack.enter_context(made)
             _log_to_stderr()
-            host, port = found.getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
-            # Who reads the address below may connect before the server takes connections: from here on they wait.
-            listen(found)
+            server.app = Application(models, limits=limits)
             for each, engine in models.items():
                 to_stderr(f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}")
             to_stderr(f"jaxkv: a page to ask from at http://{host}:{port}/")
-            server.run(sockets=[found])
-            if server.cut:
-                for engine in models.values():
-                    engine.close(drain=False)
-    return 130 if server.cut else 0
+
+        many_files()
+        to_stderr(f"jaxkv: http://{host}:{port} answers 503 until it is ready")
+        threading.Thread(target=server.make, args=(make,), daemon=True).start()
+        server.run(sockets=[found])
+        if server.error is not None:
+            raise server.error
+        forget_all()
+        # All is answered or given up, and a program that is being compiled cannot be interrupted.
+        os._exit(130 if server.cut else 0)
 
 
 def slots_from(text: str) -> int | str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,24 @@ def further_policies(given: Iterable[str], first: Method) -> dict[str, Method]:
 
 @contextlib.contextmanager
 def engines(
-    params: LanguageModel, policies: Mapping[str, Method], *, folder: str | None, **options: Any
+    params: LanguageModel,
+    policies: Mapping[str, Method],
+    *,
+    folder: str | None,
+    tick: Callable[[str], object] = lambda what: None,
+    **options: Any,
 ) -> Iterator[dict[str, Engine]]:
     """Context manager that makes an `Engine` for each policy, yields them by model id, and closes all at its end.
 
     "auto" slots and documents of all engines share the memory. The first keeps its documents in `folder`, the others
-    each in a folder inside it, called as what stands behind the ":" of its model id.
+    each in a folder inside it, called as what stands behind the ":" of its model id. `tick` is called
+    before each part is compiled, with its name.
     """
     device, made = device_of(params), dict[str, Engine]()
+    options |= {"precompile": False, "start": False}
+    for policy in policies.values():
+        # Nobody waits minutes for the error of a later one.
+        Engine(params, policy=policy, memory_share=1 / len(policies), **options).close()
     with contextlib.ExitStack() as stack:
         for at, (name, policy) in enumerate(policies.items()):
             documents = [each.documents for each in made.values()]
@@ -49,4 +59,5 @@ def engines(
             own = None if folder is None else Path(folder) / (name.rpartition(":")[2] if at else "")
             engine = Engine(params, policy=policy, documents=own, memory_share=share, **options)
             made[name] = stack.enter_context(engine)
+            engine.start(tick, name)
         yield made

@@ -1,6 +1,7 @@
 """Static shape of a slot: pool rows for any prompt up to a limit, and its new tokens."""
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Bool
@@ -9,10 +10,14 @@ from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.hadamard import transforms
-from jaxkv.engine.lengths import bucket, buckets
+from jaxkv.engine.lengths import SHORT, bucket, buckets, by_length
 from jaxkv.engine.plan import pools_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Parts
+
+# Tokens of a prompt that only compiles programs; and the padded length, a short chat's, that is
+# compiled first.
+FEW = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,14 @@ class SlotShape:
     def longest(self) -> int:
         """Most tokens of a slot's text: its limits of prompt, question and answer added, rounded up to a bucket."""
         return bucket(self.prompt + self.question + self.new)
+
+    @property
+    def lengths(self) -> list[tuple[bool, int]]:
+        """Padded lengths of prompts (False), then of questions (True), of each the nearest to a short chat's first."""
+        most = (False, self.prompt), (True, self.question)
+        found = [(question, size) for question, longest in most for _, size in buckets(longest)]
+        lengths = {(question, max(SHORT, size) if question else size) for question, size in found}
+        return sorted(lengths, key=lambda each: (each[0], abs(math.log2(each[1] / FEW))))
 
     def require_fits(self, parts: Parts, cache: KVCache, rows: int, sliding: Bool[np.ndarray, " L"]) -> None:
         """Raises ValueError for a cache with pools of other sizes or another store, or with fewer than `rows` free.
@@ -60,8 +73,9 @@ def slot_shape(
     """Computes the `SlotShape` whose pools hold any prompt up to `prompt` tokens, with question and new tokens.
 
     `stretches` is the number of devices that share a pool's heads. Raises ValueError for policies that read prompts in
-    chunks or keep rows in host memory.
+    chunks or keep rows in host memory, and for budgets that they cannot honour.
     """
+    by_length(parts, np.asarray([prompt]), config.windows)
     reading = parts.reading(config.windows, bucket(prompt))
     remedy = "slots keep every row on the device: leave offload out, or answer one batch after the other"
     require(reading is None or not reading.offloaded, "policy", "rows wait in host memory", remedy)

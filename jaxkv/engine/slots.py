@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxkv.engine import loop
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.decode import Beside, extend, read_on_top
 from jaxkv.engine.layer_step import Tail
-from jaxkv.engine.lengths import SHORT, bucket, buckets, tokens_per_call
+from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
+from jaxkv.engine.made_up import made_up
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
@@ -32,12 +33,12 @@ from jaxkv.sampling import Sampling
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
 
-# Tokens of a prompt that only compiles programs, which do not depend on its length.
-_FEW = 64
+# Number of parts of `Slots.compile`.
+PARTS = 2
 
 
 class Slots:
-    """A running batch whose sequences join and leave one by one; once it is made, nothing more is compiled.
+    """A running batch whose sequences join and leave one by one; once it has started, nothing more is compiled.
 
     The pools of a slot fit any prompt of up to `max_prompt` tokens with its new tokens, and prompts are prefilled
     straight into that shape: to join is a copy. What a sequence draws depends on no other sequence and on no slot.
@@ -53,7 +54,9 @@ class Slots:
         count: number of slots.
         size: the most tokens that one run of the compiled loop draws.
         shape: the most rows and tokens of a slot.
+        needed: bytes of the rows of all slots.
         done: `bool[B]` mask of slots that draw nothing: never filled, released, or at their end.
+        uncompiled: padded lengths that `compiling` has not met yet, each behind whether it is a question's.
     """
 
     @settled
@@ -67,12 +70,13 @@ class Slots:
         max_question: int = 0,
         ends: int = 8,
         size: int = 64,
+        start: bool = True,
     ):
         """Allocates `count` slots and compiles all programs for filling, drawing from and emptying them.
 
         A slot takes a prompt of up to `max_prompt`, a question of up to `max_question` and an answer of up to
         `max_new_tokens` tokens, and up to `ends` ids that end its sequence; one run of the compiled loop draws up to
-        `size` tokens. On a mesh `count` is a multiple of its groups.
+        `size` tokens. On a mesh `count` is a multiple of its groups. `start=False` leaves all to `compile`.
 
         Raises:
             ValueError: for a policy that keeps rows in host memory or reads prompts in chunks; for a number of slots
@@ -98,6 +102,9 @@ class Slots:
         mine = config.kv_heads // stretches
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
+        self.needed = count * sum(self.shape.rows) * parts.row_bytes(config.head_dim, params.dtype.itemsize)
+        device = None if self._axes is None else self._axes.mesh.local_devices[0]
+        memory.check_bytes(self.needed // self._groups, f"count={count} slots", device)
         self._parts, self._every = parts, parts.every
         # Layers whose rows are dropped as they leave the window.
         self._sliding = np.asarray([width is not None and slides(parts) for width in config.windows])
@@ -114,10 +121,10 @@ class Slots:
         # the windows of layers that slide.
         self._waiting, self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(3))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
-        self._all: Sequences
-        self._tails: tuple[Tail, ...]
-        with session.clocks.prefill:
-            self._compile()
+        self._all: Any = ()
+        self._tails, self.uncompiled = tuple[Tail, ...](), self.shape.lengths
+        if start:
+            self.compile()
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
@@ -296,32 +303,22 @@ class Slots:
         """Bytes of the arrays of all slots, tails included, over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
 
-    def _compile(self) -> None:
-        """Allocates all slots; compiles every program by running it: prefill, extend, draw, peek, take, release."""
-        longest = self.shape.prompt
-        cache = self._dummy(longest)
-        begun = self.begin(cache, max_new_tokens=1)
+    @settled
+    def compile(self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True) -> None:
+        """Allocates all slots; compiles the programs of all `lengths`, or one, by running them; ticks `PARTS` times."""
+        tick("prefill")
+        cache = None
+        while cache is None:
+            question, self._usual = self.uncompiled.pop(0)
+            cache = finished(self.compiling(question, self._usual))
+        begun = self.begin(cache, max_new_tokens=min(2, self.shape.new))
         self.peek(begun)
-        one = begun.arrays
-        device = None if self._axes is None else self._axes.mesh.local_devices[0]
-        each = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(one))
-        memory.check_bytes(each * self.count // self._groups, f"count={self.count} slots", device)
-        self._all = spread(one, slots=self.count, axes=self._axes)
+        self._all = spread(begun.arrays, slots=self.count, axes=self._axes)
         running = loop.begin(self._all.cache, spec=self._spec, size=self.size)
         self._tails, _ = running.beside or ((), None)
         self.release(range(self.count))
-        for _, size in buckets(longest):
-            try:
-                cache = self._dummy(min(size, longest))
-            except ValueError:
-                # The policy refuses all prompts of this bucket.
-                continue
-            self.insert(self.begin(cache, max_new_tokens=min(2, self.shape.new)), 0)
-        for _, size in buckets(self.shape.question) if self.shape.question else ():
-            asked = self.extend(cache, [0] * min(size, self.shape.question))
-            if self._parts.ongoing is not None:
-                self._compressed(asked, self.session.key)
-            self.insert(self.begin(asked, max_new_tokens=min(2, self.shape.new)), 0)
+        self.insert(begun, 0)
+        tick("decode loop")
         self.decode(1)
         self._settle(self._waiting > 0)
         self.insert(self.take(0), 0)
@@ -330,17 +327,25 @@ class Slots:
         if self._sliding.any():
             self._slide(0)
         self.release(range(self.count))
+        while lengths and self.uncompiled:
+            finished(self.compiling(*self.uncompiled.pop(0)))
         jax.block_until_ready(self._all)
+        memory.trim()
 
-    def _dummy(self, longest: int) -> KVCache:
-        """Cache of one made-up prompt, for bucket `longest`; few tokens long unless the policy refuses that."""
-        planned = self.session.planned(np.asarray([longest]), 0).in_pools(self.shape.rows)
+    def compiling(self, question: bool, size: int) -> Walk[KVCache | None]:
+        """Generator: compiles the programs of one of the lengths `uncompiled`, yields between them.
+
+        No slot changes: another thread may use them. Returns a made-up cache, or None if the policy refuses the length.
+        """
         try:
-            few = min(longest, _FEW)
-            self.session.planned(np.asarray([few]), 0)
+            cache = yield from made_up(self.session, self.shape, self._usual if question else size)
         except ValueError:
-            few = longest
-        return self.session.prefill([0] * few, needed=planned)
+            return None
+        if question:
+            cache = self.extend(cache, [0] * min(size, self.shape.question))
+            if self._parts.ongoing is not None:
+                self._compressed(cache, self.session.key)
+        return cache
 
     def _of_groups(self, slot: int) -> Int[np.ndarray, " g"]:
         """Array with one entry per mesh group: the slot's index for the group that holds it, -1 for the others."""

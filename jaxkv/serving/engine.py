@@ -1,20 +1,17 @@
 """`Engine`: answers many requests at once over the slots of one running batch (continuous batching)."""
 
 import atexit
-import collections
-import contextlib
 import dataclasses
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
@@ -31,8 +28,10 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.results import Completion
 from jaxkv.sampling import Sampling, mixed
+from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_deadline, own_key, own_policy
+from jaxkv.serving.mapping import mapped, patient
 from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.room import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
@@ -43,8 +42,6 @@ from jaxkv.words import by_other_names
 
 # Most tokens of an answer where a request does not say.
 _USUAL_NEW = 128
-# Seconds between two attempts to submit a prompt while the queue is full.
-_PATIENCE = 0.02
 # Share of the memory that slots leave free which documents may take.
 _DOCUMENT_SHARE = 0.5
 # Engines that may have to be closed when the process ends.
@@ -85,6 +82,8 @@ class Engine:
         memory_share: float | np.floating = 1.0,
         mesh: Mesh | None = None,
         implementation: Implementation | str | None = Implementation.AUTO,
+        precompile: bool = True,
+        start: bool = True,
     ):
         """Allocates the slots, compiles all programs and starts the thread that answers.
 
@@ -105,6 +104,9 @@ class Engine:
             memory_share: share of the free memory for "auto" slots and documents; less leaves room for other engines.
             mesh: devices with the axes "data" and "model" to run on; slots lie over "data".
             implementation: the implementation of attention; by default the fastest one for these devices.
+            precompile: False to compile other lengths than a short chat's while it runs: those that requests have
+                at once, other prompts' while no engine of the process computes.
+            start: False to check the arguments only, and leave the rest to `start`.
 
         Raises:
             ValueError: for a policy that keeps rows in host memory or reads prompts in chunks, for limits beyond the
@@ -121,10 +123,11 @@ class Engine:
         share = _checks.real("memory_share", memory_share, high=1, open_low=True)
         wanted = slots_that_fit(self._session, **limits, share=share) if slots == "auto" else slots
         count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
-        self._slots = Slots(self._session, count=count, ends=max(1, len(params.ends)), **limits)
+        self._slots = Slots(self._session, count=count, ends=max(1, len(params.ends)), start=False, **limits)
         folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
-            document_bytes = int(_DOCUMENT_SHARE * share * memory.available_bytes(device_of(params)))
+            left = memory.available_bytes(device_of(params)) - self._slots.needed
+            document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
         self._documents = Documents(
             params, self._session.policy, rows=self._slots.shape.rows, most_bytes=most, folder=folder
@@ -133,10 +136,22 @@ class Engine:
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False
         self.error: BaseException | None = None
-        # A daemon: an engine that nobody closes does not keep the process from ending.
+        self._precompile = _checks.flag("precompile", precompile)
+        # Daemons: an engine that nobody closes does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
-        self._thread.start()
+        rest = self._slots, self._scheduler, lambda: self._closing
+        self._compiler = threading.Thread(target=compile_rest, args=rest, daemon=True)
         _OPEN.add(self)
+        if _checks.flag("start", start):
+            self.start()
+
+    @settled
+    def start(self, tick: Callable[[str], object] = lambda what: None, name: str = "engine") -> None:
+        """Starts an engine made with `start=False`; `tick` is told each part of `name` before it is compiled."""
+        COMPUTING.add(self._scheduler)
+        self._slots.compile(lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile)
+        self._thread.start()
+        self._compiler.start()
 
     @by_other_names
     @settled
@@ -280,38 +295,10 @@ class Engine:
         Returns:
             An iterator over the answers. It raises ValueError at a prompt that is refused, and cancels those under way.
         """
-        return self._mapped(prompts, _checks.flag("ordered", ordered), arguments.as_key(key), options)
-
-    def _mapped(
-        self, prompts: Iterable[Prompt], ordered: bool, given: PRNGKeyArray | None, options: dict[str, Any]
-    ) -> Iterator[Completion]:
-        """Generator of `map`, whose arguments are valid."""
-        under_way: collections.deque[Request] = collections.deque()
-        left, most = enumerate(prompts), max(1, min(self._limit, 2 * self._slots.count))
-        try:
-            while True:
-                while len(under_way) < most and (item := next(left, None)) is not None:
-                    own = None if given is None else jax.random.fold_in(given, item[0])
-                    under_way.append(self._patiently(item[1], **{"key": own, "offline": True, **options}))
-                if not under_way:
-                    return
-                if not ordered:
-                    wait([each.future for each in under_way], return_when=FIRST_COMPLETED)
-                    under_way = collections.deque(sorted(under_way, key=lambda each: not each.done))
-                yield under_way[0].result()
-                under_way.popleft()
-        finally:
-            for request in under_way:
-                request.cancel()
-
-    def _patiently(self, prompt: Prompt, **options: Any) -> Request:
-        """Submits a prompt; waits while the queue is full."""
-        while True:
-            while len(self._scheduler.waiting) >= self._limit and self._thread.is_alive():
-                time.sleep(_PATIENCE)
-            # Others may have been faster.
-            with contextlib.suppress(QueueFull):
-                return self.submit(prompt, **options)
+        waiting, most = self._scheduler.waiting, self._limit
+        submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
+        given, ordered = arguments.as_key(key), _checks.flag("ordered", ordered)
+        return mapped(submit, prompts, min(most, 2 * self._slots.count), key=given, ordered=ordered, **options)
 
     @property
     def session(self) -> Session:
@@ -357,7 +344,8 @@ class Engine:
             self._dropping = self._dropping or not drain
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            for thread in filter(threading.Thread.is_alive, (self._thread, self._compiler)):
+                thread.join()
             self._documents.close()
 
     def __enter__(self) -> "Engine":
@@ -397,13 +385,17 @@ class Engine:
         try:
             while True:
                 with self._changed:
+                    if self._scheduler.idle:
+                        COMPUTING.discard(self._scheduler)
                     self._changed.wait_for(lambda: self._closing or not self._scheduler.idle)
+                    COMPUTING.add(self._scheduler)
                     if self._dropping:
                         break
                     if self._closing and self._scheduler.idle:
                         return
                 with own_settings():
-                    self._scheduler.step()
+                    if not self._scheduler.step():
+                        time.sleep(PATIENCE)
             self._scheduler.fail(CancelledError("the engine was closed"))
         except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for an answer for ever
             with self._changed:
@@ -411,6 +403,8 @@ class Engine:
             failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
             self._scheduler.fail(failed)
+        finally:
+            COMPUTING.discard(self._scheduler)
 
 
 @atexit.register
@@ -418,3 +412,9 @@ def _close_all() -> None:
     """Closes the engines that are still there when the process ends, without answering their requests."""
     for engine in list(_OPEN):
         engine.close(drain=False)
+
+
+def forget_all() -> None:
+    """Removes what open engines keep on disk for themselves, in a process that ends without closing them."""
+    for engine in list(_OPEN):
+        engine.documents.close()

@@ -65,6 +65,12 @@ class Scheduler:
         """True if there is nothing to do until another request arrives."""
         return not (self.waiting or self._reading or self._ready or self._running)
 
+    @property
+    def missed(self) -> tuple[bool, int] | None:
+        """Length of the first request that waits for its programs to be compiled; None if there is none."""
+        lengths = [each.length for each in list(self.waiting)]
+        return next((each for each in lengths if each in self.slots.uncompiled), None)
+
     def step(self) -> bool:
         """Computes a layer of a prompt, or a block of tokens, or both; returns False if there was nothing to do."""
         self._leave()
@@ -138,17 +144,24 @@ class Scheduler:
     def _begin(self) -> None:
         """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead.
 
-        Further answers to its prompt share the cache, which is copied into the slot of each.
+        Requests of lengths whose programs are not compiled yet wait for these. Further answers to its prompt share the
+        cache, which is copied into the slot of each.
         """
         free = self.slots.count - len(self._running) + self.ahead
-        if self._reading is None and self.waiting and len(self._ready) < free:
-            works, draws = [self.waiting.popleft()], self.slots.session.policy.parts().draws
-            # A policy that draws compresses the prompt with each answer's own key.
-            while not draws and self.waiting and self.waiting[0].encoded is works[0].encoded:
-                works.append(self.waiting.popleft())
-            for work in works:
-                work.begin()
-            self._reading = works, works[0].walk(self.slots, self.documents)
+        if self._reading is not None or len(self._ready) >= free:
+            return
+        ready = [each for each in list(self.waiting) if each.length not in self.slots.uncompiled]
+        if not ready:
+            return
+        # A policy that draws compresses the prompt with each answer's own key.
+        if self.slots.session.policy.parts().draws:
+            works = ready[:1]
+        else:
+            works = [each for each in ready if each.encoded is ready[0].encoded]
+        for work in works:
+            self.waiting.remove(work)
+            work.begin()
+        self._reading = works, works[0].walk(self.slots, self.documents)
 
     def _advance(self) -> None:
         """Computes the next layer of the prompt that is being prefilled; a prompt that is refused ends alone."""

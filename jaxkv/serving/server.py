@@ -1,4 +1,4 @@
-"""Runs the HTTP application by uvicorn: the first SIGTERM or SIGINT drains it, the second one ends it at once."""
+"""Runs the HTTP application by uvicorn: while it is made, 503; a first signal drains it, a second ends it at once."""
 
 import contextlib
 import logging
@@ -6,13 +6,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxkv._errors import refusal
 from jaxkv.serving.http import Application
+from jaxkv.serving.refused import Refused, as_json
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds that clients have to read the end of their answers, once all are complete.
@@ -20,16 +24,25 @@ _LAST_READ = 5
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server that answers what it has before it ends.
+    """uvicorn's server: answers 503 until its application is made, and what it has before it ends.
 
     Attributes:
-        cut: True if a second signal ended it before all requests were answered.
+        app: the application; None until it is made.
+        progress: what is made before, as JSON.
+        error: what was raised instead of making it.
+        cut: True if a signal ended it before all requests were answered, or any was taken.
     """
 
-    def __init__(self, app: Application):
-        """Makes the server of an application; `run` starts it."""
+    def __init__(self, app: Application | None = None):
+        """Makes the server; `run` starts it."""
+        self.app, self.progress = app, dict[str, Any]()
+        self.error: BaseException | None = None
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await (self.app or self._starting())(scope, receive, send)
+
         config = uvicorn.Config(
-            app,
+            answer,
             http="h11",
             ws="none",
             lifespan="off",
@@ -42,22 +55,35 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.cut = False
-        self._service = app.service
         self._latest: float | None = None
 
+    def _starting(self) -> Response:
+        """Response to all requests until the application is made: an error in OpenAI's form, and the progress."""
+        refused = Refused(503, "the server is starting: try again later", code="starting")
+        body = {"status": "starting", **self.progress, **refused.body()}
+        return as_json(body, status=503, headers={"Retry-After": "5"})
+
+    def make(self, make: Callable[[], object]) -> None:
+        """Calls, in a thread, a function that sets `app`; its error ends the server."""
+        try:
+            make()
+        except BaseException as error:  # noqa: BLE001 - whoever runs the server raises it
+            self.error, self.should_exit = error, True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain; the second time, ends at once."""
-        if self._service.draining:
+        """Begins to drain; the second time, or before there is anything to drain, ends at once."""
+        if self.app is None or self.app.service.draining:
             self.cut = self.should_exit = self.force_exit = True
             # It would log a traceback for each answer that is cut off.
             logging.getLogger("uvicorn.error").disabled = True
             return
-        self._service.draining = True
-        self._latest = time.monotonic() + self._service.limits.seconds + _LAST_READ
+        self.app.service.draining = True
+        self._latest = time.monotonic() + self.app.service.limits.seconds + _LAST_READ
 
     async def on_tick(self, counter: int) -> bool:
         """Ends the server once it drains and nothing is under way, or every deadline has passed."""
-        if self._latest is not None and (self._service.active == 0 or time.monotonic() > self._latest):
+        idle = self.app is not None and self.app.service.active == 0
+        if self._latest is not None and (idle or time.monotonic() > self._latest):
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -72,32 +98,19 @@ class Server(uvicorn.Server):
                 signal.signal(each, handler)
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Socket bound to an address; port 0 takes a free one. ValueError names an address that cannot be had."""
+def listening(host: str, port: int) -> socket.socket:
+    """Socket that listens at an address; port 0 takes a free one. ValueError names an address that cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
-    except OSError as error:
-        found.close()
-        raise _unusable(host, port, error) from None
-    return found
-
-
-def listen(found: socket.socket) -> None:
-    """Lets connections to a bound socket wait for the server; ValueError if another process serves its address."""
-    try:
         found.listen()
     except OSError as error:
-        host, port = found.getsockname()[:2]
-        raise _unusable(host, port, error) from None
-
-
-def _unusable(host: str, port: int, error: OSError) -> ValueError:
-    """Makes the ValueError of an address that the operating system refuses with `error`."""
-    remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
-    return refusal("address", f"{host}:{port}", remedy)
+        found.close()
+        remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
+        raise refusal("address", f"{host}:{port}", remedy) from None
+    return found
 
 
 def many_files() -> None:

@@ -10,6 +10,7 @@ from jaxtyping import PRNGKeyArray
 
 from jaxkv.cache import KVCache
 from jaxkv.engine.compress import Walk
+from jaxkv.engine.lengths import SHORT, bucket
 from jaxkv.engine.sequences import Paused
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Method
@@ -62,6 +63,7 @@ class Work:
         ready: the compressed sequence, while it waits for a slot; else None.
         told: True if its first token was drawn, and its text given to readers, before it had a slot.
         kept: rows per kv head and layer after prefill, averaged.
+        length: whether it is a question on a document, and its padded length.
         prefill_seconds: time of its own prefill so far.
         last: time at which its last token was drawn; None before the first.
     """
@@ -73,6 +75,8 @@ class Work:
         self.ready: Paused | None = None
         self.told, self.kept, self.prefill_seconds = False, 0.0, 0.0
         self.last: float | None = None
+        size = bucket(len(order.encoded.ids[0]))
+        self.length = (False, size) if order.document is None else (True, max(SHORT, size))
         self._submitted = time.monotonic()
         self._begun = self._first = self._submitted
 
@@ -143,13 +147,14 @@ class Reading:
         policy: the engine's policy with the document's own budget; None for the engine's.
         future: the `Document`, once it is compressed.
         deadline: time on the clock `time.monotonic` by which it must be compressed; None for none.
+        length: False, as it is no question, and its padded length.
         prefill_seconds: time of its prefill so far.
     """
 
     def __init__(self, encoded: Encoded, key: PRNGKeyArray | None, policy: Method | None, deadline: float | None):
         """Makes the record of a document that is submitted now."""
         self.encoded, self.key, self.policy, self.deadline = encoded, key, policy, deadline
-        self.prefill_seconds = 0.0
+        self.prefill_seconds, self.length = 0.0, (False, bucket(len(encoded.ids[0])))
         self.future: Future[Document] = Future()
 
     @property

@@ -1,0 +1,59 @@
+"""`mapped`: answers any number of prompts, some of them at a time."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from jaxkv.results import Completion
+from jaxkv.serving.compiling import PATIENCE
+from jaxkv.serving.requests import QueueFull, Request
+from jaxkv.text.prompts import Prompt
+
+
+def mapped(
+    submit: Callable[..., Request],
+    prompts: Iterable[Prompt],
+    most: int,
+    *,
+    ordered: bool,
+    key: PRNGKeyArray | None,
+    **options: Any,
+) -> Iterator[Completion]:
+    """Generator of `Engine.map`, whose arguments are valid; `most` requests are under way at once."""
+    under_way: collections.deque[Request] = collections.deque()
+    left = enumerate(prompts)
+    try:
+        while True:
+            while len(under_way) < most and (item := next(left, None)) is not None:
+                own = None if key is None else jax.random.fold_in(key, item[0])
+                under_way.append(submit(item[1], **{"key": own, "offline": True, **options}))
+            if not under_way:
+                return
+            if not ordered:
+                wait([each.future for each in under_way], return_when=FIRST_COMPLETED)
+                under_way = collections.deque(sorted(under_way, key=lambda each: not each.done))
+            yield under_way[0].result()
+            under_way.popleft()
+    finally:
+        for request in under_way:
+            request.cancel()
+
+
+def patient(submit: Callable[..., Request], full: Callable[[], bool]) -> Callable[..., Request]:
+    """A `submit` that waits while the queue is full."""
+
+    def patiently(prompt: Prompt, **options: Any) -> Request:
+        while True:
+            while full():
+                time.sleep(PATIENCE)
+            # Others may have been faster.
+            with contextlib.suppress(QueueFull):
+                return submit(prompt, **options)
+
+    return patiently
