@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-_LONGEST = 1000
+_LONGEST = 300
 
 
 def require(condition: bool, field: str, value: Any, remedy: str) -> None:

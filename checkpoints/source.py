@@ -76,7 +76,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
         other = f"one of its files, {ggufs[:3]}" if ggufs else "the folder that holds one"
         raise refusal("folder", folder, f"no config.json in it; give {other}")
-    config = read_json(folder / "config.json")
+    config = folder_config(folder)
     if (folder / "generation_config.json").is_file():
         # Chat models often name their end-of-turn tokens only there.
         extra = read_json(folder / "generation_config.json").get("eos_token_id")
@@ -97,6 +97,24 @@ def _open_folder(folder: Path) -> Checkpoint:
         tokenizer_spec=converted.tokenizer or tokenizer,
         filter_layers=converted.filter_layers,
     )
+
+
+def folder_config(folder: Path) -> dict[str, Any]:
+    """Keys of a folder's `config.json`, with a `quantization_config` also where ModelOpt's file beside it has one.
+
+    Args:
+        folder: of a Hugging Face checkpoint.
+
+    Returns:
+        The keys.
+
+    Raises:
+        ValueError: where a file is not a JSON object.
+    """
+    config, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
+    return config
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -29,7 +29,7 @@ _HARMLESS = {
     "vision_config",
 }
 # Top-level keys that hold for the text model.
-_SHARED = ("eos_token_id", "tie_word_embeddings")
+_SHARED = ("eos_token_id", "quantization_config", "tie_word_embeddings")
 # Sizes by default of transformers' class of the text model's config, for keys that are left out.
 _SIZES = {
     "gemma3_text": {

@@ -6,6 +6,7 @@ A name is imported from its module when it is first asked for: `import jaxkv` al
 import importlib
 import importlib.util
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jaxkv._beside  # first: it says where two of our packages lie
@@ -68,11 +69,34 @@ _HOMES = {
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
+__version__: str
 _ONE_AT_A_TIME = threading.RLock()
 
 
+def _version() -> str:
+    """Version of the installed package as text, else that in the checkout's pyproject.toml, else "unknown"."""
+    # Here, for both take longer than all of `import jaxkv`.
+    import tomllib
+    from importlib import metadata
+
+    try:
+        return metadata.version("jaxkv")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+        return project["version"] if project["name"] == "jaxkv" else "unknown"
+    except (OSError, ValueError, KeyError):
+        return "unknown"
+
+
 def __getattr__(name: str) -> Any:
-    """Imports a public name or a submodule at its first use, keeps and returns it; AttributeError for other names."""
+    """Imports a public name or a submodule at its first use, keeps and returns it; AttributeError for other names.
+
+    `__version__` is looked up at its first use as well.
+    """
+    if name == "__version__":
+        return globals().setdefault(name, _version())
     public = name in _MODULES
     found = public or (name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"jaxkv.{name}"))
     if not found:

@@ -82,6 +82,24 @@ def argument(sampling: Sampling) -> Any:
     return sampling if type(sampling).__module__ == __name__ else _Compiled(sampling)
 
 
+# Tokens of a block of the vocabulary: about the square root of usual sizes.
+_BLOCK = 256
+
+
+def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
+    """Token id `i32[]` sampled from softmax(logits): first a block of the vocabulary by its sum, then a token of it.
+
+    Two blocks of random numbers do for a vocabulary. A float32 Gumbel variate of the mode "low" is never above 16.6, so
+    that tokens of probability 1e-7 would come too seldom.
+    """
+    size = min(_BLOCK, logits.size)
+    blocks = jnp.pad(logits, (0, -logits.size % size), constant_values=-jnp.inf).reshape(-1, size)
+    of_block, of_token = jax.random.split(key)
+    block = jax.random.categorical(of_block, jax.nn.logsumexp(blocks, axis=-1), mode="high")
+    token = jax.random.categorical(of_token, blocks[block], mode="high")
+    return (block * size + token).astype(jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Greedy(Sampler):
     """Sampler that picks the likeliest token; ties go to the lowest id."""
@@ -93,10 +111,10 @@ class Greedy(Sampler):
 
 @dataclasses.dataclass(frozen=True)
 class Temperature(Sampler):
-    """Sampler that draws from softmax(logits / temperature) over all tokens.
+    """Sampler from softmax(logits / temperature) over all tokens.
 
     Attributes:
-        temperature: positive number that logits are divided by.
+        temperature: positive number that logits are divided by; outside [1.2e-38, 8.5e37], the nearest of these.
     """
 
     temperature: float = 1.0
@@ -106,14 +124,22 @@ class Temperature(Sampler):
         _checks.field(self, "temperature", _checks.real, remedy, open_low=True)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws token ids `i32[B]` from softmax(logits / temperature), after `cut` has masked logits."""
-        # Subtract the maximum first, so that division by a tiny temperature gives 0 or -inf and never overflows.
-        below = logits - logits.max(axis=-1, keepdims=True)
-        scaled = jnp.where(below == 0, 0.0, below / self.temperature)
-        return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)
+        """Token ids `i32[B]` sampled from softmax(logits / temperature), after `cut` has masked logits."""
+        # `cut` comes first: a division by an extreme temperature makes all logits equal.
+        return jax.vmap(_sampled)(keys, self.divided(self.cut(logits)))
+
+    def divided(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Logits relative to the largest one, divided by the temperature: 0 and below, never NaN."""
+        return (logits - logits.max(axis=-1, keepdims=True)) / self.divisor
+
+    @property
+    def divisor(self) -> Float[Array, "..."]:
+        """Temperature within normal float32 numbers that have an inverse: XLA takes smaller ones for 0."""
+        least = jnp.finfo(jnp.float32).tiny
+        return jnp.clip(_narrow(self.temperature), least, 1 / least)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those of excluded tokens set to minus infinity; this base class excludes none."""
+        """Logits, not yet divided, with excluded tokens' set to minus infinity; this base class excludes none."""
         return logits
 
 
@@ -157,8 +183,11 @@ class TopP(Temperature):
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
         ordered = jnp.sort(logits, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
-        least = jnp.where(before < self.p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+        probabilities = jax.nn.softmax(self.divided(ordered), axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        # At p = 1 rare tokens stay, whose probability is lost in a sum near 1.
+        kept = (before < self.p) | (self.p == 1)
+        least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
         return jnp.where(logits >= least, logits, -jnp.inf)
 
 
@@ -179,8 +208,9 @@ class MinP(Temperature):
         _checks.field(self, "p", _checks.real, remedy, high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those below the largest one plus log(p) set to minus infinity."""
-        return jnp.where(logits >= logits.max(axis=-1, keepdims=True) + jnp.log(self.p), logits, -jnp.inf)
+        """Logits with those below the largest one plus temperature * log(p) set to minus infinity."""
+        least = logits.max(axis=-1, keepdims=True) + self.divisor * jnp.log(self.p)
+        return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 # Samplers that sequences of one batch can have; their index is `Mixed.kind`.

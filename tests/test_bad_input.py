@@ -97,6 +97,34 @@ def test_corrupt_and_truncated_weights(tmp_path):
         jaxkv.load(copy)
 
 
+EXCLUDED = [f"model.layers.{layer}.self_attn" for layer in range(64)]
+MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": EXCLUDED}
+LLM_COMPRESSOR = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": EXCLUDED}
+
+
+@pytest.mark.parametrize(
+    "file, given, named",
+    [
+        ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": MODELOPT}, "modelopt, NVFP4"),
+        ("hf_quant_config.json", {"quantization": MODELOPT | {"quant_algo": "FP8"}}, "modelopt, FP8"),
+        ("hf_quant_config.json", {}, "modelopt"),
+        ("config.json", {"quant_method": "modelopt", **MODELOPT}, "modelopt, NVFP4"),
+        ("config.json", LLM_COMPRESSOR, "compressed-tensors, nvfp4-pack-quantized"),
+        ("config.json", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ("config.json", {"odd": EXCLUDED}, "odd"),
+    ],
+)
+def test_quantised_checkpoints_are_named_as_such(tmp_path, file, given, named):
+    inside = file == "config.json"
+    copy = folder(tmp_path, config={"quantization_config": given} if inside else None)
+    if not inside:
+        (copy / file).write_text(json.dumps(given))
+    said = f"^quantization_config=.*{named}.{{0,300}}: quantised weights are not supported: .{{0,60}}$"
+    for use in (jaxkv.load, lambda path: jaxkv.plan(path, gpus="h100x1", context=64)):
+        with refused(said):
+            use(copy)
+
+
 @pytest.mark.parametrize(
     "config, message",
     [

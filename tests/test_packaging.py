@@ -85,7 +85,8 @@ def test_every_package_is_installed():
 
 def test_importing_jaxkv_imports_nothing_heavy(tmp_path):
     late = {"jax", "flax", "numpy", "optax", "orbax", "scipy", "transformers", "tokenizers", "gguf", "safetensors"}
-    code = "import sys, jaxkv\nhasattr(jaxkv, '__version__')\n"
+    code = "import sys, jaxkv\nassert jaxkv.__version__[0].isdigit()\nfrom jaxkv.cli import main\n"
+    code += "assert main(['--version']) == main(['--help']) == 0 and main(['no-command']) == 2\n"
     run(tmp_path, code + f"late = {late!r} & sys.modules.keys()\nassert not late, late\n")
 
 

@@ -223,3 +223,14 @@ def test_ends_of_own_texts_are_measured(tmp_path):
     assert OwnTexts(data="x").prefix_of(9000, 512) == 512 - 128 and OwnTexts(data="x").prefix_of(300, 512) == 172
     with pytest.raises(ValueError, match="tokens=300: more than half of the model's 512 positions"):
         OwnTexts(data=str(tmp_path), tokens=300).samples(model)
+
+
+def test_texts_that_the_tokenizer_does_not_know_are_warned_of(tmp_path):
+    model = jaxkv.load("tiny-retrieval")
+    known = model.text.decode(list(range(40, 60)))
+    data = written(tmp_path, [{"document": LONG, "question": "Where?", "answer": "x"}])
+    with pytest.warns(UserWarning, match="unknown tokens in prompts"):
+        DocumentQuestions(data=data, new_tokens=4).samples(model)
+    # Words that it knows need no warning, which would be an error here.
+    data = written(tmp_path, [{"document": known, "question": known, "answer": "x"}])
+    assert DocumentQuestions(data=data, new_tokens=4).samples(model)

@@ -187,6 +187,35 @@ def test_pictures_have_what_they_are_of(out):
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
 
 
+def test_one_budget_makes_a_bar_chart(out):
+    evaluation = Evaluation.read(out)
+    names = [name for name in evaluation.policies if evaluation.run.budgets[name] in (None, 9)]
+    run = dataclasses.replace(
+        evaluation.run,
+        policies={name: evaluation.run.policies[name] for name in names},
+        budgets={name: evaluation.run.budgets[name] for name in names},
+    )
+    records = tuple(each for each in evaluation.records if each.policy in names)
+    one = dataclasses.replace(evaluation, run=run, records=records)
+    for group in (None, *one.groups):
+        (axes,) = pictures._scores(one, (group,)).axes
+        assert [label.get_text() for label in axes.get_xticklabels()] == names
+        heights = [bar.get_height() for bar in axes.patches]
+        assert heights == pytest.approx([100 * one.cell(name, group).mean for name in names])
+
+
+def test_a_full_cache_that_scores_nothing_is_named(out):
+    evaluation = Evaluation.read(out)
+    assert evaluation.nothing is None
+
+    def zeroed(*names):
+        records = [dataclasses.replace(e, score=0.0) if e.policy in names else e for e in evaluation.records]
+        return dataclasses.replace(evaluation, records=tuple(records))
+
+    assert "full" in zeroed("full").nothing
+    assert zeroed(*[name for name in evaluation.policies if name != "full"]).nothing is None
+
+
 def test_scores_stand_over_bytes_where_these_differ(out):
     evaluation = Evaluation.read(out)
     assert "bytes.svg" not in pictures.draw(evaluation, ("svg",))
@@ -281,7 +310,7 @@ def test_shares_stand_where_their_rows_are(out):
     knorm = next(each for each in panel.containers if each.get_label() == "knorm").lines[0].get_xdata()
     assert [round(float(x)) for x in knorm] == [2, 4]
     # Rows of one name without a budget have lines of their own.
-    budgets["knorm@9"] = budgets["knorm@12"] = None
+    budgets |= {"knorm@9": None, "knorm@12": None, "streamingllm@9": 9}
     found = dataclasses.replace(found, run=dataclasses.replace(evaluation.run, budgets=budgets))
     lines = {each.get_label(): each for each in pictures._scores(found, (None,)).axes[0].lines}
     assert lines.keys() >= {"knorm@9", "knorm@12"}

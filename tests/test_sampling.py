@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Greedy, MinP, Temperature, TopK, TopP
-from jaxkv.sampling import argument
+from jaxkv.sampling import argument, mixed
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()
@@ -65,8 +65,8 @@ SAMPLINGS = [
 def test_what_is_drawn_and_how_often(sampling):
     logits = np.random.default_rng(1).normal(scale=1.5, size=(4, 8)).astype(np.float32)
     allowed = numpy_cut(sampling, logits)
-    # Temperature comes first: the nucleus is the flattened distribution's.
-    cut = np.asarray(sampling.cut(jnp.asarray(logits / np.float32(sampling.temperature))))
+    # Probabilities are those at the temperature: the nucleus is the flattened distribution's.
+    cut = np.asarray(sampling.cut(jnp.asarray(logits)))
     np.testing.assert_array_equal(np.isfinite(cut), allowed)
     assert allowed.any(axis=1).all()
     share = np.where(allowed, softmax(logits / sampling.temperature), 0)
@@ -115,6 +115,56 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     for sampling in (Temperature(temperature=temperature), TopP(p=0.9, temperature=temperature)):
         for drawn in (sampling(logits, keys), jax.jit(lambda s: s(logits, keys))(argument(sampling))):
             np.testing.assert_array_equal(drawn, Greedy()(logits, keys))
+
+
+def sampled_by(sampling, logits, keys):
+    """Token ids by the sampler itself, compiled with its numbers as arguments, and as one of a batch's samplers."""
+    yield sampling(logits, keys)
+    yield jax.jit(lambda s: s(logits, keys))(argument(sampling))
+    yield jax.jit(lambda s: s(logits, keys))(mixed([sampling, *[Greedy()] * (len(keys) - 1)]))[:1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-3, 1.0, 1e30, 1e38, 1e300])
+def test_cuts_hold_at_any_temperature(temperature):
+    logits = jnp.asarray(np.random.default_rng(3).normal(scale=4, size=(50, 64)), jnp.float32)
+    logits = logits.at[:, 5].set(-jnp.inf)
+    keys = jax.random.split(jax.random.key(0), 50)
+    best = Greedy()(logits, keys)
+    for sampling in (TopK(k=1, temperature=temperature), MinP(p=1.0, temperature=temperature)):
+        for tokens in sampled_by(sampling, logits, keys):
+            np.testing.assert_array_equal(tokens, best[: len(tokens)])
+    for tokens in sampled_by(TopK(k=3, temperature=temperature), logits, keys):
+        ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(axis=1)
+        assert int(ranks.max()) < 3
+    if temperature >= 1e30:
+        # As good as uniform: a nucleus of half of the probability is half of the 63 tokens that there are.
+        for tokens in sampled_by(TopP(p=0.5, temperature=temperature), logits, keys):
+            ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(axis=1)
+            assert int(ranks.max()) < 32 and len(set(ranks.tolist())) > min(8, len(tokens) - 1)
+
+
+def rare_logits():
+    """One likely token and 2**18 rare ones, whose logits are lower by 14 to 20: tokens of each gap come as often."""
+    gaps = np.arange(14, 21)
+    counts = (2**18 * np.exp(gaps) / np.exp(gaps).sum()).astype(int)
+    logits = np.concatenate([[0.0], *(np.full(count, -gap) for gap, count in zip(gaps, counts, strict=True))])
+    return np.random.default_rng(0).permutation(logits.astype(np.float32))
+
+
+@pytest.mark.parametrize("sampling", [Temperature(), TopP(p=1.0)], ids=repr)
+def test_rare_tokens_come_as_often_as_they_should(sampling):
+    logits, trials = rare_logits(), 30_000
+    # Logits without a batch axis: what is computed of them alone is then computed once for a thousand keys.
+    each = jax.vmap(lambda key, logits: sampling(logits[None], key[None])[0], in_axes=(0, None))
+    sample = jax.jit(lambda logits, keys: jax.lax.map(lambda some: each(some, logits), keys))
+    keys = jax.random.split(jax.random.key(0), (trials // 1000, 1000))
+    tokens = np.asarray(sample(jnp.asarray(logits), keys)).ravel()
+    found = np.bincount(-logits[tokens].astype(int), minlength=21)[14:]
+    likely = softmax(logits)
+    expected = np.asarray([likely[logits == -gap].sum() * trials for gap in range(14, 21)])
+    assert expected.min() > 9
+    # 24.3 is exceeded once in a thousand times with seven degrees of freedom.
+    assert (((found - expected) ** 2) / expected).sum() < 24.3
 
 
 def test_ten_temperatures_are_one_program(model):

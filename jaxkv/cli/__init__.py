@@ -2,61 +2,57 @@
 
 import argparse
 import difflib
-import importlib.metadata
+import importlib
 import re
-import tomllib
-from collections.abc import Callable
-from pathlib import Path
+import sys
 from typing import Any, NoReturn
 
-from jax.errors import JaxRuntimeError
-
-from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
-from jaxkv.cli.batching import BATCH_NOTES, add_batch_options, run_batch
-from jaxkv.cli.documents import DOCUMENT_NOTES, add_ask_options, add_compress_options, run_ask, run_compress
-from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
-from jaxkv.cli.evaluating import add_eval_options, print_tasks
-from jaxkv.cli.exporting import add_export_options, run_export
-from jaxkv.cli.filters import add_filter_options, print_filters
-from jaxkv.cli.fitting import add_fit_options, run_fit
-from jaxkv.cli.generating import add_generate_options, run_generate
-from jaxkv.cli.listing import add_json_option, print_models, print_policies
-from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
-from jaxkv.cli.serving import SERVE_NOTES, add_serve_options, run_serve
+import jaxkv
+from jaxkv.cli.examples import EXAMPLES
 from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
-_EXAMPLES = """\
-examples:
-  ask a question about a document, keeping 256 rows per kv head of its cache:
-    jaxkv generate --model smollm2-135m-instruct --policy adakv --budget 256 \\
-        --prompt-file report.txt --question "What did it cost?"
 
-  keep a fifth of the cache, with PyramidKV; one JSON object on stdout:
-    jaxkv generate --policy pyramidkv --budget 0.2 --prompt-file report.txt --question "Who?" --json
-
-  Ada-KV over PyramidKV, with the first 4 tokens and tokens 100 to 199 always kept:
-    jaxkv generate --policy adakv --base pyramidkv --budget 512 --sinks 4 --protect 100:200 --prompt-file report.txt
-
-  no compression, plain text instead of a chat, sampled:
-    jaxkv generate --policy full --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.9 --seed 1
-
-  whether a model, a policy and prompts fit on GPUs that are not there:
-    jaxkv plan --model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4 --policy adakv --budget 2048
-
-  which models and policies there are:
-    jaxkv models
-    jaxkv policies
-"""
-_GENERATE_NOTES = """\
-The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one
-user message; --raw gives it to the model as it is. The text goes to stdout (as it comes, if that is a terminal), the
-figures to stderr. Options that the policy does not have are refused: `jaxkv policies` lists what each one has.
-
-Compiled programs are kept on disk: the second run with prompts of similar length starts faster.
-
-"""
-
+# Of each command: what it does, its module, and there the functions that add options and that run it, and notes.
+_COMMANDS = {
+    "generate": ("answer a prompt", "generating", "add_generate_options", "run_generate", "GENERATE_NOTES"),
+    "compress": (
+        *("save a document's compressed cache", "documents"),
+        *("add_compress_options", "run_compress", "DOCUMENT_NOTES"),
+    ),
+    "ask": (
+        *("answer questions about a saved document", "documents"),
+        *("add_ask_options", "run_ask", "DOCUMENT_NOTES"),
+    ),
+    "serve": (
+        *("answer OpenAI's HTTP interface, many requests at a time", "serving"),
+        *("add_serve_options", "run_serve", "SERVE_NOTES"),
+    ),
+    "batch": (
+        *("answer a file of requests into a file of answers", "batching"),
+        *("add_batch_options", "run_batch", "BATCH_NOTES"),
+    ),
+    "filters": (
+        *("find the layers that choose best what others read (OmniKV)", "filters"),
+        *("add_filter_options", "print_filters", None),
+    ),
+    "fit-gate": ("train KVzap's gate for a model", "fitting", "add_fit_options", "run_fit", None),
+    "export": (
+        *("write programs and weights that run without jaxkv", "exporting"),
+        *("add_export_options", "run_export", None),
+    ),
+    "plan": ("say what fits on GPUs that need not be there", "planning", "add_plan_options", "print_plan", "NOTES"),
+    "eval": ("judge policies by tasks", "evaluating", "add_eval_options", "print_tasks", "NOTES"),
+    "analyze": (
+        *("show what attention looks like", "analysing"),
+        *("add_analyze_options", "run_analyze", "ANALYZE_NOTES"),
+    ),
+    "models": ("list the named models", "listing", "add_json_option", "print_models", None),
+    "policies": (
+        *("list the policies: paper, parts, defaults, options", "listing"),
+        *("add_json_option", "print_policies", None),
+    ),
+}
 
 # Raised for bad input, a full disk or a missing package. Anything else is our mistake and keeps its traceback.
 _EXPECTED = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, OSError, ImportError)
@@ -69,10 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     """
     prepare_streams()
     with warnings_in_one_line():
-        return _run(_parser(), argv)
+        given = sys.argv[1:] if argv is None else argv
+        return _run(_parser(given), given)
 
 
-def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
+def _run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     """Parses `argv`, runs its command and returns the exit code; expected errors become one line on stderr."""
     try:
         try:
@@ -109,6 +106,8 @@ def _remedy(error: RuntimeError) -> str | None:
     """Remedy for a RuntimeError that the machine causes (no home folder, out of memory) as text; None for any other."""
     if "home directory" in str(error):  # pathlib's, where a user has none
         return "set HOME, and JAXKV_CACHE to a folder for models"
+    from jax.errors import JaxRuntimeError  # here, for `jaxkv --help` does without JAX
+
     if isinstance(error, JaxRuntimeError) and re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
         return "lower the budget, the window or the prompt's length"
     return None
@@ -124,19 +123,6 @@ def _message(error: BaseException) -> str:
 def _complain(message: str) -> None:
     """Writes `jaxkv: error: ` and the message to stderr."""
     to_stderr(f"jaxkv: error: {message}")
-
-
-def version() -> str:
-    """Version of the installed package as text, else that in the checkout's pyproject.toml, else "unknown"."""
-    try:
-        return importlib.metadata.version("jaxkv")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    try:
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
-        return project["version"] if project["name"] == "jaxkv" else "unknown"
-    except (OSError, ValueError, KeyError):
-        return "unknown"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -180,42 +166,28 @@ class _Version(argparse.Action):
     """Argparse action of `--version`: looks the package's version up, prints it to stdout and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        to_stdout(f"jaxkv {version()}")
+        to_stdout(f"jaxkv {jaxkv.__version__}")
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Builds the `ArgumentParser` of the whole command line; each command stores its function as `run`."""
+def _parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
+    """Builds the `ArgumentParser` of the command line; each command stores its function as `run`.
+
+    Only commands named in `argv` are imported, and get their options and `run`; without `argv`, all of them.
+    """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=_EXAMPLES, formatter_class=raw)
+    parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(
-        name: str,
-        about: str,
-        add_options: Callable[[argparse.ArgumentParser], None],
-        run: Callable[[argparse.Namespace], int],
-        notes: str | None = None,
-    ) -> None:
+    for name, (about, file, add_options, run, notes) in _COMMANDS.items():
         said = f"{about[:1].upper()}{about[1:]}."
-        command = commands.add_parser(name, help=about, description=said, epilog=notes, formatter_class=raw)
-        command.set_defaults(run=run, command=command)
-        add_options(command)
+        command = commands.add_parser(name, help=about, description=said, formatter_class=raw)
+        if argv is not None and name not in argv:
+            continue
+        module = importlib.import_module(f"jaxkv.cli.{file}")
+        command.epilog = getattr(module, notes) if notes else None
+        command.set_defaults(run=getattr(module, run), command=command)
+        getattr(module, add_options)(command)
         if not any(isinstance(action, argparse._SubParsersAction) for action in command._actions):
             command.usage = _usage(command)
-
-    add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
-    add("compress", "save a document's compressed cache", add_compress_options, run_compress, DOCUMENT_NOTES)
-    add("ask", "answer questions about a saved document", add_ask_options, run_ask, DOCUMENT_NOTES)
-    add("serve", "answer OpenAI's HTTP interface, many requests at a time", add_serve_options, run_serve, SERVE_NOTES)
-    add("batch", "answer a file of requests into a file of answers", add_batch_options, run_batch, BATCH_NOTES)
-    add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
-    add("fit-gate", "train KVzap's gate for a model", add_fit_options, run_fit)
-    add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)
-    add("plan", "say what fits on GPUs that need not be there", add_plan_options, print_plan, NOTES)
-    add("eval", "judge policies by tasks", add_eval_options, print_tasks, EVAL_NOTES)
-    add("analyze", "show what attention looks like", add_analyze_options, run_analyze, ANALYZE_NOTES)
-    add("models", "list the named models", add_json_option, print_models)
-    add("policies", "list the policies: paper, parts, defaults, options", add_json_option, print_policies)
     return parser

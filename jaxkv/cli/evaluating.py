@@ -173,6 +173,8 @@ def print_tasks(options: argparse.Namespace) -> int:
 def _print(done: Evaluation, *, as_json: bool) -> None:
     """Prints an evaluation's table or JSON to stdout, and its folder to stderr."""
     to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
+    if done.nothing:
+        to_stderr(f"jaxkv: warning: {done.nothing}")
     missing = "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
     to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
 

@@ -11,6 +11,7 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
 from jaxkv.attention import named
+from jaxkv.cli.examples import EXAMPLES
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.models import (
     add_dtype_option,
@@ -28,6 +29,15 @@ from jaxkv.loading import load
 from jaxkv.policies import Method
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
+
+GENERATE_NOTES = f"""\
+The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one
+user message; --raw gives it to the model as it is. The text goes to stdout (as it comes, if that is a terminal), the
+figures to stderr. Options that the policy does not have are refused: `jaxkv policies` lists what each one has.
+
+Compiled programs are kept on disk: the second run with prompts of similar length starts faster.
+
+{EXAMPLES}"""
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:

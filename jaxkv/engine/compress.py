@@ -22,6 +22,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Tally, choose
 from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked, checked_tuple
+from jaxkv.policies.declared import seen_by
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
 from jaxkv.policies.parts import Parts
@@ -235,7 +236,8 @@ def _observe(
     scores, mass = scored(matters, seen, axes)
     if spread.from_scores and not spread.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen)
+        also = ("sums",) if spread.needs_sums else ()
+        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen_by(matters, seen, *also))
         each = gathered(each, "K", 1, axes)
         each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
         weight = spread.weight(each.reshape(len(each), -1, *each.shape[3:]))
@@ -251,13 +253,13 @@ def ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None = None) ->
 def _ranked_first(seen: Observed, *, scorer: Typed, axes: Axes | None) -> Int[Array, "B K S"]:
     """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
     part, named = scorer.part, "kv head and row, [B, K, S]"
-    return checked(part, "first", part.first(seen), seen.k.shape[:3], named, jnp.int32)
+    return checked(part, "first", part.first(seen_by(part, seen)), seen.k.shape[:3], named, jnp.int32)
 
 
 def scored(scorer: Scorer, seen: Observed, axes: Axes | None) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
     """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
     shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
-    mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, named), scorer, axes)
+    mass = of_group(checked(scorer, "observe", scorer.observe(seen_by(scorer, seen)), shape, named), scorer, axes)
     return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
 
 

@@ -133,7 +133,10 @@ def _curves_of(evaluation: Evaluation) -> list[_Curve]:
 
 
 def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
-    """Figure of score against budget: a panel per group, a line per policy, which is horizontal without a budget."""
+    """Figure of score against budget: a panel per group, a line per policy, which is horizontal without a budget.
+
+    At a single budget a panel has a bar for each row of the table instead.
+    """
     width, height = (4.2, 3.0) if len(groups) > 1 else (7.5, 4.5)
     figure, panels = _panels(len(groups), width=width, height=height)
     curves, off = _curves_of(evaluation), 0.0
@@ -142,8 +145,11 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
     beside = _beside(curves, marks, math.log2(ends[1] / ends[0]) / (72 * (width - 2.5)))
     for axes, group in zip(panels, groups, strict=True):
         cells = [[evaluation.cell(policy, group) for policy in curve.policies] for curve in curves]
-        off = max(off, _panel(axes, evaluation, curves, cells, beside, height - 1.2))
-        if marks:
+        if len(marks) == 1:
+            _bars(axes, evaluation, group)
+        else:
+            off = max(off, _panel(axes, evaluation, curves, cells, beside, height - 1.2))
+        if len(marks) > 1:
             axes.set_xscale("log", base=2)
             axes.set_xlim(*ends)
             axes.set_xticks(marks, [f"{size:,.0f}" for size in marks], rotation=45, ha="right", fontsize=8)
@@ -155,7 +161,8 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
         _score_axis(axes, evaluation)
     figure.suptitle(f"{evaluation.title}\n{evaluation.scale}; bars are 95% intervals{_note(off)}", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
     return figure
 
 
@@ -192,12 +199,25 @@ def _panel(
         if curve.sizes is None:
             axes.axhline(ys[0], **look)
             continue
-        # Bars end at the interval's ends, wherever their middle is drawn.
-        low = ys - scale * np.asarray([cell.mean if cell.low is None else cell.low for cell in mine])
-        high = scale * np.asarray([cell.mean if cell.high is None else cell.high for cell in mine]) - ys
-        errors = np.maximum([low, high], 0)
+        errors = _errors(mine, ys, scale)
         axes.errorbar(factor * np.asarray(curve.sizes), ys, yerr=errors, markersize=4, capsize=2, **look)
     return off
+
+
+def _errors(cells: Sequence[Cell], ys: np.ndarray, scale: int) -> np.ndarray:
+    """Lengths `[2, n]` of error bars, which end at the interval's ends, wherever their middle is drawn."""
+    low = ys - scale * np.asarray([cell.mean if cell.low is None else cell.low for cell in cells])
+    high = scale * np.asarray([cell.mean if cell.high is None else cell.high for cell in cells]) - ys
+    return np.maximum([low, high], 0)
+
+
+def _bars(axes: Any, evaluation: Evaluation, group: str | None) -> None:
+    """Draws the scores of a panel as bars with error bars, one per row of the table, under its name."""
+    names, scale = evaluation.policies, _percent(evaluation)
+    cells = [evaluation.cell(name, group) for name in names]
+    heights = scale * np.asarray([cell.mean for cell in cells])
+    axes.bar(range(len(names)), heights, width=0.6, yerr=_errors(cells, heights, scale), capsize=2)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
 
 
 def _megabytes(evaluation: Evaluation) -> dict[str, float]:

@@ -353,6 +353,15 @@ class Evaluation:
         return told and f"{about}: {told}."
 
     @property
+    def nothing(self) -> str | None:
+        """Warning that policies are not compared, as the full cache, or each row without one, scores 0; else None."""
+        full = [name for name, policy in self.run.policies.items() if policy.startswith("FullKV(")]
+        judged = full or self.policies
+        if not self.run.higher or any(self.cell(name).mean for name in judged):
+            return None
+        return f"{', '.join(judged)} scored 0: this compares nothing; give a model that can do the task"
+
+    @property
     def title(self) -> str:
         """One line of text: task, number of samples, model and settings."""
         run = self.run

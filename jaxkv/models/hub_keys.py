@@ -132,14 +132,25 @@ def _refuse_unbuilt(keys: Keys) -> None:
     activation, known = keys.take("hidden_act"), ACTIVATIONS.get(keys.family, ("silu", "swish"))
     remedy = f"jaxkv builds {keys.family} with {known[0]} only"
     require(activation in known, keys.called("hidden_act"), activation, remedy)
-    quantization = keys.take("quantization_config")
+    given = keys.take("quantization_config")
+    method = _method(given)
     remedy = "load the unquantised weights, or a GGUF"
     if keys.family == "gpt_oss":
         remedy = "load the published weights (quant_method mxfp4), or unquantised ones"
         # Which tensors are blocks, their names say.
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        quantization = None if method == "mxfp4" else quantization
-    require(quantization is None, "quantization_config", quantization, remedy)
+        method = None if isinstance(given, Mapping) and method == "mxfp4" else method
+    require(method is None, "quantization_config", method, f"quantised weights are not supported: {remedy}")
+
+
+def _method(given: Any) -> Any:
+    """Method, algorithm and format that a `quantization_config` names, as one text; itself if it names none."""
+    if not isinstance(given, Mapping):
+        return given
+    # ModelOpt writes them one level below in its own file, llm-compressor beside each other.
+    below = given.get("quantization")
+    keys = {**given, **below} if isinstance(below, Mapping) else given
+    named = [str(keys[key]) for key in ("quant_method", "quant_algo", "format") if keys.get(key)]
+    return ", ".join(named) or given
 
 
 def _bias(keys: Keys, key: str) -> bool:

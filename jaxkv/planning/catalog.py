@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxkv._errors import refusal
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
-from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.orbax_files import MANIFEST
+from jaxkv.checkpoints.source import folder_config
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.reading import without_window
 
@@ -73,7 +73,7 @@ def catalog() -> dict[str, Entry]:
 def model_named(given: str | os.PathLike[str]) -> Known:
     """Name and config (`Known`) of a catalogue name, folder, `.gguf` file or hub id; ValueError if unknown.
 
-    Of a hub id only `config.json` is fetched. Errors name the nearest known names; configs that jaxkv does not build
+    Of a hub id only configs are fetched. Errors name the nearest known names; configs that jaxkv does not build
     are refused as well.
     """
     text = os.fspath(given)
@@ -108,20 +108,21 @@ def _found(name: str) -> tuple[int, ...] | None:
 
 
 def _of_files(name: str, path: Path) -> Known:
-    """`Known` of a model folder or checkpoint file; of a Hugging Face folder only `config.json` is read."""
+    """`Known` of a model folder or checkpoint file; of a Hugging Face folder only configs are read."""
     if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).exists():
-        return Known(name=name, config=ModelConfig.from_hf(read_json(path / "config.json")))
+        return Known(name=name, config=ModelConfig.from_hf(folder_config(path)))
     opened = open_checkpoint(fetch(path))
     return Known(name=name, config=ModelConfig.from_hf(opened.config), filters=opened.filter_layers)
 
 
 def _of_hub(hub_id: str) -> dict[str, Any]:
-    """Downloads the `config.json` of a Hugging Face hub id and returns it as a dict; ValueError if that fails."""
+    """Downloads the configs of a Hugging Face hub id and returns their keys as a dict; ValueError if that fails."""
     import huggingface_hub
     from huggingface_hub.utils import HfHubHTTPError
 
     try:
-        return read_json(Path(huggingface_hub.hf_hub_download(hub_id, "config.json")))
+        files = ["config.json", "hf_quant_config.json"]
+        return folder_config(Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         remedy = f"neither a file, nor in the catalogue, and the hub does not give its config.json ({first})"

@@ -131,9 +131,8 @@ class CumulativeAttention(Scorer, Value):
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention `[B, K, S]` on rows, summed over queries, mean over the group; TypeError without `seen.sums`."""
-        if seen.sums is None:
-            raise TypeError("CumulativeAttention needs sums over all queries")
+        """Attention `[B, K, S]` on rows, summed over queries, mean over the group."""
+        assert seen.sums is not None
         return seen.sums.mean(axis=2)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:

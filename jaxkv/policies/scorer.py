@@ -184,7 +184,7 @@ class Observed:
         v: `[B, K, S, D]` values.
         length: `i32[B]` tokens of each sequence.
         layer: `i32[]` index of the layer.
-        key: random key of this call.
+        key: random key of this call, if the scorer draws numbers.
         sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
         norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group, if needed.
         norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
@@ -312,7 +312,7 @@ class Scorer(Protocol):
         other rows.
 
         Args:
-            seen: the layer. Rows past a sequence's length may hold anything.
+            seen: the layer; fields that no property asks for raise TypeError. Rows past a length may hold anything.
 
         Returns:
             A number for each row; rows past a sequence's length may get anything.

@@ -94,8 +94,7 @@ class FutureAttention(Scorer, Value):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: expected attention, mean over the group, times the value's L2 norm if `value_norms`."""
-        if seen.moments is None:
-            raise TypeError("FutureAttention needs the moments of the queries")
+        assert seen.moments is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = (index >= self.sinks) & (index < seen.length[:, None, None, None])
         logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
@@ -171,8 +170,7 @@ class WorstAttention(Scorer, Value):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: largest pooled attention of any window query, times value norm's share over kv heads."""
-        if seen.norms is None or seen.norm_totals is None:
-            raise TypeError("WorstAttention needs the norms of the values")
+        assert seen.norms is not None and seen.norm_totals is not None
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
@@ -296,6 +294,5 @@ class GateScores(Scorer, Value):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]` that the trained gate gives to hidden states; ValueError without a gate."""
         gate = given(self.gate, Gate)
-        if seen.hidden is None:
-            raise TypeError("GateScores needs the hidden states that enter attention")
+        assert seen.hidden is not None
         return gate.scores(seen.gate, seen.hidden)

@@ -32,8 +32,7 @@ class ReplayAttention(Scorer, Value):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: largest attention that a row received in the second pass over the prompt; 1 for sinks."""
-        if seen.replayed is None:
-            raise TypeError("ReplayAttention needs the second pass over the prompt")
+        assert seen.replayed is not None
         sink = jnp.arange(seen.replayed.shape[-1], dtype=jnp.int32) < self.replay.sinks
         return jnp.where(sink, jnp.float32(1.0), seen.replayed)
 
