@@ -6,7 +6,6 @@ A name is imported from its module when it is first asked for: `import jaxkv` al
 import importlib
 import importlib.util
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jaxkv._beside  # first: it says where two of our packages lie
@@ -74,19 +73,12 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def _version() -> str:
-    """Version of the installed package as text, else that in the checkout's pyproject.toml, else "unknown"."""
-    # Here, for both take longer than all of `import jaxkv`.
-    import tomllib
-    from importlib import metadata
+    """Version of the installed package as text; "unknown" for a checkout that is not installed."""
+    from importlib import metadata  # here, for it takes longer than all of `import jaxkv`
 
     try:
         return metadata.version("jaxkv")
     except metadata.PackageNotFoundError:
-        pass
-    try:
-        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
-        return project["version"] if project["name"] == "jaxkv" else "unknown"
-    except (OSError, ValueError, KeyError):
         return "unknown"
 
 

@@ -15,7 +15,7 @@ import jaxkv
 from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning import sizes
-from jaxkv.planning.catalog import Known, catalog, model_named
+from jaxkv.planning.catalog import Known, catalog, model_named, scaled
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.named import accelerator_named, accelerators, accelerators_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
@@ -233,6 +233,33 @@ def model():
     import tiny
 
     return tiny.tiny(tiny.MODELS["gqa4"])
+
+
+def test_positions_are_stretched_by_yarn():
+    here = {"gpus": "h200x1", "context": 65536}
+    with pytest.raises(ValueError, match=r"context=65536: qwen3-32b .* 40960 positions: .*--rope-scaling yarn:2"):
+        jaxkv.plan("qwen3-32b", **here)
+    planned = [jaxkv.plan("qwen3-32b", rope_scaling=each, **here) for each in ("yarn:2", "yarn:4")]
+    assert planned[0].cache == planned[1].cache > 0 and planned[1].fits
+    # As in a config.json that says so.
+    raw = catalog()["qwen3-32b"].raw
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40960}
+    config = jaxkv.ModelConfig.from_hf({**raw, "rope_scaling": scaling, "max_position_embeddings": 4 * 40960})
+    assert scaled(model_named("qwen3-32b"), "yarn:4").config == config
+
+
+@pytest.mark.parametrize(
+    "given", ("yarn", "yarn:", "yarn:0", "yarn:0.5", "yarn:1e9", "yarn:-2", "yarn:nan", "linear:4", "4", "")
+)
+def test_other_scalings_are_not_supported(given):
+    with pytest.raises(ValueError, match="^rope_scaling=.*: give "):
+        jaxkv.plan("qwen3-32b", gpus="h200x1", context=4096, rope_scaling=given)
+
+
+@pytest.mark.parametrize("model", ("llama-3.1-8b", "gemma-3-12b"))
+def test_models_with_a_scaling_of_their_own_keep_it(model):
+    with pytest.raises(ValueError, match="rope_scaling='yarn:2'"):
+        jaxkv.plan(model, gpus="h200x1", context=4096, rope_scaling="yarn:2")
 
 
 def test_gpus_have_what_a_compiler_asks_for():

@@ -13,44 +13,35 @@ from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout, 
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
 
-# Of each command: what it does, its module, and there the functions that add options and that run it, and notes.
+# What each command does; its module, and there the functions that add options and that run it, and its notes.
 _COMMANDS = {
-    "generate": ("answer a prompt", "generating", "add_generate_options", "run_generate", "GENERATE_NOTES"),
+    "generate": ("answer a prompt", "generating add_generate_options run_generate GENERATE_NOTES"),
     "compress": (
-        *("save a document's compressed cache", "documents"),
-        *("add_compress_options", "run_compress", "DOCUMENT_NOTES"),
+        "save a document's compressed cache",
+        "documents add_compress_options run_compress DOCUMENT_NOTES",
     ),
-    "ask": (
-        *("answer questions about a saved document", "documents"),
-        *("add_ask_options", "run_ask", "DOCUMENT_NOTES"),
-    ),
+    "ask": ("answer questions about a saved document", "documents add_ask_options run_ask DOCUMENT_NOTES"),
     "serve": (
-        *("answer OpenAI's HTTP interface, many requests at a time", "serving"),
-        *("add_serve_options", "run_serve", "SERVE_NOTES"),
+        "answer OpenAI's HTTP interface, many requests at a time",
+        "serving add_serve_options run_serve SERVE_NOTES",
     ),
     "batch": (
-        *("answer a file of requests into a file of answers", "batching"),
-        *("add_batch_options", "run_batch", "BATCH_NOTES"),
+        "answer a file of requests into a file of answers",
+        "batching add_batch_options run_batch BATCH_NOTES",
     ),
     "filters": (
-        *("find the layers that choose best what others read (OmniKV)", "filters"),
-        *("add_filter_options", "print_filters", None),
+        "find the layers that choose best what others read (OmniKV)",
+        "filters add_filter_options print_filters",
     ),
-    "fit-gate": ("train KVzap's gate for a model", "fitting", "add_fit_options", "run_fit", None),
-    "export": (
-        *("write programs and weights that run without jaxkv", "exporting"),
-        *("add_export_options", "run_export", None),
-    ),
-    "plan": ("say what fits on GPUs that need not be there", "planning", "add_plan_options", "print_plan", "NOTES"),
-    "eval": ("judge policies by tasks", "evaluating", "add_eval_options", "print_tasks", "NOTES"),
-    "analyze": (
-        *("show what attention looks like", "analysing"),
-        *("add_analyze_options", "run_analyze", "ANALYZE_NOTES"),
-    ),
-    "models": ("list the named models", "listing", "add_json_option", "print_models", None),
+    "fit-gate": ("train KVzap's gate for a model", "fitting add_fit_options run_fit"),
+    "export": ("write programs and weights that run without jaxkv", "exporting add_export_options run_export"),
+    "plan": ("say what fits on GPUs that need not be there", "planning add_plan_options print_plan NOTES"),
+    "eval": ("judge policies by tasks", "evaluating add_eval_options print_tasks NOTES"),
+    "analyze": ("show what attention looks like", "analysing add_analyze_options run_analyze ANALYZE_NOTES"),
+    "models": ("list the named models", "listing add_json_option print_models"),
     "policies": (
-        *("list the policies: paper, parts, defaults, options", "listing"),
-        *("add_json_option", "print_policies", None),
+        "list the policies: paper, parts, defaults, options",
+        "listing add_json_option print_policies",
     ),
 }
 
@@ -179,13 +170,14 @@ def _parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, (about, file, add_options, run, notes) in _COMMANDS.items():
+    for name, (about, home) in _COMMANDS.items():
         said = f"{about[:1].upper()}{about[1:]}."
         command = commands.add_parser(name, help=about, description=said, formatter_class=raw)
         if argv is not None and name not in argv:
             continue
+        file, add_options, run, *notes = home.split()
         module = importlib.import_module(f"jaxkv.cli.{file}")
-        command.epilog = getattr(module, notes) if notes else None
+        command.epilog = getattr(module, notes[0]) if notes else None
         command.set_defaults(run=getattr(module, run), command=command)
         getattr(module, add_options)(command)
         if not any(isinstance(action, argparse._SubParsersAction) for action in command._actions):

@@ -12,6 +12,7 @@ from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_fro
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture
+from jaxkv.planning.catalog import scaled
 from jaxkv.planning.comparison import compared
 from jaxkv.planning.compiled import plugin
 from jaxkv.planning.named import accelerators
@@ -72,6 +73,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--questions", type=count, default=1, metavar="N", help=asked)
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
     add_weights_option(add)
+    add("--rope-scaling", metavar="yarn:N", help="N times the model's positions, by YaRN")
     add("--serve", action="store_true", help="an engine, too: slots that fit, and such prompts answered a second")
     add("--price", type=argument(real), metavar="X", help="of a GPU for an hour: prices of requests and of tokens")
     add = parser.add_argument_group("output").add_argument
@@ -112,7 +114,7 @@ def print_plan(options: argparse.Namespace) -> int:
 
 def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
     """List of each policy's plan (memory, speed, price), with XLA's figures under --compile; checks settings first."""
-    known = known_model(options.model)
+    known = scaled(known_model(options.model), options.rope_scaling)
     asked = [
         setting_of(
             known,

@@ -106,7 +106,8 @@ class DocumentQuestions(QuestionTask):
         for sample in samples:
             context, question = ids_of(params.text, sample)
             length = len(context) + len(question)
-            if params.text is not None and 10 * (context + question).count(params.text.unknown_id) > length:
+            unknown = [each for each in context + question if params.text and each == params.text.unknown_id]
+            if 10 * len(unknown) > length:
                 remedy = "the tokenizer does not know their text, so that this compares nothing: give another model"
                 warn_once(UserWarning, params.name, f"model={params.name}: unknown tokens in prompts: {remedy}")
             remedy = f"its prompt of {length} tokens and {self.new_tokens} of the answer exceed the model's {most}"

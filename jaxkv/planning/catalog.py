@@ -10,11 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal
+from jaxkv._checks import whole
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.checkpoints.source import folder_config
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import Rope, YarnRope
 from jaxkv.policies.reading import without_window
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
@@ -95,6 +97,20 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     hint = f"did you mean {' or '.join(dict.fromkeys(near))}?"
     hint = hint if near else f"known models: {', '.join(dict.fromkeys(names_of.values()))}"
     raise refusal("model", text, f"no such model, file or folder; {hint}")
+
+
+def scaled(known: Known, given: str | None) -> Known:
+    """`Known` with its positions stretched by a RoPE scaling such as `yarn:4`; unchanged for None."""
+    if given is None:
+        return known
+    config, (kind, _, times) = known.config, given.partition(":")
+    remedy = "give yarn and how many times as many positions, yarn:4 say, for a model without a scaling of its own"
+    fits = kind == "yarn" and times.isdecimal() and type(config.rope) is Rope and not config.kinds
+    require(fits, "rope_scaling", given, remedy)
+    factor, limit = whole("rope_scaling", int(times)), config.max_positions
+    rope = YarnRope(theta=config.rope.theta, share=config.rope.share, factor=float(factor), original_max_position=limit)
+    stretched = dataclasses.replace(config, rope=rope, max_positions=limit * factor)
+    return dataclasses.replace(known, config=stretched)
 
 
 def _packaged() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from jaxkv.cache import Dense, Int8
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights
-from jaxkv.planning.catalog import Known, model_named
+from jaxkv.planning.catalog import Known, model_named, scaled
 from jaxkv.planning.compiled import compile_plan
 from jaxkv.planning.host_speed import host_estimate
 from jaxkv.planning.named import accelerators_named
@@ -53,6 +53,7 @@ class _Options(TypedDict, total=False):
     policy: Method | type[Method] | str | None
     dtype: Any
     weights: Any
+    rope_scaling: str | None
     price: int | float | None
     quality: str | os.PathLike[str] | None
     serve: bool
@@ -77,6 +78,7 @@ def plan(
     policy: Method | type[Method] | str | None = None,
     dtype: Any = None,
     weights: Any = None,
+    rope_scaling: str | None = None,
     price: int | float | None = None,
     quality: str | os.PathLike[str] | None = None,
     serve: bool = False,
@@ -97,6 +99,7 @@ def plan(
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
         weights: "int8" or "int4" for linear maps in 8 or 4 bits, as `jaxkv.load` takes it.
+        rope_scaling: "yarn:4" for four times the model's positions by YaRN, as a config.json's `rope_scaling` has it.
         price: of one GPU, or of this machine, for an hour, in any currency; None leaves prices out.
         quality: folder of an evaluation (`jaxkv eval`, `jaxkv.evaluate`) that has a score of this policy.
         serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer a second.
@@ -111,7 +114,7 @@ def plan(
         TypeError: for an argument of the wrong kind.
         ImportError: if the compiler is asked and not installed; the message says how to get it.
     """
-    known = known_model(model)
+    known = scaled(known_model(model), rope_scaling)
     asked = Asked(
         policy=policy, context=context, batch=batch, new=new, questions=questions, dtype=dtype, weights=weights
     )

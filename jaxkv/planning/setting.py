@@ -94,7 +94,8 @@ class Request:
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
         object.__setattr__(self, "weights", as_weights(self.weights))
         limit = self.config.max_positions
-        remedy = f"{self.model} was made for {limit} positions: give at most that many"
+        times = -(-self.context // limit)
+        remedy = f"{self.model} was made for {limit} positions: give at most that many, or --rope-scaling yarn:{times}"
         require(self.context <= limit, "context", self.context, remedy)
 
     @property
