@@ -113,7 +113,11 @@ def folder_config(folder: Path) -> dict[str, Any]:
     """
     config, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
-        config["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
+        found = read_json(beside)
+        quantised = found.get("quantization")
+        # ModelOpt can quantise the cache alone, which is said of an engine, not of the weights.
+        if not isinstance(quantised, dict) or quantised.get("quant_algo", "unknown") is not None:
+            config["quantization_config"] = {"quant_method": "modelopt", **found}
     return config
 
 

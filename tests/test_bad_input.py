@@ -125,6 +125,14 @@ def test_quantised_checkpoints_are_named_as_such(tmp_path, file, given, named):
             use(copy)
 
 
+def test_a_quantised_cache_alone_leaves_the_weights_as_they_are(tmp_path):
+    copy = folder(tmp_path)
+    (copy / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
+    )
+    assert jaxkv.load(copy).config.layers
+
+
 @pytest.mark.parametrize(
     "config, message",
     [

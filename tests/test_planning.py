@@ -1,5 +1,6 @@
 """Plans of settings whose GPUs are not there, against arithmetic written anew, and against themselves."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -314,3 +315,20 @@ def test_budgets_that_no_short_prompt_has_are_left_out():
     assert found.largest_context == CONTEXT and math.isclose(found.sizes.kept, CONTEXT // 100, rel_tol=0.01)
     assert not fits(dataclasses.replace(found.setting, context=512))
     assert np.isfinite(found.speed.step) and found.speed.tokens > 0
+
+
+@pytest.mark.parametrize("kind", ("seed_oss", "stablelm"))
+def test_types_that_are_not_supported_are_planned_as_llamas_of_their_size(kind, tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 8192}
+    given = {"gpus": "h100x1", "context": 4096, "policy": jaxkv.SnapKV(budget=256)}
+    plans = []
+    for name, more in (("llama", {}), (kind, {"a_key_of_its_own": 1})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": name} | sizes | more))
+        with contextlib.nullcontext() if name == "llama" else pytest.warns(UserWarning, match=kind):
+            plans.append(jaxkv.plan(folder, **given))
+    assert plans[0].sizes == plans[1].sizes
+    with pytest.raises(ValueError, match=kind):
+        jaxkv.load(tmp_path / kind)
