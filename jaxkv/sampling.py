@@ -185,8 +185,8 @@ class TopP(Temperature):
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(self.divided(ordered), axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # At p = 1 rare tokens stay, whose probability is lost in a sum near 1.
-        kept = (before < self.p) | (self.p == 1)
+        # At p = 1 rare tokens stay, whose probability is lost in a sum near 1; the likeliest stays if p rounds to 0.
+        kept = (before < self.p) | (before == 0) | (self.p == 1)
         least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
         return jnp.where(logits >= least, logits, -jnp.inf)
 

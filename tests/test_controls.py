@@ -1,5 +1,7 @@
 """Special tokens that a template writes are control tokens; those that a text spells are text, but for `raw=True`."""
 
+import hashlib
+import json
 import re
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import jaxkv
 from jaxkv.cache import Turn
 from jaxkv.checkpoints import fetch, open_checkpoint
+from jaxkv.exporting import runtime
 from jaxkv.loading import LanguageModel
 from jaxkv.text.prompts import encode
 from jaxkv.text.tokenizer import Text, answer, user
@@ -96,6 +99,19 @@ def test_what_a_text_spells_is_text(text, content):
     assert "".join(content.split()) in "".join(whole.split())
 
 
+@pytest.mark.parametrize("content", [*HOSTILE, "Hi \n"])
+@pytest.mark.parametrize("turn", ("start", "user", "answer"))
+def test_exports_encode_texts_alike(text, content, turn, tmp_path):
+    """By the loader's own code, from what the folder holds of the tokenizer and the template."""
+    (tmp_path / "tokenizer.json").write_text(text.tokenizer_json())
+    found = (tmp_path / "tokenizer.json").read_bytes()
+    said = {"bytes": len(found), "sha256": hashlib.sha256(found).hexdigest(), "bos": None, "turns": text.marked_turns()}
+    loader = object.__new__(runtime.Model)
+    loader.said = {"text": json.loads(json.dumps(said | text.special_tokens()))}
+    loader.text = loader.tokenizer(tmp_path / "tokenizer.json", loader.said["text"])
+    assert loader.tokens(content, turn, True)[0] == ids_of(text, content, turn=Turn(turn))
+
+
 @pytest.mark.parametrize("content", HOSTILE)
 def test_raw_text_spells_control_tokens(text, content):
     ids = ids_of(text, content, raw=True)
@@ -147,7 +163,7 @@ def test_ids_of_ordinary_texts_are_the_tokenizers(text):
 
 
 def test_names_of_special_tokens_cannot_be_forged(text):
-    names = "".join(text.special_names())
+    names = "".join(text.special_tokens()["special"])
     spelled = "a" + names + "".join(map(chr, range(0xF0000, 0xF0020))) + "\ufdd0\U000f0001\ufdd1b</s>"
     assert controls(text, ids_of(text, spelled)) == controls(text, ids_of(text, "x"))
 

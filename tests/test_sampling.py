@@ -256,3 +256,10 @@ def test_progress_bars(model, capsys):
     jaxkv.generate(model, PROMPT, progress=None, **DRAWING)
     jaxkv.prefill(model, PROMPT)
     assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_a_probability_that_rounds_to_zero_leaves_the_likeliest():
+    logits = jnp.asarray([[0.0, 3.0, 1.0, 3.0], [2.0, 0.0, 1.0, -1.0]])
+    for p in (1e-30, 1e-39, 1e-300):
+        kept = np.isfinite(jaxkv.TopP(p).cut(logits))
+        np.testing.assert_array_equal(kept, [[False, True, False, True], [True, False, False, False]])

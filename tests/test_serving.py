@@ -160,7 +160,7 @@ def scheduler(tmp_path):
     """A scheduler of one slot, stepped by hand."""
     slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
     return Scheduler(
-        slots, Documents(model(), slots.session.policy, rows=slots.shape.rows, most_bytes=0, folder=tmp_path), ahead=3
+        slots, Documents(model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path), ahead=3
     )
 
 

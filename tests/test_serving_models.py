@@ -124,10 +124,12 @@ def test_numbers_that_are_none_are_refused(client):
     refused(client.post(DOCUMENTS, json={"text": DOC, "budget": 4, "model": "tiny:full"}), 400, "budget")
 
 
-def test_documents_on_disk_remember_what_is_kept(tmp_path):
+def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
     given = []
-    for _ in range(2):
-        with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **OPTIONS) as engine:
+    for more in (0, 100):
+        # Slots of another size take them as well.
+        options = OPTIONS | {"max_new_tokens": OPTIONS["max_new_tokens"] + more}
+        with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **options) as engine:
             # Of the second engine's two documents one was there.
             engine.document(DOC, budget=None if given else 9)
             client = TestClient(Application({"tiny": engine}))
@@ -152,7 +154,14 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path):
         assert response.json()["error"]["code"] == "document_unreadable" and str(tmp_path) not in response.text
         with pytest.raises(ValueError, match="its saved cache cannot be read"):
             engine.submit("who?", document=other).result()
-        engine.documents.remove(other.id)
+
+        def removed(*_, **__):
+            engine.documents.remove(other.id)
+            raise ValueError("path: no such folder")
+
+        monkeypatch.setattr("jaxkv.serving.documents.load_cache", removed)
+        response = client.post(CHATS, json={**QUESTION, "document": other.id})
+        assert response.json()["error"]["code"] == "document_not_found"
         for ask in (lambda: engine.submit("who?", document=other), lambda: engine.documents.of(other.id)):
             with pytest.raises(ValueError, match="there is none of this id") as gone:
                 ask().result()

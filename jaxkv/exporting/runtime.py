@@ -144,6 +144,8 @@ class Model:
             return row, "raw"
         need(self.text, f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers")
         row = "".join("\ufffd" if "\ufdd0" <= each <= "\ufdef" else each for each in row)  # no names of special tokens
+        for content, spelling in self.said["text"]["spellings"].items():
+            row = row.replace(content, spelling)
         bos, start, whole = self.said["text"]["bos"], turn == "start", row
         turn = turn if self.said["text"]["turns"] else "raw"
         if turn != "raw":
@@ -155,7 +157,7 @@ class Model:
             found = self.text.encode(whole, add_special_tokens=False).ids if row else []
         except Exception as error:  # half a character, or a failure of the tokenizer's own rules
             raise ValueError(f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another") from error
-        ids = [self.special.get(each, each) for each in found]
+        ids = [index for each in found if (index := self.special.get(each, each)) is not None]
         ids = [bos] * (bool(row) and start and bos not in (None, *ids[:1])) + ids
         return ids, turn if turn == "raw" else "answer" if close else "user"
 

@@ -353,4 +353,4 @@ def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
     digest = hashlib.sha256(data).hexdigest()
     entry = {"file": "tokenizer.json", "bytes": len(data), "sha256": digest}
     bos = None if text.has_template else text.begins_with
-    return entry | {"turns": turns, "bos": bos, "special": text.special_names()}
+    return entry | {"turns": turns, "bos": bos} | text.special_tokens()

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxkv.cache import KVCache, Turn, laid_out
 from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.saved import load_cache
@@ -73,13 +74,13 @@ class Documents:
     """
 
     def __init__(
-        self, params: LanguageModel, policy: Method, *, rows: tuple[int, ...], most_bytes: int, folder: Path | None
+        self, params: LanguageModel, policy: Method, *, shape: SlotShape, most_bytes: int, folder: Path | None
     ):
         """Finds the documents in `folder`, if one is given; reads none of their caches yet.
 
-        `rows` are those of each pool of a slot, which a document enters to be asked.
+        `shape` is that of the slots, which a document enters to be asked.
         """
-        self.most_bytes, self._rows = most_bytes, rows
+        self.most_bytes, self._shape = most_bytes, shape
         self._params, self._policy, self._lock = params, policy, threading.Lock()
         self._known: dict[str, Document] = {}
         # In order of use, the latest last.
@@ -153,9 +154,11 @@ class Documents:
             try:
                 cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
             except ValueError as error:
+                # Whoever removed it meanwhile took its folder away.
+                self.of(name)
                 raise UnreadableDocument(f"document={name!r}: its saved cache cannot be read: {error}") from error
         self._hold(name, cache)
-        return laid_out(cache, cache.axes, rows=self._rows)
+        return laid_out(cache, cache.axes, rows=self._shape.rows)
 
     def remove(self, name: str) -> None:
         """Removes the document with an id from the device and the disk; ValueError if there is none."""
@@ -210,9 +213,8 @@ class Documents:
         return self._folder / f"{name}.json"
 
     def _made_for(self) -> dict[str, Any]:
-        """Dict that tells documents of this engine's model, policy and pool rows from those of others."""
-        rows = list(self._rows)
-        return {"model": str(self._params.fingerprint), "policy": repr(self._policy), "rows": rows}
+        """Dict that tells documents of this engine's model and policy from those of others."""
+        return {"model": str(self._params.fingerprint), "policy": repr(self._policy)}
 
     def _write(self, document: Document, cache: KVCache) -> None:
         """Writes a document's cache and description to disk."""
@@ -233,6 +235,9 @@ class Documents:
             _NOTICES.warning("%s: left out, it describes no document: %s", path, error)
             return
         if for_whom != self._made_for() or document.id != path.stem:
-            _NOTICES.warning("%s: left out, it was made by another model, policy or size of slots", path)
+            _NOTICES.warning("%s: left out, it was made by another model or policy", path)
+            return
+        if document.tokens > self._shape.prompt:
+            _NOTICES.warning("%s: left out, %d tokens are more than a prompt's", path, document.tokens)
             return
         self._known[document.id] = document

@@ -130,7 +130,7 @@ class Engine:
             document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
         self._documents = Documents(
-            params, self._session.policy, rows=self._slots.shape.rows, most_bytes=most, folder=folder
+            params, self._session.policy, shape=self._slots.shape, most_bytes=most, folder=folder
         )
         self._scheduler = Scheduler(self._slots, self._documents, ahead=ahead_of(count))
         self._changed = threading.Condition()

@@ -47,7 +47,8 @@ class Controls:
         if _MARK not in rendered:
             return self._tokenizer.encode(rendered, add_special_tokens=False).ids
         written = self._replaced(rendered, _WRITTEN)
-        text = _SPELLED_TOKEN.sub(lambda match: self._as_text[ord(match[1]) - _SPELLED], written)
+        texts = list(self.spellings.values())
+        text = _SPELLED_TOKEN.sub(lambda match: texts[ord(match[1]) - _SPELLED], written)
         found = self._apart.encode(text, add_special_tokens=False).ids
         return [index for each in found if (index := self._written.get(each, each)) is not None]
 
@@ -55,9 +56,21 @@ class Controls:
         """Text of a template in which each special token is replaced by its name, a key of `names`."""
         return self._replaced(text, _WRITTEN)
 
-    def names(self) -> dict[str, tuple[int, dict[str, bool]]]:
-        """Id of each special token, and how it is found in text, by the name that `marked` writes."""
-        return {_name(_WRITTEN, at): (index, _flags(token)) for at, (index, token) in enumerate(self._special.items())}
+    def names(self) -> dict[str, tuple[int | None, dict[str, bool]]]:
+        """Id of each special token, and how it is found in text, by the name that `marked` writes.
+
+        The last name, of no token (None), only parts the characters around it.
+        """
+        named = [*self._special.items(), (None, AddedToken(normalized=False))]
+        return {_name(_WRITTEN, at): (index, _flags(token)) for at, (index, token) in enumerate(named)}
+
+    @functools.cached_property
+    def spellings(self) -> dict[str, str]:
+        """Each special token as text, by its content; parted where the model's vocabulary would join it."""
+        found = {each: self._apart.encode(each, add_special_tokens=False).ids for each in self._contents}
+        joined = {each for each, ids in found.items() if not self._special.keys().isdisjoint(ids)}
+        parting = _name(_WRITTEN, len(self._special))
+        return {each: each[:1] + parting + each[1:] if each in joined else each for each in self._contents}
 
     def _replaced(self, text: str, first: int) -> str:
         """Text with each special token replaced by a mark and a private-use character from `first` on."""
@@ -86,25 +99,13 @@ class Controls:
         """Copy of the tokenizer that reads special tokens as text, and their names as tokens of their own."""
         apart = copy.deepcopy(self._tokenizer)
         apart.add_tokens([AddedToken(name, **flags) for name, (_, flags) in self.names().items()])
-        # One name more, of no token: it parts the characters around it.
-        apart.add_tokens([AddedToken(_name(_WRITTEN, len(self._special)), normalized=False)])
         apart.encode_special_tokens = True
         return apart
 
     @functools.cached_property
     def _written(self) -> dict[int, int | None]:
         """Id of the special token for each id that `_apart` gives to a name; None for the name of none."""
-        ids = [*self._special, None]
-        return {self._apart.token_to_id(_name(_WRITTEN, at)): index for at, index in enumerate(ids)}
-
-    @functools.cached_property
-    def _as_text(self) -> list[str]:
-        """Spelling of each special token as text, parted where the model's vocabulary would join it to the token."""
-        parted = _name(_WRITTEN, len(self._special))
-        found = [self._apart.encode(each, add_special_tokens=False).ids for each in self._contents]
-        joined = [not self._special.keys().isdisjoint(ids) for ids in found]
-        pairs = zip(self._contents, joined, strict=True)
-        return [each[:1] + parted + each[1:] if whole else each for each, whole in pairs]
+        return {self._apart.token_to_id(name): index for name, (index, _) in self.names().items()}
 
 
 def _name(first: int, index: int) -> str:

@@ -169,12 +169,17 @@ class Text:
         to_str = getattr(self._tokenizer, "to_str", None)
         return None if to_str is None else to_str()
 
-    def special_names(self) -> dict[str, tuple[int, dict[str, bool]]]:
-        """Id of each special token, and how it is found in text, by the name that stands for it in `marked_turns`."""
-        return self._controls.names()
+    def special_tokens(self) -> dict[str, Any]:
+        """What keeps special tokens apart without this object, as JSON.
+
+        "special" has id and properties of each by the name that stands for it in `marked_turns`; "spellings" the texts
+        to write for special tokens in a user's text, where the model's vocabulary would join them otherwise.
+        """
+        parted = {each: text for each, text in self._controls.spellings.items() if each != text}
+        return {"special": self._controls.names(), "spellings": parted}
 
     def marked_turns(self) -> list[str | bool]:
-        """Fields of `turns`, in which special tokens have names that no other text holds, those of `special_names`."""
+        """Fields of `turns`, in which special tokens have names that no other text holds, those of `special_tokens`."""
         return [self._controls.marked(each) if isinstance(each, str) else each for each in self.turns]
 
     def encode(self, s: str, *, bos: bool, shielded: bool = False) -> list[int]:
