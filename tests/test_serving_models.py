@@ -126,7 +126,7 @@ def test_numbers_that_are_none_are_refused(client):
 
 def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
     given = []
-    for more in (0, 100):
+    for more in (0, 32):
         # Slots of another size take them as well.
         options = OPTIONS | {"max_new_tokens": OPTIONS["max_new_tokens"] + more}
         with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **options) as engine:
