@@ -59,7 +59,7 @@ class Busy:
 
 def test_lengths_are_compiled_for_requests_that_have_them():
     """Beside an engine that computes, only lengths that are asked for are compiled; all are answered as alone."""
-    busy, limits = Busy(), LIMITS | {"max_prompt_tokens": 70, "max_question_tokens": 40}
+    busy, limits = Busy(), LIMITS | {"max_prompt_tokens": 70, "max_question_tokens": 100}
     COMPUTING.add(busy)
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(9, 8)]
     given += [dataclasses.replace(each, prompt=[*range(10), *each.prompt][-60:]) for each in given[:2]]
@@ -73,7 +73,7 @@ def test_lengths_are_compiled_for_requests_that_have_them():
         alone = jaxkv.generate(model(), [5, 9, 2], cache=cache, max_new_tokens=6, stop_at_eos=False)
         assert asked.result().tokens.tolist() == alone.tokens.tolist()
         left = set(engine._slots.uncompiled)
-        assert (True, 64) in left and (True, 16) not in left
+        assert (True, 128) in left and (True, 64) not in left
         assert not left & {(False, bucket(len(each.prompt))) for each in given}
     assert not engine._slots.uncompiled
     COMPUTING.discard(busy)

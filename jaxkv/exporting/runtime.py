@@ -131,8 +131,7 @@ class Model:
 
     def tokenizer(self, path, said):  # special tokens are text to it, the names that the template's turns hold are not
         text = TOKENIZERS.Tokenizer.from_file(str(found(path, said)))
-        added = [TOKENIZERS.AddedToken(name, **flags) for name, (_, flags) in said["special"].items()]
-        text.add_tokens(added)
+        text.add_tokens([TOKENIZERS.AddedToken(name, **flags) for name, (_, flags) in said["special"].items()])
         text.encode_special_tokens = True
         self.special = {text.token_to_id(name): index for name, (index, _) in said["special"].items()}
         return text

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, models
-
 # Unicode's noncharacters stand in no text: in messages they become replacement characters.
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -25,7 +23,7 @@ class Controls:
     those, so what then still spells a special token is the template's; `ids` encodes the rendered text accordingly.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Any):
         """Takes the model's tokenizer; copies it when the first text spells a special token."""
         self._tokenizer = tokenizer
         decoder = tokenizer.get_added_tokens_decoder()
@@ -61,8 +59,8 @@ class Controls:
 
         The last name, of no token (None), only parts the characters around it.
         """
-        named = [*self._special.items(), (None, AddedToken(normalized=False))]
-        return {_name(_WRITTEN, at): (index, _flags(token)) for at, (index, token) in enumerate(named)}
+        named = [*((index, _flags(token)) for index, token in self._special.items()), (None, {"normalized": False})]
+        return {_name(_WRITTEN, at): each for at, each in enumerate(named)}
 
     @functools.cached_property
     def spellings(self) -> dict[str, str]:
@@ -84,8 +82,10 @@ class Controls:
         return "".join([*pieces, text[end:]])
 
     @functools.cached_property
-    def _finder(self) -> Tokenizer:
+    def _finder(self) -> Any:
         """Tokenizer that finds special tokens alone, by the model's rules: id 0 is other text, then they in order."""
+        from tokenizers import AddedToken, Tokenizer, models  # here, for `import jaxkv` does without it
+
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
         if self._tokenizer.normalizer is not None:
             finder.normalizer = self._tokenizer.normalizer
@@ -95,8 +95,10 @@ class Controls:
         return finder
 
     @functools.cached_property
-    def _apart(self) -> Tokenizer:
+    def _apart(self) -> Any:
         """Copy of the tokenizer that reads special tokens as text, and their names as tokens of their own."""
+        from tokenizers import AddedToken
+
         apart = copy.deepcopy(self._tokenizer)
         apart.add_tokens([AddedToken(name, **flags) for name, (_, flags) in self.names().items()])
         apart.encode_special_tokens = True
@@ -113,6 +115,6 @@ def _name(first: int, index: int) -> str:
     return _MARK + chr(first + index)
 
 
-def _flags(token: AddedToken) -> dict[str, bool]:
+def _flags(token: Any) -> dict[str, bool]:
     """How an added token is found in text, as arguments of `AddedToken`."""
     return {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}

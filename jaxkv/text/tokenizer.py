@@ -103,7 +103,7 @@ class Text:
             return tuple(dict.fromkeys(self._ends))
         first = next(iter(self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
-        own = [] if first is None or added is None or not added.special else [first]
+        own = [] if added is None or not added.special else [first]
         return tuple(dict.fromkeys([*self._ends, *own]))
 
     @classmethod
