@@ -133,7 +133,7 @@ def test_a_length_is_compiled_once_it_is_asked_for():
     slots = runs.made(tiny.tiny(tiny.TWO_LAYERS), policy, start=False, max_prompt=120, max_question=16)
     parts = []
     slots.compile(parts.append, lengths=False)
-    assert len(parts) == PARTS and slots.uncompiled == [(False, 32), (False, 128), (False, 16), (True, 16)]
+    assert len(parts) == PARTS and slots.uncompiled == [(False, 32), (False, 128), (False, 16), (True, 64)]
     for question, size in list(slots.uncompiled):
         finished(slots.compiling(question, size))
     given = runs.requests(3, 6)

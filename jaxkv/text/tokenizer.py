@@ -103,7 +103,7 @@ class Text:
             return tuple(dict.fromkeys(self._ends))
         first = next(iter(self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
-        own = [] if added is None or not added.special else [first]
+        own = [] if first is None or added is None or not added.special else [first]
         return tuple(dict.fromkeys([*self._ends, *own]))
 
     @classmethod
@@ -231,10 +231,9 @@ class Text:
         for message in messages:
             if not isinstance(message, Mapping):
                 raise TypeError(f'messages={message!r}: give mappings such as {{"role": "user", "content": "Hi"}}')
-        given = [dict(message) for message in messages]
         if self._takes_parts:
-            given = [_in_parts(message) for message in given]
-        return self._render(given, generation_prompt)
+            messages = [_in_parts(message) for message in messages]
+        return self._render(messages, generation_prompt)
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
@@ -248,7 +247,7 @@ class Text:
         except ValueError:
             return False
 
-    def _render(self, messages: list[Message], generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Text that the chat template renders; ValueError if there is none, or it does not take the messages."""
         if self._template is None:
             raise ValueError(f"chat_template=None: {self._origin} carries none; encode plain text instead")
