@@ -27,7 +27,7 @@ _REASONING = "<think>\n{}\n</think>\n\n"
 
 
 class Turns(NamedTuple):
-    """What a chat template writes around messages, and whether it trims them.
+    """Texts that a chat template writes around messages, and whether it trims white space of contents.
 
     Attributes:
         opening: text before the user's content in a fresh conversation, a default system prompt included.
@@ -170,7 +170,7 @@ class Text:
         return None if to_str is None else to_str()
 
     def special_tokens(self) -> dict[str, Any]:
-        """What keeps special tokens apart without this object, as JSON.
+        """Dict, as JSON, of special tokens: ids, names and spellings that keep them apart without this object.
 
         "special" has id and properties of each by the name that stands for it in `marked_turns`; "spellings" the texts
         to write for special tokens in a user's text, where the model's vocabulary would join them otherwise.
