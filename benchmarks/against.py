@@ -34,8 +34,12 @@ FREES_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6
 
 def prompts(batch, length):
     """Real token ids `[batch, length]`, every row another stretch of the same texts."""
-    ids = np.concatenate([np.asarray(case["input_ids"]) for case in json.loads(PROMPTS.read_text())["cases"]])
-    return [np.take(ids, np.arange(length) + 1277 * row, mode="wrap").tolist() for row in range(batch)]
+    ids = np.concatenate(
+        [np.asarray(case["input_ids"]) for case in json.loads(PROMPTS.read_text())["cases"]]
+    )
+    return [
+        np.take(ids, np.arange(length) + 1277 * row, mode="wrap").tolist() for row in range(batch)
+    ]
 
 
 def serve(dtype):
@@ -48,7 +52,12 @@ def serve(dtype):
     import jaxkv
 
     model = jaxkv.load("smollm2-135m-instruct", dtype, progress=False)
-    policies = {"full": jaxkv.FullKV, "snapkv": jaxkv.SnapKV, "adakv": jaxkv.AdaKV, "h2o": jaxkv.H2O}
+    policies = {
+        "full": jaxkv.FullKV,
+        "snapkv": jaxkv.SnapKV,
+        "adakv": jaxkv.AdaKV,
+        "h2o": jaxkv.H2O,
+    }
     print(json.dumps({"at": str(Path(jaxkv.__file__).parents[1])}), file=out)
     for line in sys.stdin:
         ask = json.loads(line)
@@ -65,7 +74,12 @@ def serve(dtype):
         )
         stats, cpu = done.stats, time.process_time() - cpu
         step = stats.decode_seconds / stats.decode_steps
-        told = {"prefill": stats.prefill_seconds, "step": step, "cpu": cpu, "compile": stats.compile_seconds}
+        told = {
+            "prefill": stats.prefill_seconds,
+            "step": step,
+            "cpu": cpu,
+            "compile": stats.compile_seconds,
+        }
         told |= {"programs": stats.compiled_programs}
         told |= {} if before is None else {"peak": status_bytes("VmHWM") - before}
         print(json.dumps(told), file=out)
@@ -124,7 +138,9 @@ def measure(workers, request, rounds, figures):
 
 def main():
     """Prints a line for each cell, and writes them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", type=Path, help="the other checkout")
     parser.add_argument("--serve", metavar="DTYPE", help=argparse.SUPPRESS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -148,8 +164,12 @@ def main():
         roots = {"base": args.base.resolve(), "ours": HERE.parent}
         workers = {name: Worker(root, dtype, figures) for name, root in roots.items()}
         for policy in args.policies:
-            request = {name: getattr(args, name) for name in ("batch", "length", "budget", "new_tokens")}
-            cell = measure(workers, request | {"policy": policy}, args.rounds, figures) | {"dtype": dtype}
+            request = {
+                name: getattr(args, name) for name in ("batch", "length", "budget", "new_tokens")
+            }
+            cell = measure(workers, request | {"policy": policy}, args.rounds, figures) | {
+                "dtype": dtype
+            }
             results["cells"].append(cell)
             save(args.out, results)
             scale, unit = (1e-6, "MB") if figures == "memory" else (1e3, "ms")

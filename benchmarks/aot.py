@@ -65,7 +65,9 @@ def _start(folder, text="false"):
     dump = tempfile.mkdtemp(dir=folder)
     os.environ["JAXKV_DUMP"] = dump
     # From JAX 0.11 on PTX is left only on demand.
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text={text} --xla_dump_emitter_re=ptx"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_dump_to={dump} --xla_dump_hlo_as_text={text} --xla_dump_emitter_re=ptx"
+    )
     # Mosaic GPU has a compiler of its own beside XLA's.
     os.environ |= {"MOSAIC_GPU_DUMP_TO": dump, "MOSAIC_GPU_DUMP_PTX": "1"}
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -97,7 +99,9 @@ def compile_for(device, function, *shapes, donate=()):
     import jax
 
     sharding = sharding_for(device)
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    placed = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes
+    )
     # From JAX 0.11 on, kernels are lowered for the device of the mesh at hand; without one they ask for a GPU.
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         traced = jax.jit(function, donate_argnums=donate).trace(*placed)
@@ -111,7 +115,12 @@ def ptxas_report(device, dump):
     rows = []
     for each in kernels(dump, gpu(device).architecture, _ptxas()):
         text = Path(each.path).read_text()
-        row = {"name": each.name, "spills": each.spills, "registers": each.registers, "shared": each.shared}
+        row = {
+            "name": each.name,
+            "spills": each.spills,
+            "registers": each.registers,
+            "shared": each.shared,
+        }
         rows.append(row | {name: text.count(code) for name, code in INSTRUCTIONS.items()})
     return rows
 
@@ -120,7 +129,9 @@ def _ptxas():
     from jaxkv.planning.ptxas import ptxas
 
     if not (found := ptxas()):
-        raise SystemExit("ptxas is missing: pip install nvidia-cuda-nvcc, or put a CUDA toolkit on the path")
+        raise SystemExit(
+            "ptxas is missing: pip install nvidia-cuda-nvcc, or put a CUDA toolkit on the path"
+        )
     return found
 
 
@@ -180,7 +191,16 @@ def whole_programs(device):
         one = jax.ShapeDtypeStruct((batch,), jnp.int32)
         token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
         tables = given.tables
-        inputs = (given.pools, flat.ends, flat.blocks, tables.start, tables.length, tables.seen, token, one)
+        inputs = (
+            given.pools,
+            flat.ends,
+            flat.blocks,
+            tables.start,
+            tables.length,
+            tables.seen,
+            token,
+            one,
+        )
         compiled = compile_for(device, decode, *inputs, donate=(0,))
         memory = compiled.memory_analysis()
         pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(given.pools))
@@ -192,11 +212,17 @@ def whole_programs(device):
             f"{copies} | {memory.temp_size_in_bytes / 2**20:.0f} MiB ({share:.2%}) |"
         )
         if copies:
-            faults.append(f"{device}: the decode step of {batch} x {tokens} copies a pool {copies} times")
+            faults.append(
+                f"{device}: the decode step of {batch} x {tokens} copies a pool {copies} times"
+            )
         if tokens == 131072 and share >= TEMP_SHARE:
-            faults.append(f"{device}: temporaries of the decode step at {tokens} tokens are {share:.1%} of the pools")
+            faults.append(
+                f"{device}: temporaries of the decode step at {tokens} tokens are {share:.1%} of the pools"
+            )
         if memory.alias_size_in_bytes < pools:
-            faults.append(f"{device}: the decode step of {batch} x {tokens} does not write every pool in place")
+            faults.append(
+                f"{device}: the decode step of {batch} x {tokens} does not write every pool in place"
+            )
     tokens = 32768
     inputs = (
         jax.ShapeDtypeStruct((1, tokens, config.embed), jnp.bfloat16),
@@ -226,12 +252,16 @@ def whole_programs(device):
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(flat.blocks[0]))
     taken = memory.argument_size_in_bytes - weights + memory.temp_size_in_bytes
     taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    planned = plan_prefill(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
+    planned = plan_prefill(
+        config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS
+    )
     # Beside the layer below the top one lie the pools of those below it.
     beside = planned.cache_bytes * (config.layers - 2) // config.layers
     # XLA's allocator rounds each array up.
     if taken + beside > 1.001 * planned.peak_bytes:
-        faults.append(f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}")
+        faults.append(
+            f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}"
+        )
     return lines, faults
 
 
@@ -241,7 +271,14 @@ def cases(quick, dtypes):
 
     if quick:
         return [Case(kernel, "Llama-3-8B", "bfloat16", "h100") for kernel in KERNELS]
-    found = ((k, m, t, d) for d in DEVICES for m in shapes.MODELS for k in KERNELS for t in dtypes if takes(k, m.dim))
+    found = (
+        (k, m, t, d)
+        for d in DEVICES
+        for m in shapes.MODELS
+        for k in KERNELS
+        for t in dtypes
+        if takes(k, m.dim)
+    )
     return [Case(kernel, heads.name, dtype, device) for kernel, heads, dtype, device in found]
 
 
@@ -257,14 +294,21 @@ def mosaic_cases(quick, dtypes):
     """What is compiled of Mosaic GPU's kernels."""
     hopper = [device for device in DEVICES if gpu(device).architecture == "sm_90a"]
     kinds = [(m, t) for m in MOSAIC_MODELS for t in MOSAIC_DTYPES if t in dtypes]
-    found = [Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC]
+    found = [
+        Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC
+    ]
     return found[:1] if quick else found
 
 
 def executor(folder, **options):
     """Processes that compile."""
     context = multiprocessing.get_context("spawn")
-    options |= {"max_workers": os.cpu_count(), "mp_context": context, "initializer": _start, "initargs": (folder,)}
+    options |= {
+        "max_workers": os.cpu_count(),
+        "mp_context": context,
+        "initializer": _start,
+        "initargs": (folder,),
+    }
     return concurrent.futures.ProcessPoolExecutor(**options)
 
 
@@ -285,7 +329,9 @@ def dim_of(model):
 def main():
     """Compiles everything, prints the tables, exits with 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one dtype and head dim per kernel, H100 alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="one dtype and head dim per kernel, H100 alone"
+    )
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--out", type=Path, help="write the tables here as well")
     args = parser.parse_args()
@@ -303,17 +349,28 @@ def main():
                     if row["spills"]:
                         faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
                     if case.kernel in MOSAIC and not all(row[name] for name in INSTRUCTIONS):
-                        faults.append(f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}")
+                        faults.append(
+                            f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}"
+                        )
             devices = ("h100",) if args.quick else DEVICES
             wholes = (
-                [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
+                []
+                if args.quick
+                else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
             )
     hopper = lambda row: [f"{row[name]} {name}" for name in INSTRUCTIONS if row["TMA"]]  # noqa: E731
-    lines.append("| kernel | asked for by | dtype | model (head dim) | " + " | ".join(devices) + " |")
+    lines.append(
+        "| kernel | asked for by | dtype | model (head dim) | " + " | ".join(devices) + " |"
+    )
     lines.append("|---|---|---|---|" + "---|" * len(devices))
     for (name, kernel, dtype, model), by_device in table.items():
         show = lambda row: (  # noqa: E731
-            ", ".join([f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled", *hopper(row)])
+            ", ".join(
+                [
+                    f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled",
+                    *hopper(row),
+                ]
+            )
             if row
             else "-"
         )

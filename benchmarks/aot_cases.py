@@ -23,13 +23,28 @@ def arguments(case):
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
         case name if name.startswith("decode_token"):
-            return token_arguments(heads, dtype, batch=batch, pool=pool, kind=name.removeprefix("decode_token"))
+            return token_arguments(
+                heads, dtype, batch=batch, pool=pool, kind=name.removeprefix("decode_token")
+            )
         case "attend":
             attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
             score = of((batch, pool), jnp.float32)
-            return attend, (of((batch, k_heads, group, dim), dtype), rows, rows, table, table, score)
+            return attend, (
+                of((batch, k_heads, group, dim), dtype),
+                rows,
+                rows,
+                table,
+                table,
+                score,
+            )
         case "attend_question":
-            return pallas_kernels.attend, (of((batch, k_heads, group * 32, dim), dtype), rows, rows, table, table)
+            return pallas_kernels.attend, (
+                of((batch, k_heads, group * 32, dim), dtype),
+                rows,
+                rows,
+                table,
+                table,
+            )
         case "compact":
             return pallas_kernels.compact, (whole, whole, of((batch, pool), i32))
         case "multiply_codes_8" | "multiply_codes_4":
@@ -48,7 +63,12 @@ def arguments(case):
             lse = of((batch, k_heads, group, slots), jnp.float32)
             return pallas_kernels.column_sums, (queries, whole, lse, one, one)
         case "window_sums":
-            return pallas_kernels.window_sums, (of((batch, k_heads, group, 32, dim), dtype), whole, one, one)
+            return pallas_kernels.window_sums, (
+                of((batch, k_heads, group, 32, dim), dtype),
+                whole,
+                one,
+                one,
+            )
     raise ValueError(case.kernel)
 
 
@@ -62,10 +82,16 @@ def linear_arguments(heads, dtype, *, bits):
     of, width = jax.ShapeDtypeStruct, -(-heads.kv_heads * heads.group * heads.dim // 32) * 32
     if bits == 8:
         beside = (of((width,), jnp.float32),)
-        return pallas_kernels.multiply_codes, (of((1, width), dtype), of((width, width), jnp.int8), *beside)
+        return pallas_kernels.multiply_codes, (
+            of((1, width), dtype),
+            of((width, width), jnp.int8),
+            *beside,
+        )
     group = of((width, width // 32), jnp.float16)
     given = (of((1, width), dtype), of((width, width // 2), jnp.uint8), group, group)
-    return lambda x, codes, *of_groups: pallas_kernels.multiply_codes(x, codes, None, *of_groups), given
+    return lambda x, codes, *of_groups: pallas_kernels.multiply_codes(
+        x, codes, None, *of_groups
+    ), given
 
 
 def stored(kernels, store, batch, pool, dim):
@@ -75,7 +101,11 @@ def stored(kernels, store, batch, pool, dim):
 
     of, group = jax.ShapeDtypeStruct, (batch, pool, dim // 32)
     eight = kernels.Coded(of((batch, pool, dim), jnp.int8), of((batch, pool), jnp.float16))
-    codes = of((batch, pool, dim // 2), jnp.uint8) if dim % 128 else of((batch, pool, dim // 4), jnp.uint16)
+    codes = (
+        of((batch, pool, dim // 2), jnp.uint8)
+        if dim % 128
+        else of((batch, pool, dim // 4), jnp.uint16)
+    )
     four = kernels.Nibbles(codes, of(group, jnp.float16), of(group, jnp.float16))
     return {"int8": (eight, eight), "int4": (four, four), "mixed": (eight, four)}[store]
 
@@ -92,7 +122,11 @@ def step_arguments(kernel, heads, dtype, *, batch, pool):
         width = heads.kv_heads * heads.group * heads.dim
         shapes = (of((8, 1, width), dtype), of((8, 8, 1, width), f32), of((width,), dtype))
         return lambda *a: pallas_kernels.add_norm(*a, eps=1e-5), shapes
-    rows, table, one = of((batch, pool, heads.dim), dtype), of((batch, heads.kv_heads), i32), of((batch,), i32)
+    rows, table, one = (
+        of((batch, pool, heads.dim), dtype),
+        of((batch, heads.kv_heads), i32),
+        of((batch,), i32),
+    )
     pools = (rows, rows, of((batch, pool), i32), of((batch, pool), f32))
     if kernel == "replace_rows":
         return pallas_kernels.replace_rows, (*pools, table, table, of(table.shape, bool))
@@ -131,7 +165,10 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
     # Products come in parts, of eight sequences at least.
     new = (4, 8)
-    shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))
+    shapes = (
+        of((*new, heads.kv_heads, heads.group, heads.dim), f32),
+        of((*new, 2, heads.kv_heads, heads.dim), f32),
+    )
     shapes += (angle, angle, one, one, *rows, of((batch, pool), i32), tables, tables)
     more = {"_scored": (of((batch, pool), f32), of(per_head, f32))}
     more |= {"_picked": (of((batch, 1, 1024), i32), one, of((batch, 1), i32), tables)}

@@ -36,7 +36,15 @@ POLICIES = {
 
 def model():
     """Two layers with Llama 3 70B's heads, narrow otherwise."""
-    shape = {"vocab": 512, "layers": 2, "embed": 256, "hidden": 512, "heads": 64, "kv_heads": 8, "head_dim": 128}
+    shape = {
+        "vocab": 512,
+        "layers": 2,
+        "embed": 256,
+        "hidden": 512,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 128,
+    }
     return tiny_model(jaxkv.ModelConfig(**shape, max_positions=1024), dtype="bfloat16")
 
 
@@ -46,11 +54,18 @@ def compiled(folder, said, devices):
     mesh = said["mesh"]
     mesh = jax.sharding.Mesh(devices.reshape(tuple(mesh.values())), tuple(mesh))
     there = read.in_shardings_jax(mesh)
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at) for a, at in zip(read.in_avals, there, strict=True)]
+    given = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
+        for a, at in zip(read.in_avals, there, strict=True)
+    ]
     donated = [at for at, each in enumerate(said["inputs"]) if each["donated"]]
     begun = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(read.call, donate_argnums=donated).trace(*given).lower(lowering_platforms=("cuda",))
+        lowered = (
+            jax.jit(read.call, donate_argnums=donated)
+            .trace(*given)
+            .lower(lowering_platforms=("cuda",))
+        )
     program = lowered.compile()
     return time.perf_counter() - begun, program.memory_analysis().temp_size_in_bytes
 
@@ -65,7 +80,14 @@ def main():
     names = sys.argv[1:] or list(POLICIES)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            of = {"lengths": 256, "question": 16, "new": NEW, "platforms": "cuda", "mesh": mesh, "weights": False}
+            of = {
+                "lengths": 256,
+                "question": 16,
+                "new": NEW,
+                "platforms": "cuda",
+                "mesh": mesh,
+                "weights": False,
+            }
             made = jaxkv.export(small, Path(folder) / "out", policy=POLICIES[name], **of)
             manifest = json.loads((made / "manifest.json").read_text("utf-8"))
             for said in manifest["programs"]:

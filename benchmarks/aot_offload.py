@@ -99,20 +99,33 @@ def measure(device):
             faults.append(f"{device}: layers {part.layers} copy a pool {copies} times")
         reads = "read what was sent" if part.loaded else "read everything"
         asked = "" if part.ask is None else f", then filter {part.ask} is asked"
-        lines.append(f"| layers {_span(part.layers)} {reads}{asked} | {temps[-1] / 2**20:.0f} MiB | {copies} |")
+        lines.append(
+            f"| layers {_span(part.layers)} {reads}{asked} | {temps[-1] / 2**20:.0f} MiB | {copies} |"
+        )
     step = weights + held + 2 * most + max(temps)
 
     def prefill_layer(x, leaves, length):
-        options = {"graphs": flat.graphs, "needs": Needs(), "last": False, "implementation": Implementation.PALLAS}
+        options = {
+            "graphs": flat.graphs,
+            "needs": Needs(),
+            "last": False,
+            "implementation": Implementation.PALLAS,
+        }
         table = angles(jnp.arange(slots, dtype=jnp.int32)[None], config.rope, config.head_dim)
         return layer(leaves, x, length, table, **options)
 
     hidden = of((1, slots, config.embed), jnp.bfloat16)
-    memory = aot.compile_for(device, prefill_layer, hidden, flat.blocks[0], one, donate=(0,)).memory_analysis()
+    memory = aot.compile_for(
+        device, prefill_layer, hidden, flat.blocks[0], one, donate=(0,)
+    ).memory_analysis()
     layer_kv = 2 * heads * slots * dim * 2
     # Beside the program's own: a layer's rows by token, and those of the layer before on their way to the host.
-    prefill = weights + held + memory.temp_size_in_bytes + memory.output_size_in_bytes + 2 * layer_kv
-    lines.append(f"| prefill of one layer, {slots} slots | {memory.temp_size_in_bytes / 2**20:.0f} MiB | - |")
+    prefill = (
+        weights + held + memory.temp_size_in_bytes + memory.output_size_in_bytes + 2 * layer_kv
+    )
+    lines.append(
+        f"| prefill of one layer, {slots} slots | {memory.temp_size_in_bytes / 2**20:.0f} MiB | - |"
+    )
     bank = len(reading.offloaded) * layer_kv
     total = (
         f"weights {weights / 1e9:.1f} GB, whole layers' rows {held / 1e9:.1f} GB, a stage's {most / 1e6:.0f} MB; "
@@ -120,7 +133,9 @@ def measure(device):
     )
     for name, needed in (("step", step), ("prefill", prefill)):
         if needed > LIMIT:
-            faults.append(f"{device}: the {name} needs {needed / 1e9:.1f} GB, more than {LIMIT / 1e9:.0f}")
+            faults.append(
+                f"{device}: the {name} needs {needed / 1e9:.1f} GB, more than {LIMIT / 1e9:.0f}"
+            )
     head = [f"Llama 3 8B's shape, bfloat16, {TOKENS:,} tokens, {device}: {total}", ""]
     return [*head, "| program | temporaries | pool copies |", "|---|---|---|", *lines], faults
 
@@ -131,7 +146,9 @@ def _span(layers):
 
 def main():
     """Compiles, prints, exits with 1 if something does not fit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="h100", choices=aot.DEVICES)
     parser.add_argument("--out", type=Path, help="write the table here as well")
     options = parser.parse_args()

@@ -87,7 +87,9 @@ def setting_of(row):
     config = make() if row.layers is None else make(row.layers)
     batch = BATCH if row.program == "decode" else 1
     given = {"gpus": 8 * row.hosts, "batch": batch, "context": TOKENS, "new": NEW}
-    return Setting(model=row.model, config=config, policy=policy_of(row.policy), gpu=gpus()["h100"], **given)
+    return Setting(
+        model=row.model, config=config, policy=policy_of(row.policy), gpu=gpus()["h100"], **given
+    )
 
 
 def traced(work, program):
@@ -162,7 +164,9 @@ def faults(row, found):
         if sums != 2 * found["layers"] + 1:
             wrong.append(f"{sums} sums of hidden states travel")
     if temporaries > share * found["written"]:
-        wrong.append(f"temporaries are {temporaries:,} bytes, more than {share * found['written']:,.0f}")
+        wrong.append(
+            f"temporaries are {temporaries:,} bytes, more than {share * found['written']:,.0f}"
+        )
     if (found["peak"] > MEMORY) != row.too_large:
         wrong.append(f"the peak is {found['peak'] / 1e9:.1f} GB")
     for kind, arrays, _ in found["sent"]:
@@ -215,7 +219,17 @@ Pallas kernels, compiled by XLA; nothing has run. All figures are those of one G
 their share that is. "Sums" are all-reduces of hidden states. What is in a loop counts once: a step of the decode loop,
 a block of a prefill's tokens.
 """
-COLUMNS = ("program", "policy", "GPUs", "rows of a pool", "arguments", "written", "temporaries", "peak", "in place")
+COLUMNS = (
+    "program",
+    "policy",
+    "GPUs",
+    "rows of a pool",
+    "arguments",
+    "written",
+    "temporaries",
+    "peak",
+    "in place",
+)
 COLUMNS += ("copies", "sums", "what else travels", "trace + compile")
 
 
@@ -225,7 +239,9 @@ def write(results):
 
     record.save(RESULTS, results)
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [line_of(row, results["rows"][row.name]) for row in ROWS if row.name in results["rows"]]
+    lines += [
+        line_of(row, results["rows"][row.name]) for row in ROWS if row.name in results["rows"]
+    ]
     path = RESULTS.with_suffix(".md")
     part = path.with_name(path.name + ".part")
     part.write_text("\n".join([HEAD, *lines, ""]))
@@ -249,7 +265,9 @@ def in_its_own_process(row):
     command = [sys.executable, __file__, "--row", row.name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"FAULT {row.name}: the process that compiles it ended with {done.returncode}")
+        raise SystemExit(
+            f"FAULT {row.name}: the process that compiles it ended with {done.returncode}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -271,8 +289,12 @@ def told(row, found):
 
 def main():
     """Compiles what is missing, tells and writes each row, exits with 1 where a bound is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one policy, eight layers; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one policy, eight layers; nothing is written"
+    )
     parser.add_argument("--row", choices=[row.name for row in ROWS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     by_name = {row.name: row for row in ROWS}

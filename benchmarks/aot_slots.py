@@ -48,7 +48,9 @@ def begin(folder):
 
 def step_of(policy, slots):
     """The 8B loop's `perf_steps.Step`."""
-    return perf_steps.run(perf_steps.Setting(policy, SLOTS, TOKENS, slots=slots), perf_gpu.DEVICES[DEVICE])
+    return perf_steps.run(
+        perf_steps.Setting(policy, SLOTS, TOKENS, slots=slots), perf_gpu.DEVICES[DEVICE]
+    )
 
 
 def sharded_of(policy, slots):
@@ -70,16 +72,21 @@ def sharded_of(policy, slots):
         "dtype": "bfloat16",
         "weights": None,
     }
-    setting, _ = setting_of(known, "h100x8", None, Asked(context=TOKENS, new=aot_sharded.NEW, **made))
+    setting, _ = setting_of(
+        known, "h100x8", None, Asked(context=TOKENS, new=aot_sharded.NEW, **made)
+    )
     with on_devices(setting) as work:
         traced, pools = traced_loop(perf_steps.in_slots(work, slots))
         compiled, text = compiled_program("decode", traced)
-        local = {aot_sharded.on_one(leaf, "B P D", work.flat.axes) for leaf in jax.tree.leaves(pools)}
+        local = {
+            aot_sharded.on_one(leaf, "B P D", work.flat.axes) for leaf in jax.tree.leaves(pools)
+        }
     speed = estimate(setting, weights_of(setting.config, setting.dtype, setting.mesh))
     return {
         "temporaries": compiled.temporaries,
         "copies": hlo.copies(text, local),
-        "pools": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools)) // setting.gpus,
+        "pools": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
+        // setting.gpus,
         "aliased": compiled.aliased,
         "sums": sum(each.count for each in compiled.sent if each.kind == "all-reduce"),
         "step": speed.step,
@@ -120,7 +127,9 @@ def faults(name, batch, slots, vocab=128256):
     """What slots add to the loop of a batch that they may not."""
     wrong = [f"{name}: pools are copied {slots['copies']} times"] if slots["copies"] else []
     if slots.get("buffers", 1) != 1 or slots.get("outside"):
-        wrong.append(f"{name}: {slots['buffers']} command buffers, {slots['outside']} launches outside")
+        wrong.append(
+            f"{name}: {slots['buffers']} command buffers, {slots['outside']} launches outside"
+        )
     # Samplers sort logits and their indices, and keep the sorted ones and their sums.
     more = slots["temporaries"] - batch["temporaries"]
     if more > 8 * 4 * SLOTS * vocab:
@@ -130,14 +139,28 @@ def faults(name, batch, slots, vocab=128256):
 
 def main():
     """Compiles all loops, prints and writes the table; exits with 1 where a rule is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the table's file (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="the table's file (default: %(default)s)"
+    )
     options = parser.parse_args()
-    wanted = [(model, policy, slots) for model in ("8B", "70B") for policy in POLICIES for slots in (False, True)]
+    wanted = [
+        (model, policy, slots)
+        for model in ("8B", "70B")
+        for policy in POLICIES
+        for slots in (False, True)
+    ]
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        given = {"max_workers": 1, "mp_context": context, "initializer": begin, "initargs": (folder,)}
+        given = {
+            "max_workers": 1,
+            "mp_context": context,
+            "initializer": begin,
+            "initargs": (folder,),
+        }
         with concurrent.futures.ProcessPoolExecutor(**given) as pool:
             found = {}
             for each in wanted:
@@ -149,7 +172,9 @@ def main():
         fault
         for model, policy, slots in wanted
         if slots
-        for fault in faults(f"{model}, {policy}", found[model, policy, False], found[model, policy, True])
+        for fault in faults(
+            f"{model}, {policy}", found[model, policy, False], found[model, policy, True]
+        )
     ]
     for each in wrong:
         print(f"FAULT {each}", file=sys.stderr)

@@ -65,10 +65,14 @@ LOOPS = {
     "SnapKV, by XLA": Loop(jaxkv.SnapKV(budget=1024), implementation=Implementation.XLA),
     "SnapKV": Loop(jaxkv.SnapKV(budget=1024)),
     "SnapKV, rows in 8 bits": Loop(jaxkv.SnapKV(budget=1024, store="int8")),
-    "FullKV, rows in 8 bits, 4 sequences, 24 layers": Loop(jaxkv.FullKV(store="int8"), batch=4, layers=24),
+    "FullKV, rows in 8 bits, 4 sequences, 24 layers": Loop(
+        jaxkv.FullKV(store="int8"), batch=4, layers=24
+    ),
     "AdaKV": Loop(jaxkv.AdaKV(budget=1024)),
     "H2O": Loop(jaxkv.H2O(budget=1024)),
-    "OmniKV, prompts of 4,096": Loop(jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18)), tokens=4096),
+    "OmniKV, prompts of 4,096": Loop(
+        jaxkv.OmniKV(budget=1024, filter_layers=(2, 8, 18)), tokens=4096
+    ),
     "D2O": Loop(jaxkv.D2O(budget=1024)),
     "SnapKV, weights brought whole": Loop(jaxkv.SnapKV(budget=1024), options=WHOLE),
     "H2O, weights brought whole": Loop(jaxkv.H2O(budget=1024), options=WHOLE),
@@ -95,7 +99,12 @@ LAYERS = {"by XLA": Implementation.XLA, "tpu": Implementation.TPU}
 def work_of(loop: Loop, where: Mesh) -> Work:
     """`Work` of Llama 3 8B in bfloat16 for a loop."""
     flat = abstract_model(shapes.llama_3_8b(loop.layers), "bfloat16")
-    given = {"batch": loop.batch, "tokens": loop.tokens, "new": 256, "implementation": loop.implementation}
+    given = {
+        "batch": loop.batch,
+        "tokens": loop.tokens,
+        "new": 256,
+        "implementation": loop.implementation,
+    }
     return Work(flat=flat, policy=loop.policy, sharding=where.sharding, **given)
 
 
@@ -120,15 +129,26 @@ def loop_row(name: str, loop: Loop) -> Row:
     # Sparse layers read chosen rows by one kernel; another appends, and reads those since the prompt.
     sparse, chosen, rest = kernels["tpu_attend"], budget, held - loop.tokens
     dense, shared = kernels["tpu_decode"] - sparse, bool(kernels["tpu_add"])
-    scoring = {"scores": shared or bool(kernels["tpu_rank"]), "windows": shared, "coded": store is STORES["int8"]}
+    scoring = {
+        "scores": shared or bool(kernels["tpu_rank"]),
+        "windows": shared,
+        "coded": store is STORES["int8"],
+    }
     times = perf_tpu.decode_kernel(segments, held, row_bytes, **scoring) * dense
     times += perf_tpu.shared_pool(segments * config.layers, held, row_bytes // 2, kernels)
-    times += sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
-    times += perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
+    times += (
+        sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
+    )
+    times += (
+        perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
+    )
     moved = copies * max(hlo.size_of(*one) for one in rows) + 2 * perf_tpu.gathered(text)
     weights = memory.argument_size_in_bytes - size - 2 * config.vocab * config.embed
     read = segments * row_bytes * ((config.layers - sparse) * held + sparse * (chosen + rest))
-    xla, ideal = found / perf_tpu.CLOCK + moved / sheet.bandwidth, (weights + read) / sheet.bandwidth
+    xla, ideal = (
+        found / perf_tpu.CLOCK + moved / sheet.bandwidth,
+        (weights + read) / sheet.bandwidth,
+    )
     share = hlo.aliased(text) / size
     known = loop.device == perf_tpu.DEVICE
     cells = [
@@ -157,19 +177,35 @@ def layer_row(name: str, implementation: Implementation, tokens: int = 32768) ->
     """Row of the prefill's table: one of Llama 3 8B's layers over a prompt under SnapKV."""
     where = mesh_of(perf_tpu.DEVICE)
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        asked = Loop(jaxkv.SnapKV(budget=1024), batch=1, tokens=tokens, layers=3, implementation=implementation)
+        asked = Loop(
+            jaxkv.SnapKV(budget=1024),
+            batch=1,
+            tokens=tokens,
+            layers=3,
+            implementation=implementation,
+        )
         work = work_of(asked, where)
         call = next(each for each in prefill_calls(work) if each.name == "layer")
         memory, text, seconds = compiled(call.traced)
     found, config = perf_tpu.cycles(text), work.flat.config
     kernels = text.count('custom_call_target="tpu_custom_call"')
     total = found / perf_tpu.CLOCK + kernels * perf_tpu.splash(1, config.heads, tokens)
-    matrices = 2 * config.heads * config.head_dim + 2 * config.kv_heads * config.head_dim + 3 * config.hidden
+    matrices = (
+        2 * config.heads * config.head_dim
+        + 2 * config.kv_heads * config.head_dim
+        + 3 * config.hidden
+    )
     flops = 2 * tokens * config.embed * matrices + 2 * config.heads * config.head_dim * tokens**2
     share = flops / total / tpus()[perf_tpu.DEVICE].products
     # By XLA blocks are as many as a prompt fills: an estimate has to know their number.
     times = [f"{1e3 * total:.0f}", f"{32 * total:.1f}", f"{share:.0%}"]
-    cells = [name, f"{seconds:.0f}", f"{memory.temp_size_in_bytes / 1e9:.3f}", f"{found / 1e6:.0f}", str(kernels)]
+    cells = [
+        name,
+        f"{seconds:.0f}",
+        f"{memory.temp_size_in_bytes / 1e9:.3f}",
+        f"{found / 1e6:.0f}",
+        str(kernels),
+    ]
     return Row(cells + (times if perf_tpu.countable(text) else ["-"] * len(times)))
 
 
@@ -177,16 +213,27 @@ def sharded_row(name: str, policy: Any) -> Row:
     """Row of the table of sharded loops: Llama 3 8B's over eight v5e, and what one of them holds and sends."""
     began, config = time.perf_counter(), shapes.llama_3_8b()
     given = {"gpus": 8, "batch": 8, "context": 32768, "new": 256}
-    with on_devices(Setting(model="8B", config=config, policy=policy, gpu=tpus()["v5e"], **given)) as work:
+    with on_devices(
+        Setting(model="8B", config=config, policy=policy, gpu=tpus()["v5e"], **given)
+    ) as work:
         axes = work.flat.axes
         assert axes is not None
         traced, pools = traced_loop(work)
         made, text = compiled_program("decode", traced, platform="tpu")
     local = [aot_sharded.on_one(leaf, "B P D", axes) for leaf in jax.tree.leaves(pools)]
-    size, copies = sum(hlo.size_of(*each) for each in local), hlo.copies(text, {each for each in local if each[1][2:]})
-    share, sent = hlo.aliased(text) / size, [(each.kind, each.arrays, each.count) for each in made.sent]
+    size, copies = (
+        sum(hlo.size_of(*each) for each in local),
+        hlo.copies(text, {each for each in local if each[1][2:]}),
+    )
+    share, sent = (
+        hlo.aliased(text) / size,
+        [(each.kind, each.arrays, each.count) for each in made.sent],
+    )
     sums = [each for each in sent if aot_sharded.is_sum({"embed": config.embed}, each)]
-    shown = lambda some: ", ".join(f"{count} x {kind} {arrays}" for kind, arrays, count in some) or "nothing"  # noqa: E731
+
+    def shown(some):
+        return ", ".join(f"{count} x {kind} {arrays}" for kind, arrays, count in some) or "nothing"  # noqa: E731
+
     cells = [
         name,
         " x ".join(f"{count} {axis}" for axis, count in axes.mesh.shape.items()),
@@ -199,7 +246,11 @@ def sharded_row(name: str, policy: Any) -> Row:
         shown(sums),
         shown([each for each in sent if each not in sums]),
     ]
-    wrong = f"{copies} copies of pools, {share:.0%} of them updated in place" if copies or share < 1 else None
+    wrong = (
+        f"{copies} copies of pools, {share:.0%} of them updated in place"
+        if copies or share < 1
+        else None
+    )
     if any(config.head_dim in sizes for _, arrays, _ in sent for _, sizes in hlo.arrays_in(arrays)):
         wrong = "keys or values travel"
     return Row(cells, wrong)
@@ -236,13 +287,28 @@ def parts() -> dict[str, Part]:
                 "are instructions that write or read vector registers in VMEM because there are too few. JAX's splash",
                 "kernel holds logits of a block there so.",
             ],
-            ["kernel", "device", "shape", "compiled, s", "pools in place", "temporaries, MB", "vectors spilled"],
+            [
+                "kernel",
+                "device",
+                "shape",
+                "compiled, s",
+                "pools in place",
+                "temporaries, MB",
+                "vectors spilled",
+            ],
             kernel_rows(),
         ),
         "layers": Part(
             "A layer of a prompt of 32,768 tokens",
             [f"Llama 3 8B, bfloat16, one {device}."],
-            ["implementation", "compiled, s", "temporaries, GB", "million cycles of XLA's", "kernels", "ms, estimate"]
+            [
+                "implementation",
+                "compiled, s",
+                "temporaries, GB",
+                "million cycles of XLA's",
+                "kernels",
+                "ms, estimate",
+            ]
             + ["s of 32 layers, estimate", "of peak FLOP/s, estimate"],
             {name: functools.partial(layer_row, name, each) for name, each in LAYERS.items()},
         ),
@@ -255,8 +321,22 @@ def parts() -> dict[str, Part]:
                 "devices. Of FullKV's 4 x 32,768 rows 24 layers fit a v6e. Brought whole are weights by an option of",
                 "the compiler's (xla_tpu_sliced_prefetch_max_slices=1): else in slices, each with a tuple of pointers.",
             ],
-            ["policy", "compiled, s", "pools, GB", "in place", "temporaries, MB", "of the pools", "copies of rows"]
-            + ["loops in a step", "million cycles of XLA's", "kernels", "ms a step, estimate", "ideal, ms"]
+            [
+                "policy",
+                "compiled, s",
+                "pools, GB",
+                "in place",
+                "temporaries, MB",
+                "of the pools",
+                "copies of rows",
+            ]
+            + [
+                "loops in a step",
+                "million cycles of XLA's",
+                "kernels",
+                "ms a step, estimate",
+                "ideal, ms",
+            ]
             + ["vectors spilled by kernels"],
             {
                 name: functools.partial(with_spills, functools.partial(loop_row, name, each))
@@ -269,9 +349,20 @@ def parts() -> dict[str, Part]:
                 "Llama 3 8B, bfloat16, 8 prompts of 32,768 tokens, a budget of 1,024, tensor parallel: what one of the",
                 "devices holds, and what travels between them in a step. Sums are those of hidden states.",
             ],
-            ["policy", "mesh", "traced and compiled, s", "arguments, GB", "pools, GB", "in place", "temporaries, MB"]
+            [
+                "policy",
+                "mesh",
+                "traced and compiled, s",
+                "arguments, GB",
+                "pools, GB",
+                "in place",
+                "temporaries, MB",
+            ]
             + ["copies of rows", "sums", "what else travels"],
-            {name: functools.partial(sharded_row, name, policy) for name, policy in SHARDED.items()},
+            {
+                name: functools.partial(sharded_row, name, policy)
+                for name, policy in SHARDED.items()
+            },
         ),
         "cells": Part(
             "The arithmetic of a plan, and the compiler",
@@ -279,7 +370,13 @@ def parts() -> dict[str, Part]:
                 "Peaks of one device by arithmetic (`jaxkv plan`) and by libtpu (`jaxkv plan --compile`), bfloat16,",
                 "budgets of 2,048 rows a head, 256 new tokens; `make plan-cells` has the same of GPUs.",
             ],
-            ["model, TPUs, policy, prompts", "prefill by arithmetic, GB", "compiled, GB", "error", "largest program"]
+            [
+                "model, TPUs, policy, prompts",
+                "prefill by arithmetic, GB",
+                "compiled, GB",
+                "error",
+                "largest program",
+            ]
             + ["decode by arithmetic, GB", "compiled, GB", "error", "seconds"],
             {cell.name: functools.partial(cell_row, cell) for cell in CELLS},
         ),
@@ -289,8 +386,15 @@ def parts() -> dict[str, Part]:
 def commit() -> str:
     """This checkout's commit, with -dirty if files other than results have changed since."""
     git = ["git", "-C", str(record.ROOT)]
-    named = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]).returncode == 0
+    named = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    clean = (
+        subprocess.run(
+            [*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]
+        ).returncode
+        == 0
+    )
     return named.stdout.strip() + ("" if clean else "-dirty")
 
 
@@ -315,7 +419,9 @@ def report(kept: dict[str, Any]) -> str:
         rules,
     ]
     for name, part in parts().items():
-        rows = [found["cells"] for row in part.rows if (found := kept.get(f"{name}: {row}")) is not None]
+        rows = [
+            found["cells"] for row in part.rows if (found := kept.get(f"{name}: {row}")) is not None
+        ]
         if rows:
             lines += ["", f"## {part.title}", "", *part.lines, "", *table(part.head, rows)]
     return "\n".join([*lines, ""])
@@ -323,16 +429,30 @@ def report(kept: dict[str, Any]) -> str:
 
 def main() -> int:
     """Compiles everything, prints or writes the tables; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the tables there, as Markdown, and their rows beside, as JSON")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write the tables there, as Markdown, and their rows beside, as JSON",
+    )
     parser.add_argument("--only", choices=parts(), help="one part")
     parser.add_argument("--rows", default="", help="the rows whose names hold this")
-    parser.add_argument("--quick", action="store_true", help="the kernels, and three loops of few layers")
+    parser.add_argument(
+        "--quick", action="store_true", help="the kernels, and three loops of few layers"
+    )
     asked = parser.parse_args()
     chosen = {name: part.rows for name, part in parts().items() if asked.only in (None, name)}
     if asked.quick:
-        few = {f"{name}, {FEW} layers": LOOPS[name]._replace(layers=FEW) for name in ("SnapKV", "H2O", "D2O")}
-        loops = {name: functools.partial(with_spills, functools.partial(loop_row, name, few[name])) for name in few}
+        few = {
+            f"{name}, {FEW} layers": LOOPS[name]._replace(layers=FEW)
+            for name in ("SnapKV", "H2O", "D2O")
+        }
+        loops = {
+            name: functools.partial(with_spills, functools.partial(loop_row, name, few[name]))
+            for name in few
+        }
         chosen = {"kernels": kernel_rows(), "loops": loops}
     made, wrong = {"jax": jax.__version__, "commit": commit()}, list[str]()
     for part, rows in chosen.items():

@@ -27,7 +27,12 @@ from jaxkv.planning.tpus import tpus
 DUMPS = tempfile.TemporaryDirectory(prefix="aot_tpu_")
 os.environ.setdefault("LIBTPU_INIT_ARGS", tpu_llo.arguments(Path(DUMPS.name)))
 # Batch, kv heads, group, head dim, pool rows.
-KERNELS = [(8, 8, 4, 128, 10240), (4, 32, 1, 128, 40960), (1, 8, 11, 128, 262144), (2, 8, 4, 256, 65536)]
+KERNELS = [
+    (8, 8, 4, 128, 10240),
+    (4, 32, 1, 128, 40960),
+    (1, 8, 11, 128, 262144),
+    (2, 8, 4, 256, 65536),
+]
 # The same of pools from which each new row evicts one.
 EVICTS = (8, 8, 4, 128, 8200)
 
@@ -60,7 +65,9 @@ def compiled(traced: Any, options: dict[str, str] | None = None) -> tuple[Any, s
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
-def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False, coded: bool = False) -> Row:
+def decode_row(
+    device: str, shape: tuple[int, ...], *, scores: bool = False, coded: bool = False
+) -> Row:
     """Row of the kernels' table: the decode kernel of a shape on a device, of bfloat16 or codes, or with scores."""
     where, (batch, heads, group, dim, rows) = mesh_of(device), shape
 
@@ -68,17 +75,28 @@ def decode_row(device: str, shape: tuple[int, ...], *, scores: bool = False, cod
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where.sharding)
 
     def rows_of(*sizes: int) -> Any:
-        return (of(*sizes, dtype=jnp.int8), of(*sizes[:-1], dtype=jnp.float16)) if coded else of(*sizes)
+        return (
+            (of(*sizes, dtype=jnp.int8), of(*sizes[:-1], dtype=jnp.float16))
+            if coded
+            else of(*sizes)
+        )
 
     new, pool = (rows_of(batch, heads, dim),) * 2, (rows_of(batch, rows, dim),) * 2
-    tables = of(batch, heads, dtype=jnp.int32), of(batch, heads, dtype=jnp.int32), of(batch, dtype=jnp.int32)
+    tables = (
+        of(batch, heads, dtype=jnp.int32),
+        of(batch, heads, dtype=jnp.int32),
+        of(batch, dtype=jnp.int32),
+    )
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
         scored = functools.partial(tpu_decode.append_and_score, widest=rows // heads)
         run = jax.jit(scored if scores else tpu_decode.append_and_attend, donate_argnums=(2, 3))
         memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
     size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(pool))
     share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
-    name, temporaries = "scores" if scores else "decode" + ", 8 bits" * coded, f"{memory.temp_size_in_bytes / 1e6:.2f}"
+    name, temporaries = (
+        "scores" if scores else "decode" + ", 8 bits" * coded,
+        f"{memory.temp_size_in_bytes / 1e6:.2f}",
+    )
     wrong = None if share == "100%" else f"{share} of the pools are updated in place"
     return Row([name, device, str(shape), f"{seconds:.1f}", share, temporaries], wrong)
 
@@ -87,14 +105,25 @@ def evict_row(device: str, shape: tuple[int, ...]) -> Row:
     """Row of the kernels' table: the two kernels of H2O's eviction, from pools of a shape in bfloat16, on a device."""
     where, (batch, heads, _, dim, rows) = mesh_of(device), shape
     of = functools.partial(jax.ShapeDtypeStruct, sharding=where.sharding)
-    leaves = [of((batch, rows, dim), jnp.bfloat16)] * 2 + [of((batch, rows), each) for each in (jnp.int32, jnp.float32)]
+    leaves = [of((batch, rows, dim), jnp.bfloat16)] * 2 + [
+        of((batch, rows), each) for each in (jnp.int32, jnp.float32)
+    ]
     tables = [of((batch, heads), jnp.int32)] * 4 + [of((batch,), jnp.int32)] * 2
     weigh = evict.weigh_of(jaxkv.H2O(budget=1024).parts().ongoing)
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        run = jax.jit(functools.partial(tpu_evict.evict_rows, weigh=weigh), donate_argnums=(0, 1, 2, 3))
+        run = jax.jit(
+            functools.partial(tpu_evict.evict_rows, weigh=weigh), donate_argnums=(0, 1, 2, 3)
+        )
         memory, _, seconds = compiled(run.trace(*leaves, *tables))
     share = f"{min(1, memory.alias_size_in_bytes / sum(each.size * each.dtype.itemsize for each in leaves)):.0%}"
-    cells = ["evict", device, str(shape), f"{seconds:.1f}", share, f"{memory.temp_size_in_bytes / 1e6:.2f}"]
+    cells = [
+        "evict",
+        device,
+        str(shape),
+        f"{seconds:.1f}",
+        share,
+        f"{memory.temp_size_in_bytes / 1e6:.2f}",
+    ]
     return Row(cells, None if share == "100%" else f"{share} of the pools are updated in place")
 
 
@@ -102,13 +131,16 @@ def splash_row(device: str, dim: int) -> Row:
     """Row of the kernels' table: splash attention of a prompt of 4,096 tokens, with log-sum-exp."""
     where = mesh_of(device)
     q, k = (
-        jax.ShapeDtypeStruct((1, 8, *group, 4096, dim), jnp.bfloat16, sharding=where.sharding) for group in ((4,), ())
+        jax.ShapeDtypeStruct((1, 8, *group, 4096, dim), jnp.bfloat16, sharding=where.sharding)
+        for group in ((4,), ())
     )
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
         run = jax.jit(lambda q, k, v: tpu_prefill.flash(q, k, v, lse=True))
         memory, _, seconds = compiled(run.trace(q, k, k))
     shape = str((1, 8, 4, dim, 4096))
-    return Row(["splash", device, shape, f"{seconds:.1f}", "-", f"{memory.temp_size_in_bytes / 1e6:.2f}"])
+    return Row(
+        ["splash", device, shape, f"{seconds:.1f}", "-", f"{memory.temp_size_in_bytes / 1e6:.2f}"]
+    )
 
 
 def with_spills(call: Callable[[], Row]) -> Row:
@@ -117,7 +149,11 @@ def with_spills(call: Callable[[], Row]) -> Row:
     tpu_llo.spills(Path(DUMPS.name))
     made = call()
     found = tpu_llo.spills(Path(DUMPS.name))
-    ours = [f"{kernel} spills vectors, {count} times" for kernel, count in found.items() if count and "tpu_" in kernel]
+    ours = [
+        f"{kernel} spills vectors, {count} times"
+        for kernel, count in found.items()
+        if count and "tpu_" in kernel
+    ]
     return Row([*made.cells, str(found.total())], made.wrong or ", ".join(ours) or None)
 
 
@@ -125,11 +161,21 @@ def kernel_rows() -> dict[str, Callable[[], Row]]:
     """Dict from the names of the table's rows to calls that compile them."""
     device = perf_tpu.DEVICE
     known = [(kind, KERNELS[0]) for kind in tpus()] + [(device, shape) for shape in KERNELS[1:]]
-    kernels = {f"decode {kind} {shape}": functools.partial(decode_row, kind, shape) for kind, shape in known}
+    kernels = {
+        f"decode {kind} {shape}": functools.partial(decode_row, kind, shape)
+        for kind, shape in known
+    }
     coded = functools.partial(decode_row, coded=True)
-    kernels |= {f"decode int8 {kind} {shape}": functools.partial(coded, kind, shape) for kind, shape in known}
+    kernels |= {
+        f"decode int8 {kind} {shape}": functools.partial(coded, kind, shape)
+        for kind, shape in known
+    }
     for name, row in (("scores", functools.partial(decode_row, scores=True)), ("evict", evict_row)):
-        kernels |= {f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()}
+        kernels |= {
+            f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()
+        }
     splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]
-    kernels |= {f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash}
+    kernels |= {
+        f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash
+    }
     return {name: functools.partial(with_spills, call) for name, call in kernels.items()}

@@ -81,7 +81,9 @@ POLICIES = ("full", "snapkv", "pyramidkv", "adakv", "streaming")
 # With a window of 32, kvpress falls back to one budget for all layers at 256 rows: its smallest layer would have 13.
 SETTINGS = {"pyramidkv": {"window": 8}}
 BUSY = 0.1  # Of one processor; more than that while the workers are idle marks a cell.
-WARM_PEER_UP_TO = 4096  # Prompt tokens in all: the peer compiles nothing, and a large run warms itself.
+WARM_PEER_UP_TO = (
+    4096  # Prompt tokens in all: the peer compiles nothing, and a large run warms itself.
+)
 
 
 class Worker:
@@ -89,7 +91,14 @@ class Worker:
 
     def __init__(self, python, script, args):
         """Starts the process and waits until its weights are loaded."""
-        self.command = [str(python), str(HERE / script), "--gguf", str(args.gguf), "--dtype", args.dtype]
+        self.command = [
+            str(python),
+            str(HERE / script),
+            "--gguf",
+            str(args.gguf),
+            "--dtype",
+            args.dtype,
+        ]
         self.command += ["--threads", str(args.threads), "--serve"]
         self.process = None
         self.start()
@@ -97,15 +106,23 @@ class Worker:
     def start(self):
         """Starts the process, or starts it again."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        self.process = subprocess.Popen(self.command, env={**os.environ, "TQDM_DISABLE": "1"}, **pipes)
+        self.process = subprocess.Popen(
+            self.command, env={**os.environ, "TQDM_DISABLE": "1"}, **pipes
+        )
         self.ready = self.read()
         if not self.ready.get("ready"):
-            raise SystemExit(f"{self.command[1]}: it did not start ({self.ready}); its messages are above")
+            raise SystemExit(
+                f"{self.command[1]}: it did not start ({self.ready}); its messages are above"
+            )
 
     def read(self):
         """Returns the next response; a dead process is an error."""
         line = self.process.stdout.readline()
-        return json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
+        return (
+            json.loads(line)
+            if line
+            else {"error": f"the process ended with status {self.process.wait()}"}
+        )
 
     def ask(self, request):
         """Sends a request and returns the response. A process that died (of memory, say) is replaced."""
@@ -127,7 +144,9 @@ def foreign_busy(seconds=0.5):
     """Returns how many processors are busy while the workers are idle, or None where /proc/stat is missing."""
 
     def ticks():
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        fields = [
+            int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        ]
         return sum(fields) - fields[3] - fields[4]  # All but idle and iowait.
 
     try:
@@ -151,7 +170,9 @@ def make_prompts(batch, length, folder):
 
     The haystacks are put one after another. Each row starts elsewhere, so no two rows are the same.
     """
-    ids = np.concatenate([np.array(case["input_ids"], np.int32) for case in json.loads(PROMPTS.read_text())["cases"]])
+    ids = np.concatenate(
+        [np.array(case["input_ids"], np.int32) for case in json.loads(PROMPTS.read_text())["cases"]]
+    )
     rows = [np.take(ids, np.arange(length) + 1277 * row, mode="wrap") for row in range(batch)]
     path = Path(folder) / f"ids-{batch}x{length}.npy"
     np.save(path, np.stack(rows))
@@ -168,19 +189,33 @@ def compare(rounds):
             result[f"{side}_error"] = errors[0]
         if not good:
             continue
-        for key in ("prefill_median", "decode_median", "peak_rss", "base_rss", "cache_bytes", "kept_mean"):
+        for key in (
+            "prefill_median",
+            "decode_median",
+            "peak_rss",
+            "base_rss",
+            "cache_bytes",
+            "kept_mean",
+        ):
             result[f"{side}_{key}"] = statistics.median(x[key] for x in good)
         result[f"{side}_peak_over_base"] = max(x["peak_rss"] - x["base_rss"] for x in good)
         result[f"{side}_warmup_seconds"] = max(x["warmup_seconds"] for x in good)
     result["foreign_busy"] = max(x.get("foreign_busy") or 0.0 for r in rounds for x in r.values())
-    both = [r for r in rounds if all("error" not in r.get(side, {"error": 1}) for side in ("peer", "ours"))]
+    both = [
+        r
+        for r in rounds
+        if all("error" not in r.get(side, {"error": 1}) for side in ("peer", "ours"))
+    ]
     if both:
         for key in ("prefill_median", "decode_median", "peak_rss"):
             ratios = [r["peer"][key] / r["ours"][key] for r in both]
             result[f"{key}_ratio"] = result[f"peer_{key}"] / result[f"ours_{key}"]
             result[f"{key}_ratio_range"] = [min(ratios), max(ratios)]
         pairs = list(zip(both[-1]["peer"]["tokens"], both[-1]["ours"]["tokens"], strict=True))
-        first = [next((i for i, (a, b) in enumerate(zip(p, o, strict=True)) if a != b), len(p)) for p, o in pairs]
+        first = [
+            next((i for i, (a, b) in enumerate(zip(p, o, strict=True)) if a != b), len(p))
+            for p, o in pairs
+        ]
         result["same_leading_tokens"] = first
     return result
 
@@ -207,9 +242,15 @@ def cell_line(cell):
     parts += [f"{number(f'{s}_peak_over_base', 2**-20, 0):>7s}" for s in ("peer", "ours")]
     parts += [f"{number(f'{s}_cache_bytes', 2**-20, 1):>7s}" for s in ("peer", "ours")]
     parts += [f"{number(f'{s}_kept_mean', 1, 1):>7s}" for s in ("peer", "ours")]
-    parts += [f"{min(cell['same_leading_tokens']):>5d}" if "same_leading_tokens" in cell else f"{'-':>5s}"]
+    parts += [
+        f"{min(cell['same_leading_tokens']):>5d}" if "same_leading_tokens" in cell else f"{'-':>5s}"
+    ]
     parts += ["!" if cell["foreign_busy"] > BUSY else ""]
-    errors = [f"\n    {side}: {cell[f'{side}_error']}" for side in ("peer", "ours") if f"{side}_error" in cell]
+    errors = [
+        f"\n    {side}: {cell[f'{side}_error']}"
+        for side in ("peer", "ours")
+        if f"{side}_error" in cell
+    ]
     return " ".join(parts).rstrip() + "".join(errors)
 
 
@@ -231,10 +272,14 @@ def parse(argv=None):
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gguf", type=Path, default=GGUF, help="(default: %(default)s)")
-    parser.add_argument("--peer-python", type=Path, default=HERE.parent / ".venv-peer" / "bin" / "python")
+    parser.add_argument(
+        "--peer-python", type=Path, default=HERE.parent / ".venv-peer" / "bin" / "python"
+    )
     parser.add_argument("--only", choices=("peer", "ours"), help="measure one side alone")
     parser.add_argument("--quick", action="store_true", help="prompts of 4096 tokens alone")
-    parser.add_argument("--prompts", type=names, default=["512", "2048", "4096"], help="lengths, such as 512,4096")
+    parser.add_argument(
+        "--prompts", type=names, default=["512", "2048", "4096"], help="lengths, such as 512,4096"
+    )
     parser.add_argument("--batches", type=names, default=["1", "8"])
     parser.add_argument("--policies", type=names, default=["full", "snapkv", "pyramidkv", "adakv"])
     parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
@@ -242,14 +287,20 @@ def parse(argv=None):
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=1, help="timed runs per request")
     parser.add_argument("--rounds", type=int, default=3, help="turns of both workers per cell")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed runs before a cell's first round")
-    parser.add_argument("--wait-quiet", type=float, default=60, help="seconds to wait for other programs to stop")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="untimed runs before a cell's first round"
+    )
+    parser.add_argument(
+        "--wait-quiet", type=float, default=60, help="seconds to wait for other programs to stop"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "peer.json")
     args = parser.parse_args(argv)
     unknown = set(args.policies) - set(POLICIES)
     if unknown:
-        parser.error(f"--policies: {', '.join(sorted(unknown))} is unknown; use some of {', '.join(POLICIES)}")
+        parser.error(
+            f"--policies: {', '.join(sorted(unknown))} is unknown; use some of {', '.join(POLICIES)}"
+        )
     if args.quick:
         args.prompts = ["4096"]
     return args
@@ -258,27 +309,49 @@ def parse(argv=None):
 def run_cell(workers, args, policy, batch, length, folder):
     """Measures one cell in turns and returns its line of results."""
     request = {"op": "measure", "prompt_ids": make_prompts(batch, length, folder), "policy": policy}
-    request |= {"budget": args.budget, "window": 32, "kernel": 5, "beta": 20, "alpha": 0.2, "sinks": 4}
+    request |= {
+        "budget": args.budget,
+        "window": 32,
+        "kernel": 5,
+        "beta": 20,
+        "alpha": 0.2,
+        "sinks": 4,
+    }
     request |= {"new_tokens": args.new_tokens, "repeats": args.repeats} | SETTINGS.get(policy, {})
     rounds = []
     for index in range(args.rounds):
         answers = {}
         for side, worker in workers.items():
-            warmup = args.warmup if index == 0 and (side == "ours" or batch * length <= WARM_PEER_UP_TO) else 0
+            warmup = (
+                args.warmup
+                if index == 0 and (side == "ours" or batch * length <= WARM_PEER_UP_TO)
+                else 0
+            )
             name = f"{args.dtype}-{policy}-{batch}x{length}-{index}"
             busy = wait_until_quiet(args.wait_quiet)
-            answers[side] = worker.ask(request | {"id": name, "warmup": warmup}) | {"foreign_busy": busy}
+            answers[side] = worker.ask(request | {"id": name, "warmup": warmup}) | {
+                "foreign_busy": busy
+            }
         rounds.append(answers)
         if any("error" in answer for answer in answers.values()):
             break  # It would fail again.
-    cell = {"dtype": args.dtype, "policy": policy, "batch": batch, "length": length, "request": request}
+    cell = {
+        "dtype": args.dtype,
+        "policy": policy,
+        "batch": batch,
+        "length": length,
+        "request": request,
+    }
     return cell | compare(rounds) | {"rounds": rounds}
 
 
 def main():
     """Measures all cells, prints the table line by line and writes the results after each cell."""
     args = parse()
-    sides = {"peer": (args.peer_python, "peer_worker.py"), "ours": (sys.executable, "jaxkv_worker.py")}
+    sides = {
+        "peer": (args.peer_python, "peer_worker.py"),
+        "ours": (sys.executable, "jaxkv_worker.py"),
+    }
     if args.only:
         sides = {args.only: sides[args.only]}
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "threads": args.threads}

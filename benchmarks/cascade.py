@@ -39,7 +39,10 @@ def measure(params, tokens, budgets, rounds):
     for budget in budgets:
         cases[f"SnapKV {budget:g}"] = jaxkv.SnapKV(budget=budget), contextlib.nullcontext
         for name, way in (("cascade", contextlib.nullcontext), ("all layers held", held_whole)):
-            cases[f"LayerDefensiveKV {budget:g}, {name}"] = jaxkv.LayerDefensiveKV(budget=budget), way
+            cases[f"LayerDefensiveKV {budget:g}, {name}"] = (
+                jaxkv.LayerDefensiveKV(budget=budget),
+                way,
+            )
     sessions = {name: jaxkv.Session(params, policy) for name, (policy, _) in cases.items()}
     planned, found = {}, {name: [] for name in cases}
     for turn in range(rounds + 1):
@@ -68,9 +71,15 @@ def lines_of(found):
 
 def main():
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2000, help="prompt length (default: %(default)s)")
-    parser.add_argument("--budgets", default="0.1,0.2", help="shares of the prompt (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=2000, help="prompt length (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budgets", default="0.1,0.2", help="shares of the prompt (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a Markdown file to write")
@@ -80,7 +89,9 @@ def main():
     libc.mallopt(M_ARENA_MAX, 1)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 18)
     params, where = jaxkv.load(MODEL, dtype=asked.dtype), record.machine()
-    found = measure(params, asked.tokens, [float(each) for each in asked.budgets.split(",")], asked.rounds)
+    found = measure(
+        params, asked.tokens, [float(each) for each in asked.budgets.split(",")], asked.rounds
+    )
     lines = [
         f"# One budget over all layers: {asked.tokens} tokens ({asked.dtype})",
         "",

@@ -55,13 +55,24 @@ def segments(heads, batch, ragged):
 def forms(repeats):
     """Attention of one decode step over LAYERS layers, by formulation."""
     formulations = {
-        "equal": (False, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.STRIDES)),
+        "equal": (
+            False,
+            lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.STRIDES),
+        ),
         "masked": (True, xla.masked_product),
         "walk": (True, xla.by_windows),
-        "chosen": (True, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.WHOLE)),
+        "chosen": (
+            True,
+            lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.WHOLE),
+        ),
     }
-    print(f"decode attention, {LAYERS} layers, {ROWS} pool rows a sequence, ms per step: median (least to most)")
-    print(f"{'dtype':9} {'batch':>5} {'K':>3} {'G':>2}" + "".join(f"{name:>26}" for name in formulations))
+    print(
+        f"decode attention, {LAYERS} layers, {ROWS} pool rows a sequence, ms per step: median (least to most)"
+    )
+    print(
+        f"{'dtype':9} {'batch':>5} {'K':>3} {'G':>2}"
+        + "".join(f"{name:>26}" for name in formulations)
+    )
     for dtype in ("float32", "bfloat16"):
         for batch in (1, 8):
             for heads, group in HEADS:
@@ -69,17 +80,26 @@ def forms(repeats):
                 for ragged, attend in formulations.values():
                     start, length = segments(heads, batch, ragged)
                     keys = jax.random.split(jax.random.key(0), 2 * LAYERS)
-                    rows = [jax.random.normal(key, (batch, ROWS, HEAD_DIM)).astype(dtype) for key in keys]
-                    q = jax.random.normal(jax.random.key(1), (batch, heads, group, HEAD_DIM)).astype(dtype)
+                    rows = [
+                        jax.random.normal(key, (batch, ROWS, HEAD_DIM)).astype(dtype)
+                        for key in keys
+                    ]
+                    q = jax.random.normal(
+                        jax.random.key(1), (batch, heads, group, HEAD_DIM)
+                    ).astype(dtype)
 
                     @jax.jit
                     def step(q, rows, start, length, attend=attend):
                         for layer in range(LAYERS):
                             out, _ = attend(q, rows[2 * layer], rows[2 * layer + 1], start, length)
-                            q = (q.astype(jnp.float32) + 1e-3 * out.astype(jnp.float32)).astype(q.dtype)
+                            q = (q.astype(jnp.float32) + 1e-3 * out.astype(jnp.float32)).astype(
+                                q.dtype
+                            )
                         return q
 
-                    cells.append(timed(lambda step=step, a=(q, rows, start, length): step(*a), repeats))
+                    cells.append(
+                        timed(lambda step=step, a=(q, rows, start, length): step(*a), repeats)
+                    )
                 figures = "".join(f"{m:12.2f} ({low:5.1f} to{high:5.1f})" for m, low, high in cells)
                 print(f"{dtype:9} {batch:5} {heads:3} {group:2}{figures}", flush=True)
 
@@ -92,15 +112,26 @@ def questions(repeats):
         "walk": xla.by_windows,
     }
     print(f"\nattention of new tokens to {ROWS} pool rows, half full, ms: median (least to most)")
-    print(f"{'dtype':9} {'tokens':>6} {'K':>3} {'G':>2}" + "".join(f"{name:>26}" for name in formulations))
+    print(
+        f"{'dtype':9} {'tokens':>6} {'K':>3} {'G':>2}"
+        + "".join(f"{name:>26}" for name in formulations)
+    )
     for dtype in ("float32", "bfloat16"):
         for heads, group in HEADS:
             start, length = segments(heads, 1, False)
             length = length // 2
-            k, v = (jax.random.normal(jax.random.key(each), (1, ROWS, HEAD_DIM)).astype(dtype) for each in (0, 1))
+            k, v = (
+                jax.random.normal(jax.random.key(each), (1, ROWS, HEAD_DIM)).astype(dtype)
+                for each in (0, 1)
+            )
             for tokens in (16, 64, 256):
-                q = jax.random.normal(jax.random.key(2), (1, heads, group * tokens, HEAD_DIM)).astype(dtype)
-                calls = [partial(jax.jit(attend), q, k, v, start, length) for attend in formulations.values()]
+                q = jax.random.normal(
+                    jax.random.key(2), (1, heads, group * tokens, HEAD_DIM)
+                ).astype(dtype)
+                calls = [
+                    partial(jax.jit(attend), q, k, v, start, length)
+                    for attend in formulations.values()
+                ]
                 cells = [timed(call, repeats) for call in calls]
                 figures = "".join(f"{m:12.2f} ({low:5.1f} to{high:5.1f})" for m, low, high in cells)
                 print(f"{dtype:9} {tokens:6} {heads:3} {group:2}{figures}", flush=True)
@@ -109,27 +140,43 @@ def questions(repeats):
 def model(repeats, lengths):
     """Prefill and decoding of the real model, through the public functions."""
     print("\nprefill s and decode ms per step: median of runs")
-    print(f"{'dtype':9} {'policy':12} {'tokens':>6} {'prefill s':>10} {'ms/step':>8} {'cache MiB':>10} {'full MiB':>9}")
-    policies = [jaxkv.FullKV(), jaxkv.SnapKV(budget=256), jaxkv.PyramidKV(budget=256), jaxkv.AdaKV(budget=256)]
+    print(
+        f"{'dtype':9} {'policy':12} {'tokens':>6} {'prefill s':>10} {'ms/step':>8} {'cache MiB':>10} {'full MiB':>9}"
+    )
+    policies = [
+        jaxkv.FullKV(),
+        jaxkv.SnapKV(budget=256),
+        jaxkv.PyramidKV(budget=256),
+        jaxkv.AdaKV(budget=256),
+    ]
     for dtype in ("float32", "bfloat16"):
         params = jaxkv.load("smollm2-135m-instruct", dtype)
         for length in lengths:
-            ids = np.random.default_rng(0).integers(100, params.config.vocab, length).astype(np.int32)
+            ids = (
+                np.random.default_rng(0).integers(100, params.config.vocab, length).astype(np.int32)
+            )
             for policy in policies:
                 runs = [
-                    jaxkv.generate(params, ids, policy=policy, max_new_tokens=32, stop_at_eos=False).stats
+                    jaxkv.generate(
+                        params, ids, policy=policy, max_new_tokens=32, stop_at_eos=False
+                    ).stats
                     for _ in range(repeats)
                 ]
                 prefill = statistics.median(run.prefill_seconds for run in runs)
                 step = statistics.median(run.decode_seconds / run.new_tokens for run in runs)
                 sizes = f"{runs[0].kept_bytes / 2**20:10.1f} {runs[0].full_bytes / 2**20:9.1f}"
                 name = type(policy).__name__
-                print(f"{dtype:9} {name:12} {length:6} {prefill:10.2f} {1e3 * step:8.1f} {sizes}", flush=True)
+                print(
+                    f"{dtype:9} {name:12} {length:6} {prefill:10.2f} {1e3 * step:8.1f} {sizes}",
+                    flush=True,
+                )
 
 
 def main():
     """Runs the parts asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=("forms", "questions", "model", "all"), default="all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])

@@ -82,19 +82,31 @@ def measure(model, ids, *, budget, rounds, steps):
     policies = {}
     for name, values in spent.items():
         ratios = [mine / theirs for mine, theirs in zip(values, spent[BASELINE], strict=True)]
-        policies[name] = {"policy": repr(POLICIES[name](budget)), "rows": cells[name].rows, "milliseconds": values}
+        policies[name] = {
+            "policy": repr(POLICIES[name](budget)),
+            "rows": cells[name].rows,
+            "milliseconds": values,
+        }
         policies[name] |= {"step": record.spread(values), "ratio": record.spread(ratios)}
     middle = {name: statistics.median(values) for name, values in spent.items()}
-    shares = {text: (middle[whole] - middle[rest]) / middle[whole] for text, (whole, rest) in SHARES.items()}
+    shares = {
+        text: (middle[whole] - middle[rest]) / middle[whole]
+        for text, (whole, rest) in SHARES.items()
+    }
     return {"policies": policies, "shares": shares, "machine": where}
 
 
 def show(title, found):
     """Prints one table."""
     print(f"\n{title}")
-    print(f"{'policy':16}{'rows':>7}{'ms/step':>10}{'least':>9}{'most':>9}{'ratio':>8}{'least':>8}{'most':>8}")
+    print(
+        f"{'policy':16}{'rows':>7}{'ms/step':>10}{'least':>9}{'most':>9}{'ratio':>8}{'least':>8}{'most':>8}"
+    )
     for name, row in found["policies"].items():
-        step = "".join(f"{row['step'][key]:{width}.2f}" for key, width in (("median", 10), ("least", 9), ("most", 9)))
+        step = "".join(
+            f"{row['step'][key]:{width}.2f}"
+            for key, width in (("median", 10), ("least", 9), ("most", 9))
+        )
         ratio = "".join(f"{row['ratio'][key]:8.3f}" for key in ("median", "least", "most"))
         print(f"{name:16}{row['rows']:7.1f}{step}{ratio}")
     print("share of the step, from the medians:")
@@ -104,13 +116,21 @@ def show(title, found):
 
 def main():
     """Measures each batch and saves after it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=512, help="random tokens (default: %(default)s)")
-    parser.add_argument("--budget", type=int, default=256, help="rows per head (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", type=int, default=512, help="random tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budget", type=int, default=256, help="rows per head (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=32, help="steps of a turn (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=32, help="steps of a turn (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS / "decode_step.json")
     options = parser.parse_args()
     if min(options.prompt, options.budget, options.rounds, options.steps, *options.batch) < 1:
@@ -122,9 +142,15 @@ def main():
     model = jaxkv.load(MODEL, options.dtype)
     for batch in options.batch:
         ids = record.random_ids(model, batch, options.prompt)
-        found = measure(model, ids, budget=options.budget, rounds=options.rounds, steps=options.steps)
+        found = measure(
+            model, ids, budget=options.budget, rounds=options.rounds, steps=options.steps
+        )
         title = f"{options.dtype}, batch {batch}, prompt {options.prompt}, budget {options.budget}"
-        record.add(options.out, title, {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found})
+        record.add(
+            options.out,
+            title,
+            {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found},
+        )
         show(f"{title}: {options.rounds} rounds of {options.steps} steps", found)
     print(f"\nsaved to {options.out}")
 

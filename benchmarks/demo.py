@@ -43,7 +43,12 @@ def line(cells) -> str:
     """One row of the table: the first cell to the left, figures to the right."""
     (_, first), *rest = COLUMNS
     head, *others = cells
-    return "  ".join([f"{head:<{first}}", *(f"{cell:>{width}}" for cell, (_, width) in zip(others, rest, strict=True))])
+    return "  ".join(
+        [
+            f"{head:<{first}}",
+            *(f"{cell:>{width}}" for cell, (_, width) in zip(others, rest, strict=True)),
+        ]
+    )
 
 
 def ask_many(model) -> None:
@@ -51,13 +56,17 @@ def ask_many(model) -> None:
     import jaxkv
 
     report = REPORT.read_text("utf-8").strip()
-    print("\nA field station's annual report, compressed before a question about it is there, then asked three.\n")
+    print(
+        "\nA field station's annual report, compressed before a question about it is there, then asked three.\n"
+    )
     for policy in (jaxkv.FullKV(), jaxkv.DefensiveKV(budget=SHARE), jaxkv.SnapKV(budget=SHARE)):
         with warnings.catch_warnings():
             # SnapKV looks at the report's end, and says so: here that is what is shown.
             warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)
             cache = jaxkv.prefill(model, report, policy=policy)
-        told = [jaxkv.generate(model, each, cache=cache, max_new_tokens=24).text for each in QUESTIONS]
+        told = [
+            jaxkv.generate(model, each, cache=cache, max_new_tokens=24).text for each in QUESTIONS
+        ]
         right = sum(answer in text for answer, text in zip(QUESTIONS.values(), told, strict=True))
         print(
             f"{type(policy).__name__:<12} {cache.kept_nbytes / 1e6:5.1f} MB, {right} of {len(QUESTIONS)} right",
@@ -107,8 +116,12 @@ def main() -> None:
         print(line(cells))
         print(f"    {' '.join(result.text.split())}", flush=True)
     layers, heads = model.config.layers, model.config.kv_heads
-    print(f"\nThe prompt has {stats.prompt_tokens} tokens. Budget and kept: rows per kv head, on average over")
-    print(f"{layers} layers of {heads} kv heads. Seconds are wall-clock, those of compiling included: run the demo")
+    print(
+        f"\nThe prompt has {stats.prompt_tokens} tokens. Budget and kept: rows per kv head, on average over"
+    )
+    print(
+        f"{layers} layers of {heads} kv heads. Seconds are wall-clock, those of compiling included: run the demo"
+    )
     print("again for its speeds, since programs stay on disk. Before: keys and values of all")
     print("of the prompt's tokens. After: those that are kept.")
     ask_many(model)

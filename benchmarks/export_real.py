@@ -66,16 +66,23 @@ def row(model, name, folder):
     jaxkv.export(model, folder, policy=policy, lengths=512, batch=(1, 3), question=16, new=NEW)
     seconds = time.perf_counter() - begun
     size = sum(each.stat().st_size for each in (folder / "programs").iterdir())
-    places = {str(Path(importlib.util.find_spec(each).origin).parents[1]) for each in ("jax", "flatbuffers")}
+    places = {
+        str(Path(importlib.util.find_spec(each).origin).parents[1])
+        for each in ("jax", "flatbuffers")
+    }
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(folder), json.dumps(sorted(places))]
-    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input=json.dumps(given), capture_output=True, text=True, check=True
+    )
     found, loaded, ran = json.loads(done.stdout.splitlines()[-1])
     return found == wanted, seconds, size / 1e6, loaded, ran
 
 
 def main():
     names = sys.argv[1:] or list(POLICIES)
-    print("| dtype | policy | same tokens, batch 1 and 3 | export s | programs MB | load s | all answers s |")
+    print(
+        "| dtype | policy | same tokens, batch 1 and 3 | export s | programs MB | load s | all answers s |"
+    )
     print("|---|---|---|---|---|---|---|")
     for dtype in ("float32", "bfloat16"):
         model = jaxkv.load("smollm2-135m-instruct", dtype=dtype, progress=False)

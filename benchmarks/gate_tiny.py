@@ -36,8 +36,12 @@ def fitted(model, folder):
 
 def main():
     """Fits, asks, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for texts, the gate and the evaluation")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a folder for texts, the gate and the evaluation"
+    )
     folder = parser.parse_args().out
     model = jaxkv.load(MODEL)
     gate, policies = fitted(model, folder), {}

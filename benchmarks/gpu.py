@@ -27,23 +27,49 @@ Compiled programs are kept in .cache/gpu for as long as the machine keeps that f
 from benchmarks import device_command, gpu_parts, tune
 
 # With --only too, in this order: the search for tiles comes before what is measured with them.
-ORDER = ["copy", "products", "linear", "checks", "decode", "token", "codes", "mass", "prefill", "scores"]
+ORDER = [
+    "copy",
+    "products",
+    "linear",
+    "checks",
+    "decode",
+    "token",
+    "codes",
+    "mass",
+    "prefill",
+    "scores",
+]
 ORDER += ["gather", "tune", "tuned", "end", "headline", "ways", "bits", "torch"]
 # Measured once more with a table that the search has written.
 TUNED = ("decode", "token", "prefill")
-WHAT = {"tune": "the fastest tiles for head dim 128 in bfloat16", "tuned": "decode and prefill once more with them"}
+WHAT = {
+    "tune": "the fastest tiles for head dim 128 in bfloat16",
+    "tuned": "decode and prefill once more with them",
+}
 WITHOUT_TABLE = ORDER[: ORDER.index("tune")]
 
 
 def run(bench, args):
     """Measures parts in their order."""
-    table, options = tune.table_path(args.out, bench.device), {"quick": args.quick, "match": args.match}
+    table, options = (
+        tune.table_path(args.out, bench.device),
+        {"quick": args.quick, "match": args.match},
+    )
     for name in (each for each in ORDER if each in args.only):
         bench.use(None if name in WITHOUT_TABLE or not table.exists() else table)
         if name == "tune":
             # What follows in the same command gets a quarter of what is left.
-            seconds = bench.seconds_left * (0.75 if set(args.only) - set(ORDER[: ORDER.index("tuned")]) else 0.95)
-            tune.search(bench, args.out, [64 if args.quick else 128], ["bfloat16"], seconds, quick=args.quick)
+            seconds = bench.seconds_left * (
+                0.75 if set(args.only) - set(ORDER[: ORDER.index("tuned")]) else 0.95
+            )
+            tune.search(
+                bench,
+                args.out,
+                [64 if args.quick else 128],
+                ["bfloat16"],
+                seconds,
+                quick=args.quick,
+            )
             continue
         for each in (TUNED if table.exists() else ()) if name == "tuned" else (name,):
             device_command.measure(bench, gpu_parts.BY_NAME[each], **options)

@@ -120,7 +120,9 @@ class Bench:
         rows: the file.
     """
 
-    def __init__(self, out, command, *, minutes, quick=False, retry=False, tuned=None, environment=None):
+    def __init__(
+        self, out, command, *, minutes, quick=False, retry=False, tuned=None, environment=None
+    ):
         """Asks a worker for the device and opens its file.
 
         Args:
@@ -147,7 +149,9 @@ class Bench:
         self.where = self._started().where
         self.device = self.where["device"]
         try:
-            self.rows = gpu_rows.Rows(Path(out) / f"{gpu_rows.slug(self.device)}{'-quick' * quick}.jsonl", self.device)
+            self.rows = gpu_rows.Rows(
+                Path(out) / f"{gpu_rows.slug(self.device)}{'-quick' * quick}.jsonl", self.device
+            )
         except BaseException:
             self._end()
             raise
@@ -198,7 +202,9 @@ class Bench:
         if alone:
             self._end()
         begin, left = time.monotonic(), self.seconds_left
-        answer, alive = self._started().ask({"part": part, "case": case, "ahead": list(ahead)}, min(limit, left))
+        answer, alive = self._started().ask(
+            {"part": part, "case": case, "ahead": list(ahead)}, min(limit, left)
+        )
         if alone or not alive:
             self._end()
         if not alive and left < limit and self.seconds_left <= 0:
@@ -218,7 +224,12 @@ class Bench:
             self.rows.append(row | {"date": gpu_rows.now(), "took": 0, "figures": figures})
 
     def _row(self, part, case, sources, uses_tuning):
-        row = {"part": part, "case": case, "device": self.device, "versions": self.where["versions"]}
+        row = {
+            "part": part,
+            "case": case,
+            "device": self.device,
+            "versions": self.where["versions"],
+        }
         tuned = gpu_rows.hashed([Path(self.tuned)]) if uses_tuning and self.tuned else None
         return row | {"sources": sources, "tuned": tuned}
 
@@ -230,7 +241,9 @@ class Bench:
             # JAX takes the CPU, without a word, where it cannot have the device.
             if self.device not in (None, found):
                 self._end()
-                raise RuntimeError(f"this was {self.device}, now it is {found}: see whether another process holds it")
+                raise RuntimeError(
+                    f"this was {self.device}, now it is {found}: see whether another process holds it"
+                )
         return self._worker
 
     def _end(self):
@@ -264,5 +277,6 @@ def _named(code):
 def _brief(figures):
     said = {name: value for name, value in figures.items() if isinstance(value, str | int | float)}
     return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in said.items()
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in said.items()
     )

@@ -22,7 +22,9 @@ def wide(array):
     if isinstance(array, pallas_kernels.Coded):
         return wide(array.code) * wide(array.scale)[..., None]
     if isinstance(array, pallas_kernels.Nibbles):
-        return np.asarray(Nibbles(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64)
+        return np.asarray(
+            Nibbles(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64
+        )
     return np.asarray(array.astype(jnp.float32), np.float64)
 
 
@@ -57,7 +59,9 @@ def attend(case, dtype, tiles=None):
     heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"]
     share = np.ones((2, heads))
     share[0, 0], share[1, -1] = 10, 0
-    length = (share / share.sum(axis=1, keepdims=True) * [[heads * rows], [heads * rows * 0.7]]).astype(np.int32)
+    length = (
+        share / share.sum(axis=1, keepdims=True) * [[heads * rows], [heads * rows * 0.7]]
+    ).astype(np.int32)
     length = jnp.asarray(length)
     start = Layout.RAGGED.place(length[None], heads * rows)[0]
     k, v = (random(i, (2, heads * rows, dim), dtype) for i in (0, 1))
@@ -66,7 +70,9 @@ def attend(case, dtype, tiles=None):
     ours = pallas_kernels.attend(q, k, v, start, length, tiles=tiles, interpret=INTERPRET)
     found = {"attend": error(ours[0], out), "attend lse": error(ours[1], lse)}
     score = jnp.zeros(k.shape[:2], jnp.float32)
-    scored = pallas_kernels.attend(q, k, v, start, length, score=score, tiles=tiles, interpret=INTERPRET)
+    scored = pallas_kernels.attend(
+        q, k, v, start, length, score=score, tiles=tiles, interpret=INTERPRET
+    )
     return found | {"attend scored": error(scored[0], out), "mass": error(scored[2], mass)}
 
 
@@ -79,7 +85,11 @@ def _turned(x, cos, sin):
 def codes(case, dtype, tiles=None):
     """What `token` checks, over rows in 8 and, where they can be, in 4 bits; new keys and values may be a code off."""
     stores = ("int8", "int4", "mixed")[: 1 if case["dim"] % 64 else 3]
-    return {name: each for store in stores for name, each in token(case, dtype, tiles, store=store).items()}
+    return {
+        name: each
+        for store in stores
+        for name, each in token(case, dtype, tiles, store=store).items()
+    }
 
 
 def token(case, dtype, tiles=None, *, store=None):
@@ -87,19 +97,29 @@ def token(case, dtype, tiles=None, *, store=None):
     heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"] // 2
     share = np.ones((3, heads))
     share[0, 0], share[1, -1] = 10, 0
-    length = (share / share.sum(axis=1, keepdims=True) * heads * rows * [[1.0], [0.7], [0.4]]).astype(np.int32)
+    length = (
+        share / share.sum(axis=1, keepdims=True) * heads * rows * [[1.0], [0.7], [0.4]]
+    ).astype(np.int32)
     # A free row behind each segment.
     start = (np.cumsum(length + 1, axis=1) - length - 1).astype(np.int32)
     pool = heads * (rows + 1)
     k, v = (random(10 + i, (3, pool, dim), dtype) for i in (0, 1))
     name, (k, v) = store or "token", coded(k, v, store) if store else (k, v)
-    q, kv = random(12, (2, 3, heads, group, dim), jnp.float32), random(13, (2, 3, 2, heads, dim), jnp.float32)
+    q, kv = (
+        random(12, (2, 3, heads, group, dim), jnp.float32),
+        random(13, (2, 3, 2, heads, dim), jnp.float32),
+    )
     angle, counts = np.linspace(0, 3, 3 * dim // 2).reshape(3, -1), np.asarray([1, 1, 0], np.int32)
     positions, score = np.asarray([rows, rows, rows], np.int32), random(14, (3, pool), jnp.float32)
     pos, begin = jnp.zeros((3, pool), jnp.int32), random(15, (3, heads), jnp.float32)
     dealt = {"programs": 8 if INTERPRET else 264, "block": 16}
     chunks = pallas_kernels.deal(jnp.asarray(start)[None], jnp.asarray(length)[None], **dealt)
-    new = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32), positions, counts)
+    new = (
+        jnp.cos(angle).astype(jnp.float32),
+        jnp.sin(angle).astype(jnp.float32),
+        positions,
+        counts,
+    )
     options = {"layer": 0, "score": score, "begin": begin, "tiles": tiles, "interpret": INTERPRET}
     options |= {"dtype": dtype} if store else {}
     out, *ours = pallas_kernels.decode_token(
@@ -110,17 +130,25 @@ def token(case, dtype, tiles=None, *, store=None):
     queries = rounded(_turned(wide(q).sum(axis=0), cos[:, None], sin[:, None]))
     row, value = rounded(_turned(both[:, 0], cos, sin)), rounded(both[:, 1])
     if store:
-        row, value = map(wide, coded(*(jnp.asarray(each, jnp.float32) for each in (row, value)), store))
+        row, value = map(
+            wide, coded(*(jnp.asarray(each, jnp.float32) for each in (row, value)), store)
+        )
     want = [wide(k), wide(v), np.asarray(pos, np.float64), wide(score)]
     for b, h in np.ndindex(*length.shape):
         if counts[b]:
-            for array, put in zip(want, (row[b, h], value[b, h], positions[b], float(begin[b, h])), strict=True):
+            for array, put in zip(
+                want, (row[b, h], value[b, h], positions[b], float(begin[b, h])), strict=True
+            ):
                 array[b, start[b, h] + length[b, h]] = put
     length = length + counts[:, None]
-    theirs, _, mass = oracle(jnp.asarray(queries, jnp.float32), *map(jnp.asarray, want[:2]), start, length)
+    theirs, _, mass = oracle(
+        jnp.asarray(queries, jnp.float32), *map(jnp.asarray, want[:2]), start, length
+    )
     want[3] = want[3] + mass * counts[:, None]
     leaves = zip(("k", "v", "pos", "score"), ours, want, strict=True)
-    return {name: error(out[:3], theirs)} | {f"{name} {leaf}": error(mine, array) for leaf, mine, array in leaves}
+    return {name: error(out[:3], theirs)} | {
+        f"{name} {leaf}": error(mine, array) for leaf, mine, array in leaves
+    }
 
 
 def beside(case, dtype, tiles=None):
@@ -136,8 +164,14 @@ def beside(case, dtype, tiles=None):
     want = want / np.sqrt((want * want).mean(axis=-1, keepdims=True) + 1e-5) * wide(scale)
     found = {"sum": error(total, wide(x) + wide(added).sum(axis=0)), "norm": error(normed, want)}
     k, v = (random(i, (2, rows, dim), dtype) for i in (23, 24))
-    pos, score = jnp.asarray(np.arange(2 * rows).reshape(2, rows), jnp.int32), random(25, (2, rows), jnp.float32)
-    place, last = np.asarray([[3, 12, 39], [0, 19, 30]], np.int32), np.asarray([[9, 19, 39], [8, 19, 35]], np.int32)
+    pos, score = (
+        jnp.asarray(np.arange(2 * rows).reshape(2, rows), jnp.int32),
+        random(25, (2, rows), jnp.float32),
+    )
+    place, last = (
+        np.asarray([[3, 12, 39], [0, 19, 30]], np.int32),
+        np.asarray([[9, 19, 39], [8, 19, 35]], np.int32),
+    )
     over = np.asarray([[True, False, True], [True, True, False]])
     want = [wide(k), wide(v), np.asarray(pos, np.float64), wide(score)]
     for b, h in zip(*np.nonzero(over), strict=True):
@@ -145,7 +179,9 @@ def beside(case, dtype, tiles=None):
         for array in want:
             array[b, to] = array[b, at]
         want[2][b, at], want[3][b, at] = -1, 0
-    ours = pallas_kernels.replace_rows(k, v, pos, score, *map(jnp.asarray, (place, last, over)), interpret=INTERPRET)
+    ours = pallas_kernels.replace_rows(
+        k, v, pos, score, *map(jnp.asarray, (place, last, over)), interpret=INTERPRET
+    )
     return found | {
         f"replaced {name}": error(mine, array)
         for name, mine, array in zip(("k", "v", "pos", "score"), ours, want, strict=True)
@@ -164,7 +200,9 @@ def flash(case, dtype, tiles=None):
     ours = {"flash": out, "flash lse": lse, "column sums": sums}
     setting = Setting("gpu", dtype, dim, capability_of(jax.devices()[0]))
     if not INTERPRET and tiles is None and backend_of(Implementation.MOSAIC).suits(setting):
-        ours |= dict(zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True))
+        ours |= dict(
+            zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True)
+        )
     return causal(q, k, v, tokens, ours)
 
 
@@ -179,7 +217,10 @@ def causal(q, k, v, tokens, ours):
         weights = np.exp(logits - top)
         total = weights.sum(axis=-1, keepdims=True)
         weights /= total
-        attended, summed = np.einsum("kgts,ksd->kgtd", weights, values), (top + np.log(total))[..., 0]
+        attended, summed = (
+            np.einsum("kgts,ksd->kgtd", weights, values),
+            (top + np.log(total))[..., 0],
+        )
         for name, mine in ours.items():
             if name == "column sums":
                 off = error(mine[b, :, :real], weights.sum(axis=2).mean(axis=1))
@@ -203,7 +244,9 @@ def linear(case, dtype, tiles=None):
             groups = held.reshape(70, -1, 16)
             codes = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(np.float64)
             given = (held, None, scales, leasts)
-            weight = (codes * scales[..., None] + leasts[..., None].astype(np.float64)).reshape(70, width)
+            weight = (codes * scales[..., None] + leasts[..., None].astype(np.float64)).reshape(
+                70, width
+            )
         given = [None if each is None else jnp.asarray(each) for each in given]
         ours = pallas_kernels.multiply_codes(x, *given, interpret=INTERPRET).sum(axis=0)
         found[f"linear {bits} bits"] = error(ours, wide(x) @ weight.T)
@@ -221,7 +264,9 @@ def window(case, dtype, tiles=None):
     for b, begin in enumerate(tokens - few):
         for row in range(max(0, -begin), few):
             keys = slice(0, begin + row + 1)
-            logits = np.einsum("kgd,ksd->kgs", wide(q)[b, :, :, row], wide(k)[b, :, keys]) / np.sqrt(dim)
+            logits = np.einsum(
+                "kgd,ksd->kgs", wide(q)[b, :, :, row], wide(k)[b, :, keys]
+            ) / np.sqrt(dim)
             weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
             want[b, :, keys] += (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=1)
     return {"window": error(ours, want)}
@@ -240,7 +285,9 @@ def compact(case, dtype, tiles=None):
     return found | {"compact pos": error(ours[2], np.where(source < 0, -1, source % slots))}
 
 
-KERNELS = {each.__name__: each for each in (attend, token, codes, beside, linear, flash, window, compact)}
+KERNELS = {
+    each.__name__: each for each in (attend, token, codes, beside, linear, flash, window, compact)
+}
 
 
 def check(case):
@@ -260,7 +307,11 @@ def checked(kernels, case):
             errors |= kernel(case, dtype)
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as failed:
             wrong.append(f"{name}: {str(failed).splitlines()[0][:200]}")
-    wrong += [f"{name}: {size:.1e}" for name, size in errors.items() if not size <= TOLERANCE[case["dtype"]]]
+    wrong += [
+        f"{name}: {size:.1e}"
+        for name, size in errors.items()
+        if not size <= TOLERANCE[case["dtype"]]
+    ]
     if wrong:
         raise ValueError(f"WRONG: {'; '.join(wrong)}")
     return {"largest": max(errors.values()), "errors": errors}

@@ -23,14 +23,18 @@ def policy_of(case):
     if name == "FullKV":
         return jaxkv.FullKV(store=store)
     if name == "OmniKV":
-        return jaxkv.OmniKV(budget=budget, offload=False, filter_layers=tuple(case["filter_layers"]))
+        return jaxkv.OmniKV(
+            budget=budget, offload=False, filter_layers=tuple(case["filter_layers"])
+        )
     return getattr(jaxkv, name)(budget=budget, store=store)
 
 
 def ways(model, policy, case):
     """The session whose prefill and decoding are those of the case; `auto` is what users get."""
     asked = dict(zip(("prefill", "decode"), (case["prefill"], case["decode"]), strict=True))
-    sessions = {way: jaxkv.Session(model, policy, implementation=name) for way, name in asked.items()}
+    sessions = {
+        way: jaxkv.Session(model, policy, implementation=name) for way, name in asked.items()
+    }
     session = sessions["prefill"]
     session.implementations = Implementations(
         prefill=session.implementations.prefill, decode=sessions["decode"].implementations.decode
@@ -46,7 +50,9 @@ def held():
 
 def end_to_end(case):
     """Seconds of a prefill and of a decode step, and what they hold."""
-    model = shapes.random_llama(case["model"], layers=case.get("layers"), weights=case.get("weights"))
+    model = shapes.random_llama(
+        case["model"], layers=case.get("layers"), weights=case.get("weights")
+    )
     policy, batch, tokens = policy_of(case), case["batch"], case["tokens"]
     steps, calls = (4, 2) if INTERPRET else (STEPS, CALLS)
     new = steps * (calls + 1)
@@ -94,7 +100,9 @@ def torch_attention(case):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    batch, heads, group, rows, dim = (case[name] for name in ("batch", "kv_heads", "group", "rows", "dim"))
+    batch, heads, group, rows, dim = (
+        case[name] for name in ("batch", "kv_heads", "group", "rows", "dim")
+    )
     causal = case["causal"]
     make = lambda *shape: torch.randn(shape, device=device, dtype=torch.bfloat16)  # noqa: E731
     # Without copies for the group, as its flash attention takes them.
@@ -105,7 +113,9 @@ def torch_attention(case):
     def run():
         q = first
         for index in range(calls):
-            q = scaled_dot_product_attention(q, *pools[index % 2], is_causal=causal, enable_gqa=True)
+            q = scaled_dot_product_attention(
+                q, *pools[index % 2], is_causal=causal, enable_gqa=True
+            )
         return q
 
     seconds = []

@@ -35,9 +35,18 @@ def copy(case):
         return done
 
     both = chained(add, arrays, [()], estimate=2 * size / _BYTES, each=len(arrays))
-    reading = chained(lambda x, array: x + (array * x).sum() * 1e-9, jnp.float32(1), arrays, estimate=size / _BYTES)
+    reading = chained(
+        lambda x, array: x + (array * x).sum() * 1e-9,
+        jnp.float32(1),
+        arrays,
+        estimate=size / _BYTES,
+    )
     found = {"copy_bytes_per_second": 2 * size / both["seconds"]}
-    return found | {"read_bytes_per_second": size / reading["seconds"], "copy": both, "read": reading}
+    return found | {
+        "read_bytes_per_second": size / reading["seconds"],
+        "copy": both,
+        "read": reading,
+    }
 
 
 def _normed(x):
@@ -52,11 +61,16 @@ def products(case):
     x = random(0, (tokens, embed), jnp.bfloat16)
     if not hidden:
         flops = 2 * tokens * embed * embed
-        found = chained(lambda x, w: _normed(x @ w), x, [weight(1, embed, embed)], estimate=flops / _FLOPS)
+        found = chained(
+            lambda x, w: _normed(x @ w), x, [weight(1, embed, embed)], estimate=flops / _FLOPS
+        )
         return found | {"flops_per_second": flops / found["seconds"]}
     sizes = ((embed, heads), (embed, embed), (embed, 2 * hidden), (hidden, embed))
     nbytes = sum(2 * a * b for a, b in sizes)
-    pools = [[weight(8 * i + j, *size) for j, size in enumerate(sizes)] for i in range(min(4, rotation(nbytes)))]
+    pools = [
+        [weight(8 * i + j, *size) for j, size in enumerate(sizes)]
+        for i in range(min(4, rotation(nbytes)))
+    ]
 
     def layer(x, weights):
         qkv, out, up, down = weights
@@ -66,7 +80,10 @@ def products(case):
 
     flops = tokens * nbytes
     found = chained(layer, x, pools, estimate=nbytes / _BYTES + flops / _FLOPS)
-    return found | {"flops_per_second": flops / found["seconds"], "bytes_per_second": nbytes / found["seconds"]}
+    return found | {
+        "flops_per_second": flops / found["seconds"],
+        "bytes_per_second": nbytes / found["seconds"],
+    }
 
 
 def linear(case):
@@ -74,7 +91,9 @@ def linear(case):
     vectors, bits, sizes = case["tokens"], case["bits"], _outputs(case)
     weights = [_codes(index, *size, bits) for index, size in enumerate(sizes)]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    times = lambda x, w: pallas_kernels.multiply_codes(x, *w, interpret=INTERPRET).sum(axis=0).astype(x.dtype)  # noqa: E731
+
+    def times(x, w):
+        return pallas_kernels.multiply_codes(x, *w, interpret=INTERPRET).sum(axis=0).astype(x.dtype)  # noqa: E731
 
     def layer(x, weights):
         qkv, out, up, down = weights
@@ -137,7 +156,9 @@ def pools_of(case, dtype, *, spare=0):
     nbytes = int(length.sum()) * STORES[store].row_bytes(dim, dtype.itemsize)
     count = 1 if spare else min(rotation(nbytes), 48)
     held = rows + -(-spare // (batch * dim * dtype.itemsize)) // 8 * 8
-    pools = [tuple(random(2 * i + j, (batch, held, dim), dtype) for j in (0, 1)) for i in range(count)]
+    pools = [
+        tuple(random(2 * i + j, (batch, held, dim), dtype) for j in (0, 1)) for i in range(count)
+    ]
     if store != "dense":
         pools = [coded(*pool, store) for pool in pools]
     length = jnp.asarray(length)
@@ -148,7 +169,9 @@ def pools_of(case, dtype, *, spare=0):
 
 def _dealt(start, length, case, pool, dtype):
     """Who reads what, as a step finds it out once for all its layers."""
-    programs = pallas_kernels.programs(dim=case["dim"], itemsize=itemsize_of(*pool, dtype), interpret=INTERPRET)
+    programs = pallas_kernels.programs(
+        dim=case["dim"], itemsize=itemsize_of(*pool, dtype), interpret=INTERPRET
+    )
     return pallas_kernels.deal(start[None], length[None], programs=programs)
 
 
@@ -168,13 +191,18 @@ def tokens(q, pools, start, chunks, **options):
     dim, dtype = q.shape[-1], q.dtype
     ones, angle = jnp.ones((batch,), jnp.int32), random(20_001, (batch, dim // 2), jnp.float32)
     kv = random(20_000, (1, batch, 2, heads, dim), dtype)
-    new, pos = (kv, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones), jax.tree.leaves(pools[0])[0].shape[:2]
+    new, pos = (
+        (kv, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones),
+        jax.tree.leaves(pools[0])[0].shape[:2],
+    )
     pools = [(*pool, jnp.zeros(pos, jnp.int32)) for pool in pools]
 
     def step(carry, _):
         q, written = carry[0], []
         for pool in carry[1]:
-            q, *pool = pallas_kernels.decode_token(q[None], *new, *pool, start[None], chunks, layer=0, **options)
+            q, *pool = pallas_kernels.decode_token(
+                q[None], *new, *pool, start[None], chunks, layer=0, **options
+            )
             written.append(tuple(pool))
         return q, written
 
@@ -197,7 +225,9 @@ def mass(case):
     score = jnp.zeros(pools[0][0].shape[:2], jnp.float32)
 
     def attend(carry, pool):
-        out, _, score = pallas_kernels.attend(carry[0], *pool, start, length, score=carry[1], interpret=INTERPRET)
+        out, _, score = pallas_kernels.attend(
+            carry[0], *pool, start, length, score=carry[1], interpret=INTERPRET
+        )
         return out, score
 
     found = chained(attend, (q, score), pools, estimate=nbytes / _BYTES + 1e-5)
@@ -205,7 +235,12 @@ def mass(case):
 
 
 def _prompt(case):
-    heads, slots, dim, dtype = case["kv_heads"], case["tokens"], case["dim"], jnp.dtype(case["dtype"])
+    heads, slots, dim, dtype = (
+        case["kv_heads"],
+        case["tokens"],
+        case["dim"],
+        jnp.dtype(case["dtype"]),
+    )
     q = random(0, (1, heads, case["group"], slots, dim), dtype)
     k, v = (random(i, (1, heads, slots, dim), dtype) for i in (1, 2))
     return q, k, v, jnp.full((1,), slots, jnp.int32)
@@ -255,8 +290,16 @@ def gather(case):
     rng = np.random.default_rng(0)
     nbytes = 4 * batch * heads * kept * dim * dtype.itemsize
     count = rotation(nbytes)
-    pools = [tuple(random(2 * i + j, (batch, heads, slots, dim), dtype) for j in (0, 1)) for i in range(min(4, count))]
-    each = lambda: np.concatenate([h * slots + np.sort(rng.permutation(slots)[:kept]) for h in range(heads)])  # noqa: E731
+    pools = [
+        tuple(random(2 * i + j, (batch, heads, slots, dim), dtype) for j in (0, 1))
+        for i in range(min(4, count))
+    ]
+
+    def each():
+        return np.concatenate(
+            [h * slots + np.sort(rng.permutation(slots)[:kept]) for h in range(heads)]
+        )  # noqa: E731
+
     source = jnp.asarray(np.stack([each() for _ in range(batch)]).astype(np.int32))
 
     def compact(source, pool):

@@ -49,7 +49,12 @@ class Part:
 
 def _heads(model):
     """Kv heads of one device, queries of each, head dim."""
-    kv_heads, group, dim = {"8B": (8, 4, 128), "70B/8": (1, 8, 128), "tiny": (2, 2, 64), "lanes": (2, 2, 128)}[model]
+    kv_heads, group, dim = {
+        "8B": (8, 4, 128),
+        "70B/8": (1, 8, 128),
+        "tiny": (2, 2, 64),
+        "lanes": (2, 2, 128),
+    }[model]
     return {"kv_heads": kv_heads, "group": group, "dim": dim}
 
 
@@ -57,7 +62,14 @@ def segments(model, batch, rows, lengths="equal", dtype="bfloat16"):
     """A decode case."""
     name = f"{model} {batch} x {rows}" + (f", {lengths}" if lengths != "equal" else "")
     name += f", {dtype}" if dtype != "bfloat16" else ""
-    return {"name": name, **_heads(model), "batch": batch, "rows": rows, "lengths": lengths, "dtype": dtype}
+    return {
+        "name": name,
+        **_heads(model),
+        "batch": batch,
+        "rows": rows,
+        "lengths": lengths,
+        "dtype": dtype,
+    }
 
 
 DECODE = (
@@ -99,7 +111,18 @@ PREFILL = tuple(
 FILTERS = [2, 8, 18]
 
 
-def run(policy, batch, tokens, *, budget=1024, repeat=0, model="llama-3-8b", layers=None, bits=None, **ways):
+def run(
+    policy,
+    batch,
+    tokens,
+    *,
+    budget=1024,
+    repeat=0,
+    model="llama-3-8b",
+    layers=None,
+    bits=None,
+    **ways,
+):
     """An end-to-end case: `bits` are the `store` of rows and the `weights`, `ways` who prefills and who decodes.
 
     With `layers` the model has only so many.
@@ -108,10 +131,20 @@ def run(policy, batch, tokens, *, budget=1024, repeat=0, model="llama-3-8b", lay
     name = f"{policy} {batch} x {tokens}" + (f", {layers} layers" if layers else "")
     name += "".join(f", {which} {kind}" for which, kind in (bits or {}).items())
     name += "".join(f", {which} {way}" for which, way in ways.items() if way != "auto")
-    case = {"name": name, "policy": policy, "batch": batch, "tokens": tokens, "model": model, **ways}
+    case = {
+        "name": name,
+        "policy": policy,
+        "batch": batch,
+        "tokens": tokens,
+        "model": model,
+        **ways,
+    }
     case |= (bits or {}) | ({"layers": layers} if layers else {})
     # Long prefills are timed once: the next row is worth more.
-    case |= {"budget": 2 * budget if policy == "OmniKV" else budget, "prefills": 2 if batch * tokens <= 32768 else 1}
+    case |= {
+        "budget": 2 * budget if policy == "OmniKV" else budget,
+        "prefills": 2 if batch * tokens <= 32768 else 1,
+    }
     filters = [layer for layer in FILTERS if layers is None or layer < layers]
     case |= {"filter_layers": filters} if policy == "OmniKV" else {}
     return case | ({"repeat": repeat} if repeat else {})
@@ -127,14 +160,21 @@ def _torch(batch, rows, causal=False):
 
 
 _END = {"function": "gpu_end:end_to_end", "limit": 240.0, "sources": MODEL, "alone": True}
-_TORCH = {"function": "gpu_end:torch_attention", "limit": 90.0, "sources": ("benchmarks/gpu_end.py",), "alone": True}
+_TORCH = {
+    "function": "gpu_end:torch_attention",
+    "limit": 90.0,
+    "sources": ("benchmarks/gpu_end.py",),
+    "alone": True,
+}
 
 PARTS = (
     Part(
         name="copy",
         what="bytes per second of copies and of reading, by size",
         function="gpu_kernels:copy",
-        cases=tuple({"name": f"{size} MiB", "bytes": size * MIB} for size in (2048, 512, 128, 32, 4)),
+        cases=tuple(
+            {"name": f"{size} MiB", "bytes": size * MIB} for size in (2048, 512, 128, 32, 4)
+        ),
         quick=({"name": "1 MiB", "bytes": MIB},),
         limit=60,
         sources=_DEVICE,
@@ -146,7 +186,10 @@ PARTS = (
         function="gpu_kernels:products",
         cases=(
             _products("square 8192", 8192, 8192),
-            *(_products(f"8B layer, {tokens} tokens", tokens, 4096, 6144, 14336) for tokens in (1, 8, 64, 8192)),
+            *(
+                _products(f"8B layer, {tokens} tokens", tokens, 4096, 6144, 14336)
+                for tokens in (1, 8, 64, 8192)
+            ),
         ),
         quick=(_products("tiny layer", 2, 64, 128, 128),),
         limit=60,
@@ -158,7 +201,8 @@ PARTS = (
         what="a layer's products with weights in 8 and 4 bits, by their kernel",
         function="gpu_kernels:linear",
         cases=tuple(
-            _products(f"8B layer, {bits} bits, {tokens} tokens", tokens, 4096, 6144, 14336) | {"bits": bits}
+            _products(f"8B layer, {bits} bits, {tokens} tokens", tokens, 4096, 6144, 14336)
+            | {"bits": bits}
             for bits in (8, 4)
             for tokens in (1, 4)
         ),
@@ -172,12 +216,28 @@ PARTS = (
         what="every kernel against numpy, by dtype and head dim",
         function="gpu_checks:check",
         cases=tuple(
-            {"name": f"{dtype} {dim}", "dtype": dtype, "dim": dim, "kv_heads": 3, "group": 4, "rows": 700, "slots": 384}
+            {
+                "name": f"{dtype} {dim}",
+                "dtype": dtype,
+                "dim": dim,
+                "kv_heads": 3,
+                "group": 4,
+                "rows": 700,
+                "slots": 384,
+            }
             for dim in (128, 64, 80, 96, 256)
             for dtype in ("bfloat16", "float16", "float32")
         ),
         quick=(
-            {"name": "bfloat16 64", "dtype": "bfloat16", "dim": 64, "kv_heads": 3, "group": 2, "rows": 40, "slots": 48},
+            {
+                "name": "bfloat16 64",
+                "dtype": "bfloat16",
+                "dim": 64,
+                "kv_heads": 3,
+                "group": 2,
+                "rows": 40,
+                "slots": 48,
+            },
         ),
         limit=90,
         sources=_CHECKS,
@@ -204,7 +264,12 @@ PARTS = (
         name="codes",
         what="the same over rows in 8 and 4 bits",
         function="gpu_kernels:token",
-        cases=tuple(stored(case, store) for store in STORES for case in DECODE if case["rows"] * case["batch"] >= 8192),
+        cases=tuple(
+            stored(case, store)
+            for store in STORES
+            for case in DECODE
+            if case["rows"] * case["batch"] >= 8192
+        ),
         quick=tuple(stored(TINY, store) for store in STORES),
         limit=60,
         sources=_KERNELS,
@@ -231,7 +296,9 @@ PARTS = (
         name="scores",
         what="a window's scores and the sums of all queries, on top of a prompt's attention",
         function="gpu_kernels:scores",
-        cases=tuple(prompt("8B", tokens, window=32, name=f"8B {tokens}") for tokens in (32768, 8192)),
+        cases=tuple(
+            prompt("8B", tokens, window=32, name=f"8B {tokens}") for tokens in (32768, 8192)
+        ),
         quick=(prompt("tiny", 64, window=8, name="tiny 64"),),
         limit=60,
         sources=_KERNELS,
@@ -240,7 +307,10 @@ PARTS = (
         name="gather",
         what="rows of a layer's prefill moved into a pool",
         function="gpu_kernels:gather",
-        cases=tuple(prompt("8B", 32768, batch=2, kept=kept, name=f"8B 2 x {kept} of 32768") for kept in (8192, 1024)),
+        cases=tuple(
+            prompt("8B", 32768, batch=2, kept=kept, name=f"8B 2 x {kept} of 32768")
+            for kept in (8192, 1024)
+        ),
         quick=(prompt("tiny", 64, batch=2, kept=16, name="tiny 2 x 16 of 64"),),
         limit=60,
         sources=_KERNELS,
@@ -288,7 +358,11 @@ PARTS = (
     Part(
         name="headline",
         what="the first rows twice more, so that each stands three times",
-        cases=tuple(run(policy, 1, 32768, repeat=repeat) for repeat in (1, 2) for policy in ("SnapKV", "FullKV")),
+        cases=tuple(
+            run(policy, 1, 32768, repeat=repeat)
+            for repeat in (1, 2)
+            for policy in ("SnapKV", "FullKV")
+        ),
         quick=(),
         **_END,
     ),

@@ -29,8 +29,15 @@ def table(head, lines):
     if not lines:
         return ""
     filled = [index for index in range(len(head)) if any(line[index] for line in lines)]
-    head, lines = [head[index] for index in filled], [[line[index] for index in filled] for line in lines]
-    text = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(line)} |" for line in lines)]
+    head, lines = (
+        [head[index] for index in filled],
+        [[line[index] for index in filled] for line in lines],
+    )
+    text = [
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {' | '.join(line)} |" for line in lines),
+    ]
     return "\n".join(text) + "\n"
 
 
@@ -57,7 +64,11 @@ def estimates(path, rows=()):
     """
     found, head = {}, []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        cells = (
+            [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if line.startswith("|")
+            else []
+        )
         if not cells or not head:
             head = cells
             continue
@@ -103,7 +114,16 @@ def models(rows, guessed):
         ]
         line += [f"{figures['prefill_seconds']:.2f}", f"{figures['cache_bytes'] / 1e9:.2f}"]
         lines.append([*line, "" if peak is None else f"{peak / 1e9:.1f}"])
-    head = ["case", "ran", "ms a step", "ms, estimate", "tokens/s", "prefill s", "cache GB", "peak GB of prefill"]
+    head = [
+        "case",
+        "ran",
+        "ms a step",
+        "ms, estimate",
+        "tokens/s",
+        "prefill s",
+        "cache GB",
+        "peak GB of prefill",
+    ]
     return table(head, lines)
 
 
@@ -123,14 +143,34 @@ def _copies(figures):
 # Titles, parts, columns behind the case's name, and what a row has in them.
 PLAIN = (
     ("Copies", "copy", ("copy, TB/s", "read, TB/s"), lambda row, f, _: _copies(f)),
-    ("Matrix products", "products", ("us", "TFLOP/s"), lambda row, f, _: [micro(f), _tera(f["flops_per_second"])]),
-    ("Products with codes", "linear", ("us", "TB/s"), lambda row, f, _: [micro(f), _tera(f["bytes_per_second"])]),
-    ("Kernels against numpy", "checks", ("largest error",), lambda row, f, _: [f"{f['largest']:.1e}"]),
+    (
+        "Matrix products",
+        "products",
+        ("us", "TFLOP/s"),
+        lambda row, f, _: [micro(f), _tera(f["flops_per_second"])],
+    ),
+    (
+        "Products with codes",
+        "linear",
+        ("us", "TB/s"),
+        lambda row, f, _: [micro(f), _tera(f["bytes_per_second"])],
+    ),
+    (
+        "Kernels against numpy",
+        "checks",
+        ("largest error",),
+        lambda row, f, _: [f"{f['largest']:.1e}"],
+    ),
     (
         "Prefill attention",
         "prefill",
         ("tiles", "us", "us, estimate", "TFLOP/s"),
-        lambda row, f, guess: [_tiles(row), micro(f), guess.get("us", ""), _tera(f["flops_per_second"])],
+        lambda row, f, guess: [
+            _tiles(row),
+            micro(f),
+            guess.get("us", ""),
+            _tera(f["flops_per_second"]),
+        ],
     ),
     (
         "Scores",
@@ -138,7 +178,12 @@ PLAIN = (
         ("window, us", "all queries, us"),
         lambda row, f, _: [micro(f["window"]), micro(f["columns"])],
     ),
-    ("Rows gathered", "gather", ("us", "TB/s"), lambda row, f, _: [micro(f), _tera(f["bytes_per_second"])]),
+    (
+        "Rows gathered",
+        "gather",
+        ("us", "TB/s"),
+        lambda row, f, _: [micro(f), _tera(f["bytes_per_second"])],
+    ),
     (
         "torch's scaled_dot_product_attention",
         "torch",
@@ -178,13 +223,18 @@ def report(rows, guessed):
     # Below copies, products and checks.
     sections[4:4] = [(title, kernels(of(part), copy, guessed)) for title, part in DECODE]
     sections.append(
-        ("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline", "bits", "small"), guessed))
+        (
+            "Llama 3 8B's shape, random weights",
+            models(of("end", "ways", "headline", "bits", "small"), guessed),
+        )
     )
     failed = [row for row in rows if "failed" in row and not row["part"].startswith("tune_")]
     why = lambda row: row["failed"].replace("|", "/")[:160]  # noqa: E731
     lines = [[row["part"], row["case"].get("name", ""), why(row)] for row in failed]
     sections.append(("Failed", table(["part", "case", "why"], lines)))
-    return "\n".join([*heading(rows), *(f"## {title}\n\n{text}" for title, text in sections if text)])
+    return "\n".join(
+        [*heading(rows), *(f"## {title}\n\n{text}" for title, text in sections if text)]
+    )
 
 
 def heading(rows):
@@ -195,7 +245,9 @@ def heading(rows):
     for versions in {str(row["versions"]): row["versions"] for row in rows}.values():
         said = ", ".join(f"{name} {version}" for name, version in versions.items())
         dates = [row["date"] for row in rows if row["versions"] == versions]
-        parts.append(f"Measured {min(dates)} to {max(dates)} with {said}. Estimates are the performance model's.\n")
+        parts.append(
+            f"Measured {min(dates)} to {max(dates)} with {said}. Estimates are the performance model's.\n"
+        )
     return parts
 
 
@@ -207,11 +259,16 @@ def main(doc=__doc__, default=ESTIMATES, guesses=estimates):
         default: file of the estimates.
         guesses: makes the estimates by case from that file and the rows.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path, help="a file of rows")
     parser.add_argument("--out", type=Path, help="file to write (default: print)")
     parser.add_argument(
-        "--estimates", type=Path, default=default, help="of the performance model (default: as shipped)"
+        "--estimates",
+        type=Path,
+        default=default,
+        help="of the performance model (default: as shipped)",
     )
     args = parser.parse_args()
     try:

@@ -41,7 +41,8 @@ def sources(patterns, root=ROOT):
 def key(row):
     """What a row stands under."""
     return json.dumps(
-        [row[field] for field in ("part", "case", "device", "versions", "sources", "tuned")], sort_keys=True
+        [row[field] for field in ("part", "case", "device", "versions", "sources", "tuned")],
+        sort_keys=True,
     )
 
 
@@ -68,12 +69,16 @@ class Rows:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise RowsError(f"{self.path}: cannot be written ({error.strerror}): give another --out") from error
+            raise RowsError(
+                f"{self.path}: cannot be written ({error.strerror}): give another --out"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._file)
-            raise RowsError(f"{self.path}: another run writes it: wait for it, or give another --out") from error
+            raise RowsError(
+                f"{self.path}: another run writes it: wait for it, or give another --out"
+            ) from error
         try:
             self._read()
         except BaseException:
@@ -86,16 +91,25 @@ class Rows:
         whole = self.path.read_bytes()
         end = whole.rfind(b"\n") + 1
         if end < len(whole):
-            print(f"{self.path}: dropped {len(whole) - end} bytes of a row that was only half written", file=sys.stderr)
+            print(
+                f"{self.path}: dropped {len(whole) - end} bytes of a row that was only half written",
+                file=sys.stderr,
+            )
             os.ftruncate(self._file, end)
         for number, line in enumerate(whole[:end].split(b"\n")[:-1], 1):
             try:
                 row = json.loads(line)
-                good = isinstance(row, dict) and row.keys() >= FIELDS and ("figures" in row) != ("failed" in row)
+                good = (
+                    isinstance(row, dict)
+                    and row.keys() >= FIELDS
+                    and ("figures" in row) != ("failed" in row)
+                )
             except ValueError:
                 good = False
             if not good:
-                raise RowsError(f"{self.path}: line {number} is no row: remove that line, or give another --out")
+                raise RowsError(
+                    f"{self.path}: line {number} is no row: remove that line, or give another --out"
+                )
             if row["device"] != self.device:
                 raise RowsError(
                     f"{self.path}: line {number} is of {row['device']}, this is {self.device}: give another --out"
@@ -117,10 +131,14 @@ class Rows:
         try:
             # One call on a file opened for appending: a kill leaves all of it, or a last line without its end.
             if os.write(self._file, line) != len(line):
-                raise RowsError(f"{self.path}: the disk is full: make room, and run the same command again")
+                raise RowsError(
+                    f"{self.path}: the disk is full: make room, and run the same command again"
+                )
             os.fsync(self._file)
         except OSError as error:
-            raise RowsError(f"{self.path}: cannot be written ({error.strerror}): give another --out") from error
+            raise RowsError(
+                f"{self.path}: cannot be written ({error.strerror}): give another --out"
+            ) from error
         self.all.append(row)
         self._standing[key(row)] = row
 
@@ -134,7 +152,9 @@ def load(path):
     try:
         whole = Path(path).read_bytes()
     except OSError as error:
-        raise RowsError(f"{path}: cannot be read ({error.strerror}): name a file of rows") from error
+        raise RowsError(
+            f"{path}: cannot be read ({error.strerror}): name a file of rows"
+        ) from error
     rows = []
     for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:

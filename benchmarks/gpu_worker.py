@@ -41,7 +41,10 @@ def where():
         versions["platform"] = driver.replace("\n", " ")
     names = ("core_count", "compute_capability", "shared_memory_per_block_optin")
     told = {name: getattr(device, name, None) for name in names}
-    told |= {"bytes_limit": (device.memory_stats() or {}).get("bytes_limit"), "processors": os.cpu_count()}
+    told |= {
+        "bytes_limit": (device.memory_stats() or {}).get("bytes_limit"),
+        "processors": os.cpu_count(),
+    }
     return {
         "device": device.device_kind,
         "backend": jax.default_backend(),
@@ -52,7 +55,9 @@ def where():
 
 def _function(part):
     known = importlib.import_module(f"benchmarks.{sys.argv[1]}").BY_NAME.get(part)
-    module, name = known.function.split(":") if known else ("tune_kernels", part.removeprefix("tune_"))
+    module, name = (
+        known.function.split(":") if known else ("tune_kernels", part.removeprefix("tune_"))
+    )
     return getattr(importlib.import_module(f"benchmarks.{module}"), name)
 
 
@@ -61,7 +66,9 @@ class Ahead:
 
     def __init__(self):
         # Compilers leave Python's lock alone; the device is left to the thread that measures.
-        self._threads = concurrent.futures.ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 2) - 2)))
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            max(1, min(12, (os.cpu_count() or 2) - 2))
+        )
         self._begun = {}
 
     def start(self, part, cases):

@@ -36,10 +36,14 @@ def policy_of(request):
         case "pyramidkv":
             return jaxkv.PyramidKV(**snap, allocation=KVPressLayers(beta=float(request["beta"])))
         case "adakv":
-            return jaxkv.AdaKV(base=jaxkv.SnapKV(**snap), safeguard=ProtectedHeads(alpha=request["alpha"]))
+            return jaxkv.AdaKV(
+                base=jaxkv.SnapKV(**snap), safeguard=ProtectedHeads(alpha=request["alpha"])
+            )
         case "streaming":
             return jaxkv.StreamingLLM(budget=budget, sinks=request["sinks"])
-    raise ValueError(f"policy={request['policy']!r}: give full, snapkv, pyramidkv, adakv or streaming")
+    raise ValueError(
+        f"policy={request['policy']!r}: give full, snapkv, pyramidkv, adakv or streaming"
+    )
 
 
 class Cell:
@@ -51,8 +55,13 @@ class Cell:
         self.room = bucket(self.steps + 1)  # As jaxkv.generate gives.
         self.ids = np.load(request["prompt_ids"])
         self.policy = policy_of(request)
-        self.session, lengths = jaxkv.Session(model, self.policy), [self.ids.shape[1]] * len(self.ids)
-        self.plan = plan_prefill(model.config, self.policy, lengths, dtype=model.dtype, room=self.room)
+        self.session, lengths = (
+            jaxkv.Session(model, self.policy),
+            [self.ids.shape[1]] * len(self.ids),
+        )
+        self.plan = plan_prefill(
+            model.config, self.policy, lengths, dtype=model.dtype, room=self.room
+        )
 
     def compile(self):
         """Compiles the prefill; the decode loop is compiled by a run of no steps before its clock starts."""
@@ -66,7 +75,15 @@ class Cell:
         first = np.asarray(jnp.argmax(cache.logits, axis=-1))
         prefill_seconds = time.perf_counter() - begin
         kept = cache.kept
-        spare = len(self.ids) * kept.shape[0] * kept.shape[2] * room * model.config.head_dim * 2 * model.dtype.itemsize
+        spare = (
+            len(self.ids)
+            * kept.shape[0]
+            * kept.shape[2]
+            * room
+            * model.config.head_dim
+            * 2
+            * model.dtype.itemsize
+        )
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
         drawing = self.session.drawing(cache, new=self.room)
         del cache
@@ -170,7 +187,9 @@ def main():
             break
         try:
             response = measure(model, request)
-        except Exception as error:  # The driver reports the cell as failed and goes on with the next one.
+        except (
+            Exception
+        ) as error:  # The driver reports the cell as failed and goes on with the next one.
             traceback.print_exc()
             response = {"id": request.get("id"), "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(response), file=out)

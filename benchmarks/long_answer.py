@@ -47,7 +47,13 @@ def run(model, policy, received, prompt, new):
     """One answer, streamed so that programs can be counted at its 256th token."""
     before, seconds = received.programs, received.seconds
     tokens, at_256 = 0, None
-    options = {"max_new_tokens": new, "stop_at_eos": False, "stream": True, "stream_interval": 8, "progress": False}
+    options = {
+        "max_new_tokens": new,
+        "stop_at_eos": False,
+        "stream": True,
+        "stream_interval": 8,
+        "progress": False,
+    }
     stream = jaxkv.generate(model, [prompt], policy=policy, **options)
     for _ in stream:
         tokens += 8
@@ -63,13 +69,17 @@ def run(model, policy, received, prompt, new):
         "decode_seconds": stats.decode_seconds,
         "tokens_per_second": new / stats.decode_seconds,
         "allocated_bytes": stats.allocated_bytes,
-        "planned_bytes": plan_prefill(model.config, policy, [len(prompt)], dtype=model.dtype, room=room).cache_bytes,
+        "planned_bytes": plan_prefill(
+            model.config, policy, [len(prompt)], dtype=model.dtype, room=room
+        ).cache_bytes,
     }
 
 
 def main():
     """A process for each policy; prints a line for each run, and writes them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--prompt", type=int, default=600)
     parser.add_argument("--new", type=int, default=2000)
@@ -78,22 +88,36 @@ def main():
     args = parser.parse_args()
     if len(args.policies) > 1:
         for name in args.policies:
-            subprocess.run([sys.executable, "-m", "benchmarks.long_answer", *_again(args, name)], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks.long_answer", *_again(args, name)], check=True
+            )
         return
     name, received = args.policies[0], Received()
     model = jaxkv.load("smollm2-135m-instruct", args.dtype, progress=False)
     prompt = prompts(1, args.prompt)[0]
-    runs = {turn: run(model, POLICIES[name], received, prompt, args.new) for turn in ("first", "again")}
+    runs = {
+        turn: run(model, POLICIES[name], received, prompt, args.new) for turn in ("first", "again")
+    }
     for turn, figures in runs.items():
         shown = {key: round(value, 2) for key, value in figures.items()}
-        print(f"{name:7} {turn:6} " + "  ".join(f"{key} {value:,}" for key, value in shown.items()), flush=True)
+        print(
+            f"{name:7} {turn:6} " + "  ".join(f"{key} {value:,}" for key, value in shown.items()),
+            flush=True,
+        )
     out = args.out.with_name(f"{args.out.stem}-{name}.json")
-    save(out, {"machine": machine(), "prompt": args.prompt, "new": args.new, "dtype": args.dtype, **runs})
+    save(
+        out,
+        {"machine": machine(), "prompt": args.prompt, "new": args.new, "dtype": args.dtype, **runs},
+    )
 
 
 def _again(args, name):
     flags = {"prompt": args.prompt, "new": args.new, "dtype": args.dtype, "out": args.out}
-    return ["--policies", name, *(part for flag, value in flags.items() for part in (f"--{flag}", str(value)))]
+    return [
+        "--policies",
+        name,
+        *(part for flag, value in flags.items() for part in (f"--{flag}", str(value))),
+    ]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def measure(model, ids, *, policies, budget, rounds, steps):
     models = {"without": model, "with": model.on(mesh)}
     found = {}
     for name in policies:
-        sessions = {which: jaxkv.Session(each, POLICIES[name](budget)) for which, each in models.items()}
+        sessions = {
+            which: jaxkv.Session(each, POLICIES[name](budget)) for which, each in models.items()
+        }
         # Compiles; and the tokens are the same.
         tokens = [turn(session, ids, steps)[1] for session in sessions.values()]
         np.testing.assert_array_equal(*tokens)
@@ -59,7 +61,10 @@ def measure(model, ids, *, policies, budget, rounds, steps):
         found[name] = {}
         for part in ("prefill", "step"):
             seconds = {which: [each[part] for each in turns] for which, turns in spent.items()}
-            ratios = [mine / theirs for mine, theirs in zip(seconds["with"], seconds["without"], strict=True)]
+            ratios = [
+                mine / theirs
+                for mine, theirs in zip(seconds["with"], seconds["without"], strict=True)
+            ]
             found[name][part] = {"ratio": record.spread(ratios), "seconds": seconds}
     return {"policies": found, "machine": where}
 
@@ -75,10 +80,16 @@ def show(title, found):
 
 def main():
     """Measures and saves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=1024, help="random tokens (default: %(default)s)")
-    parser.add_argument("--budget", type=int, default=256, help="rows per head (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", type=int, default=1024, help="random tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--budget", type=int, default=256, help="rows per head (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--rounds", type=int, default=9)
@@ -92,8 +103,14 @@ def main():
     ids = record.random_ids(model, options.batch, options.prompt)
     settings = {name: getattr(options, name) for name in ("policies", "budget", "rounds", "steps")}
     found = measure(model, ids, **settings)
-    title = f"{options.dtype}, batch {options.batch}, prompt {options.prompt}, budget {options.budget}"
-    record.add(options.out, title, {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found})
+    title = (
+        f"{options.dtype}, batch {options.batch}, prompt {options.prompt}, budget {options.budget}"
+    )
+    record.add(
+        options.out,
+        title,
+        {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found},
+    )
     show(f"{title}: {options.rounds} rounds of {options.steps} steps", found)
     print(f"\nsaved to {options.out}")
 

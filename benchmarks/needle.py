@@ -142,13 +142,20 @@ def ask_unseen(model, needles, policy):
     Returns:
         A dict: whether each answer was right, the texts, and rows kept per kv head over those of the full cache.
     """
-    contexts, questions = zip(*(cut(model, case["input_ids"]) for case in needles["cases"]), strict=True)
+    contexts, questions = zip(
+        *(cut(model, case["input_ids"]) for case in needles["cases"]), strict=True
+    )
     cache = jaxkv.prefill(model, list(contexts), policy=policy)
     # Of OmniKV all: what it reads is its budget.
     kept = float(cache.kept.mean() / (sum(map(len, contexts)) / len(contexts)))
     options = {"max_new_tokens": needles["new_tokens"], "stop_at_eos": False}
     texts = jaxkv.generate(model, list(questions), cache=cache, **options).text
-    return {"right": found(needles["cases"], texts), "texts": texts, "kept": round(kept, 4), "policy": repr(policy)}
+    return {
+        "right": found(needles["cases"], texts),
+        "texts": texts,
+        "kept": round(kept, 4),
+        "policy": repr(policy),
+    }
 
 
 def measure_unseen(model, needles, shares, path, only=None):
@@ -164,10 +171,14 @@ def measure_unseen(model, needles, shares, path, only=None):
     Returns:
         The cells by name and share.
     """
-    results = record.resume(path, {"model": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)})
+    results = record.resume(
+        path, {"model": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
+    )
     cells = results.setdefault("cells", {})
     wanted = {"full cache": FullKV()}
-    wanted |= {f"{name} @ {share}": policy for share in shares for name, policy in unseen(share).items()}
+    wanted |= {
+        f"{name} @ {share}": policy for share in shares for name, policy in unseen(share).items()
+    }
     for title, policy in wanted.items():
         if title.split(" @ ")[0] in (only or [title.split(" @ ")[0]]) and title not in cells:
             begin = time.perf_counter()
@@ -175,7 +186,10 @@ def measure_unseen(model, needles, shares, path, only=None):
             results["machine"] = record.machine()
             record.save(path, results)
             line = f"{title:44s} {sum(cells[title]['right']):3d} of {len(needles['cases'])}"
-            print(f"{line}  kept {cells[title]['kept']:.3f} {time.perf_counter() - begin:8.1f} s", flush=True)
+            print(
+                f"{line}  kept {cells[title]['kept']:.3f} {time.perf_counter() - begin:8.1f} s",
+                flush=True,
+            )
     return cells
 
 
@@ -193,7 +207,10 @@ def table(cells, shares):
     right = {title: str(sum(cell["right"])) for title, cell in cells.items()}
     names = ["full cache", *unseen(shares[0])]
     for name in names:
-        row = [right.get("full cache" if name == "full cache" else f"{name} @ {share}", "-") for share in shares]
+        row = [
+            right.get("full cache" if name == "full cache" else f"{name} @ {share}", "-")
+            for share in shares
+        ]
         lines.append(f"| {name} | {' | '.join(row)} |")
     return [*lines, ""]
 
@@ -201,11 +218,28 @@ def table(cells, shares):
 def main():
     """Prints the tables, a line per policy as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="what to load (default: %(default)s)")
-    parser.add_argument("--tables", nargs="+", choices=("seen", "unseen"), default=["seen", "unseen"])
-    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256], help="rows per head (default: 128 256)")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5], help="of rows (default: 0.25 0.5)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="policies of the second table, by the table's names")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="what to load (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tables", nargs="+", choices=("seen", "unseen"), default=["seen", "unseen"]
+    )
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[128, 256],
+        help="rows per head (default: 128 256)",
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.25, 0.5], help="of rows (default: 0.25 0.5)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="policies of the second table, by the table's names",
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS / "needle_unseen.json")
     options = parser.parse_args()
     needles = json.loads(NEEDLES.read_text("utf-8"))

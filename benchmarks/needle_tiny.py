@@ -51,25 +51,38 @@ def table(cells, count):
     lines.append(f"| {FULL} | {' | '.join([text_of(cells[FULL])] * len(BUDGETS))} |")
     for name in unseen(BUDGETS[0]):
         found = (cells.get(f"{name} @ {budget}") for budget in BUDGETS)
-        lines.append(f"| {name} | {' | '.join('-' if each is None else text_of(each) for each in found)} |")
+        lines.append(
+            f"| {name} | {' | '.join('-' if each is None else text_of(each) for each in found)} |"
+        )
     return [*lines, ""]
 
 
 def main():
     """Runs what is missing, saves and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "needle_tiny_unseen.json")
     options = parser.parse_args()
     enable_compilation_cache()
     params = jaxkv.load(orders_tiny.MODEL)
     depths = orders_tiny.MIDDLE
-    task = Needle(lengths=(1024,), depths=depths, wording="small", count=math.ceil(options.count / len(depths)))
+    task = Needle(
+        lengths=(1024,),
+        depths=depths,
+        wording="small",
+        count=math.ceil(options.count / len(depths)),
+    )
     settings = {"model": orders_tiny.MODEL, "fingerprint": params.fingerprint, "task": repr(task)}
     results = record.resume(options.out, settings)
     cells = results.setdefault("cells", {})
     wanted = {FULL: jaxkv.FullKV()}
-    wanted |= {f"{name} @ {budget}": policy for budget in BUDGETS for name, policy in unseen(budget).items()}
+    wanted |= {
+        f"{name} @ {budget}": policy
+        for budget in BUDGETS
+        for name, policy in unseen(budget).items()
+    }
     for title, policy in wanted.items():
         if title not in cells:
             cells[title] = orders_tiny.scores(params, policy, task, How(agnostic=True))

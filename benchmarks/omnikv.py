@@ -36,7 +36,9 @@ ROOM = 64
 def cache_of(model, batch, tokens):
     """A full cache of random prompts with room for a turn, and the logits behind it."""
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, tokens)).astype(np.int32)
-    needed = plan_prefill(model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM)
+    needed = plan_prefill(
+        model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM
+    )
     cache = jaxkv.Session(model).prefill(ids, needed=needed)
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
     # makes another compile again.
@@ -55,7 +57,11 @@ class Way:
 
     def __init__(self, name, model, cache, needed, steps):
         """Takes the cache's tables; its pools are passed around."""
-        self.name, self.size, self.session = name, 16 * -(-steps // 16), jaxkv.Session(model, cache.policy)
+        self.name, self.size, self.session = (
+            name,
+            16 * -(-steps // 16),
+            jaxkv.Session(model, cache.policy),
+        )
         self.cache, self.away = cache, ()
         reading = cache.policy.parts().reading(cache.config.windows, needed.slots)
         if reading is not None and reading.offloaded:
@@ -66,7 +72,9 @@ class Way:
 
     def over(self, pools):
         """The cache, with everybody's pools where it has none of its own."""
-        return self.cache.updated(pools=tuple(self.own.get(at, pool) for at, pool in enumerate(pools)))
+        return self.cache.updated(
+            pools=tuple(self.own.get(at, pool) for at, pool in enumerate(pools))
+        )
 
     def run(self, pools, steps):
         """Draws and takes back; returns pools and seconds."""
@@ -78,7 +86,9 @@ class Way:
         # The tables are those of before: rows drawn lie behind them, where the next ones go.
         after = drawing.close().pools
         self.own = {layer: after[layer] for layer in self.away}
-        return tuple(pool if at in self.own else after[at] for at, pool in enumerate(pools)), seconds
+        return tuple(
+            pool if at in self.own else after[at] for at, pool in enumerate(pools)
+        ), seconds
 
     def bytes_accessed(self, pools):
         """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
@@ -87,7 +97,9 @@ class Way:
         flat, cache = self.session.params.flat, self.over(pools)
         spec, none = spec_for(flat, cache), jnp.asarray((-2,), jnp.int32)
         running = looping.begin(cache.arrays, spec=spec, size=self.size)
-        draw = looping.draw_of(cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none)
+        draw = looping.draw_of(
+            cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none
+        )
         given = looping.loop_arguments(flat, running, draw, 1, jaxkv.Greedy(), 0, spec=spec)
         compiled = looping._loop.lower(*given, spec=spec, size=self.size).compile()
         return float(compiled.cost_analysis()["bytes accessed"])
@@ -99,7 +111,9 @@ def ways(budgets, filters):
     for budget in budgets:
         found[f"OmniKV-{budget}"] = jaxkv.OmniKV(budget=budget, filter_layers=filters)
     middle = budgets[len(budgets) // 2] if 512 not in budgets else 512
-    found[f"OmniKV-{middle}-offloaded"] = jaxkv.OmniKV(budget=middle, filter_layers=filters, offload=True)
+    found[f"OmniKV-{middle}-offloaded"] = jaxkv.OmniKV(
+        budget=middle, filter_layers=filters, offload=True
+    )
     found["BrutalOffload"] = jaxkv.BrutalOffload(resident_layers=10)
     return found
 
@@ -147,7 +161,9 @@ def measure_prefill(model, *, tokens, filters, ratios, rounds):
     ids = np.random.default_rng(0).integers(5, model.config.vocab, tokens).tolist()
     policies = {"FullKV": jaxkv.FullKV()}
     for ratio in ratios:
-        policies[f"OmniKV, {ratio} for each"] = jaxkv.OmniKV(filter_layers=filters, prefill_ratio=ratio)
+        policies[f"OmniKV, {ratio} for each"] = jaxkv.OmniKV(
+            filter_layers=filters, prefill_ratio=ratio
+        )
     spent = {name: [] for name in policies}
     for number in range(rounds + 1):
         for name, policy in policies.items():
@@ -158,7 +174,11 @@ def measure_prefill(model, *, tokens, filters, ratios, rounds):
     out = {}
     for name, values in spent.items():
         ratios = [theirs / mine for mine, theirs in zip(values, spent["FullKV"], strict=True)]
-        out[name] = {"policy": repr(policies[name]), "seconds": values, "speed_over_full": record.spread(ratios)}
+        out[name] = {
+            "policy": repr(policies[name]),
+            "seconds": values,
+            "speed_over_full": record.spread(ratios),
+        }
         speed = out[name]["speed_over_full"]
         spreads = "".join(f"{speed[key]:8.2f}" for key in ("median", "least", "most"))
         print(f"prefill  {name:24}{statistics.median(values):9.2f} s{spreads}", flush=True)
@@ -168,7 +188,9 @@ def measure_prefill(model, *, tokens, filters, ratios, rounds):
 def show(title, found):
     """Prints one table."""
     print(f"\n{title}")
-    print(f"{'way':24}{'ms/step':>9}{'speed':>8}{'least':>8}{'most':>8}{'MB touched':>12}{'sent':>6}{'MB sent':>9}")
+    print(
+        f"{'way':24}{'ms/step':>9}{'speed':>8}{'least':>8}{'most':>8}{'MB touched':>12}{'sent':>6}{'MB sent':>9}"
+    )
     for name, cell in found["ways"].items():
         speed, touched = cell["speed_over_full"], cell["bytes_accessed"]
         row = f"{name:24}{statistics.median(cell['milliseconds']):9.1f}"
@@ -179,14 +201,22 @@ def show(title, found):
 
 def main():
     """Measures batch by batch, saves after each, and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--filters", type=int, nargs="+", help="filter layers (default: those found for the model)")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[2], help="chosen tokens per token of a chunk")
+    parser.add_argument(
+        "--filters", type=int, nargs="+", help="filter layers (default: those found for the model)"
+    )
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[2], help="chosen tokens per token of a chunk"
+    )
     parser.add_argument("--prefill-rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("decode", "prefill"), help="one of the two (default: both)")
+    parser.add_argument(
+        "--only", choices=("decode", "prefill"), help="one of the two (default: both)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dtype", default="float32")

@@ -35,9 +35,37 @@ class Serving:
     """A server's process, and its address."""
 
     def __init__(self, model, documents, *more):
-        command = [sys.executable, "-m", "jaxkv", "serve", "--model", model, "--served-model-name", "model"]
-        command += ["--policy", "snapkv", "--budget", "256", "--slots", "8", "--max-prompt-tokens", "1024"]
-        command += ["--max-new-tokens", "200", "--queue", "256", "--port", "0", "--documents", documents, *more]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxkv",
+            "serve",
+            "--model",
+            model,
+            "--served-model-name",
+            "model",
+        ]
+        command += [
+            "--policy",
+            "snapkv",
+            "--budget",
+            "256",
+            "--slots",
+            "8",
+            "--max-prompt-tokens",
+            "1024",
+        ]
+        command += [
+            "--max-new-tokens",
+            "200",
+            "--queue",
+            "256",
+            "--port",
+            "0",
+            "--documents",
+            documents,
+            *more,
+        ]
         environment = {**os.environ, "JAXKV_API_KEY": KEY}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
@@ -130,9 +158,23 @@ def errors(serving):
     fails(openai.AuthenticationError, serving.client(api_key="open").models.list)
     fails(openai.NotFoundError, ask, **options(4) | {"model": "gpt"})
     fails(openai.BadRequestError, ask, **options(4) | {"temperature": 9})
-    fails(openai.BadRequestError, ask, **options(4), tools=[{"type": "function", "function": {"name": "f"}}])
-    fails(openai.APIStatusError, ask, **options(4) | {"messages": [{"role": "user", "content": "a" * (9 << 20)}]})
-    fails(openai.APITimeoutError, serving.client(timeout=0.05).chat.completions.create, n=16, **options(200))
+    fails(
+        openai.BadRequestError,
+        ask,
+        **options(4),
+        tools=[{"type": "function", "function": {"name": "f"}}],
+    )
+    fails(
+        openai.APIStatusError,
+        ask,
+        **options(4) | {"messages": [{"role": "user", "content": "a" * (9 << 20)}]},
+    )
+    fails(
+        openai.APITimeoutError,
+        serving.client(timeout=0.05).chat.completions.create,
+        n=16,
+        **options(200),
+    )
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(ask, n=64, **options(32)) for _ in range(8)]
         kinds = {type(call.exception()).__name__ for call in calls}
@@ -165,21 +207,31 @@ def crowd(serving):
     while serving.metric("jaxkv_slots_taken") + serving.metric("jaxkv_queue_requests"):
         time.sleep(0.02)
     text = f"an answer in {alone:.1f} s alone, {beside:.1f} s beside 1,120 connections (20 answers before it), "
-    said("crowd", begun, text + f"/health in {health * 1000:.0f} ms; all slots free once they had gone")
+    said(
+        "crowd",
+        begun,
+        text + f"/health in {health * 1000:.0f} ms; all slots free once they had gone",
+    )
 
 
 def leaving(serving):
     """Clients that close the connection in the middle free their slots."""
     begun, client = time.monotonic(), serving.client()
     for _ in range(16):
-        stream = client.chat.completions.create(stream=True, **options(200), extra_body={"ignore_eos": True})
+        stream = client.chat.completions.create(
+            stream=True, **options(200), extra_body={"ignore_eos": True}
+        )
         for _ in range(4):
             next(stream)
         stream.close()
     left = time.monotonic()
     while serving.metric("jaxkv_slots_taken"):
         assert time.monotonic() - left < 60
-    said("leaving", begun, f"16 streams closed after a few pieces; slots free {time.monotonic() - left:.2f} s later")
+    said(
+        "leaving",
+        begun,
+        f"16 streams closed after a few pieces; slots free {time.monotonic() - left:.2f} s later",
+    )
 
 
 def killed(serving, model, folder):
@@ -187,7 +239,11 @@ def killed(serving, model, folder):
     begun, client = time.monotonic(), serving.client()
     document = client.post("/documents", body={"text": TEXT}, cast_to=dict[str, object])["id"]
     ask = {**options(16), "messages": [{"role": "user", "content": "How tall is it?"}]}
-    before = client.chat.completions.create(**ask, extra_body={"document": document}).choices[0].message.content
+    before = (
+        client.chat.completions.create(**ask, extra_body={"document": document})
+        .choices[0]
+        .message.content
+    )
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(client.chat.completions.create, **options(200)) for _ in range(8)]
         time.sleep(0.5)
@@ -218,7 +274,11 @@ def ended(serving):
             refused = error.status_code
         answers = [call.result().choices[0].message.content for call in calls]
     assert all(answers) and serving.process.wait(60) == 0
-    said("SIGTERM", begun, f"24 running and waiting requests answered, a new one refused ({refused}), exit code 0")
+    said(
+        "SIGTERM",
+        begun,
+        f"24 running and waiting requests answered, a new one refused ({refused}), exit code 0",
+    )
 
 
 def main():

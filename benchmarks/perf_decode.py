@@ -68,7 +68,9 @@ def skewed(batch, heads, rows, by=10):
 
 def unequal(batch, heads, rows):
     """As many rows in all, sequences from an eighth to two of the mean, heads from a third to ten times another's."""
-    weights = [[(1 + 2 * (b % 8)) * (1 + (3 * h + b) % 10) for h in range(heads)] for b in range(batch)]
+    weights = [
+        [(1 + 2 * (b % 8)) * (1 + (3 * h + b) % 10) for h in range(heads)] for b in range(batch)
+    ]
     total, whole = batch * heads * rows, sum(map(sum, weights))
     lengths = [[total * weight // whole for weight in each] for each in weights]
     lengths[0][0] += total - sum(map(sum, lengths))
@@ -137,7 +139,9 @@ def found_in(dump, names):
         for name in re.findall(r"\.entry (\w+)\(", text):
             if name in thunks:
                 code, registers, spills = assembled(text)
-                found[name] = Found(thunk=thunks[name], code=code, registers=registers, spills=spills)
+                found[name] = Found(
+                    thunk=thunks[name], code=code, registers=registers, spills=spills
+                )
     return found
 
 
@@ -147,9 +151,18 @@ def assembled(ptx):
     with tempfile.TemporaryDirectory() as folder:
         path, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         path.write_text(ptx)
-        command = [aot._ptxas(), "-v", f"-arch={aot.gpu('h200').architecture}", str(path), "-o", str(cubin)]
+        command = [
+            aot._ptxas(),
+            "-v",
+            f"-arch={aot.gpu('h200').architecture}",
+            str(path),
+            "-o",
+            str(cubin),
+        ]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        sass = subprocess.run([nvdisasm(), "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+        sass = subprocess.run(
+            [nvdisasm(), "-c", str(cubin)], check=True, capture_output=True, text=True
+        ).stdout
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     spills = int(spilled[1]) + int(spilled[2]) if spilled else 0
     return perf_sass.kernel_of(sass), int(re.search(r"Used (\d+) registers", said)[1]), spills
@@ -158,16 +171,26 @@ def assembled(ptx):
 def nvdisasm():
     """The disassembler of the wheel, or of the machine's CUDA toolkit."""
     wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/nvdisasm")
-    found = next(iter(wheels), None) or shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
+    found = (
+        next(iter(wheels), None)
+        or shutil.which("nvdisasm")
+        or shutil.which("/usr/local/cuda/bin/nvdisasm")
+    )
     if not found:
-        raise SystemExit("nvdisasm is missing: pip install nvidia-cuda-nvdisasm, or put a CUDA toolkit on the path")
+        raise SystemExit(
+            "nvdisasm is missing: pip install nvidia-cuda-nvdisasm, or put a CUDA toolkit on the path"
+        )
     return found
 
 
 def row_numbers(found, dim):
     """Loads of row numbers that one pass through a kernel's loop needs where rows are picked: one number a row."""
     body = found.code.body(found.code.hot)
-    rows = sum(each for each in map(perf_sass.width, body) if each == 16) * found.thunk.threads // (dim * 2 * 2)
+    rows = (
+        sum(each for each in map(perf_sass.width, body) if each == 16)
+        * found.thunk.threads
+        // (dim * 2 * 2)
+    )
     return math.ceil(rows / found.thunk.threads)
 
 
@@ -222,7 +245,9 @@ def chunks_of(kernels, lengths, *, group, dim, pool_rows, itemsize=2):
     ask = {"dim": dim, "itemsize": itemsize}
     tiles, programs = kernels.tuning.decode_tiles(**ask), kernels.tuning.programs(**ask)
     length = jnp.asarray(lengths, jnp.int32)[None]
-    dealt = kernels.chunks.deal(jnp.zeros_like(length), length, programs=programs, block=tiles.chunk)
+    dealt = kernels.chunks.deal(
+        jnp.zeros_like(length), length, programs=programs, block=tiles.chunk
+    )
     return np.asarray(dealt.rows)[0].tolist(), np.asarray(dealt.count)[0].ravel().tolist()
 
 
@@ -253,7 +278,19 @@ class Estimate:
 
 
 def estimate(
-    device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0, picked=False, store=None
+    device,
+    rows,
+    merge,
+    work,
+    counts,
+    *,
+    group,
+    dim,
+    segments,
+    launches=2,
+    written=0,
+    picked=False,
+    store=None,
 ):
     """What the model makes of the two kernels and the rows of each program; `written` bytes go out with each row.
 
@@ -284,7 +321,9 @@ def estimate(
 def pair(found):
     """The pass over rows and the merge, of the kernels of one program."""
     rows = next(each for name, each in found.items() if not name.startswith("ragged_decode_merge"))
-    return rows, next(each for name, each in found.items() if name.startswith("ragged_decode_merge"))
+    return rows, next(
+        each for name, each in found.items() if name.startswith("ragged_decode_merge")
+    )
 
 
 def run(kernels, case, device):
@@ -295,14 +334,20 @@ def run(kernels, case, device):
     batch, heads = len(case.lengths), len(case.lengths[0])
     of = jax.ShapeDtypeStruct
     table, shape = of((batch, heads), jnp.int32), (batch, case.pool_rows, case.dim)
-    pools = aot_cases.stored(kernels, case.store, *shape) if case.store else (of(shape, jnp.bfloat16),) * 2
+    pools = (
+        aot_cases.stored(kernels, case.store, *shape)
+        if case.store
+        else (of(shape, jnp.bfloat16),) * 2
+    )
     dump = emptied()
     query = of((batch, heads, case.group, case.dim), jnp.bfloat16)
     aot.compile_for(device.name, kernels.attend, query, *pools, table, table)
     rows, merge = pair(found_in(dump, ("ragged_decode",)))
     shape = {"group": case.group, "dim": case.dim}
     item = kernels.codes.itemsize_of(*pools, jnp.bfloat16) if case.store else 2
-    work, counts = chunks_of(kernels, case.lengths, **shape, pool_rows=case.pool_rows, itemsize=item)
+    work, counts = chunks_of(
+        kernels, case.lengths, **shape, pool_rows=case.pool_rows, itemsize=item
+    )
     shape |= {"segments": batch * heads, "store": case.store}
     return estimate(device, rows, merge, work, counts, **shape)
 

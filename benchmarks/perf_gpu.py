@@ -68,7 +68,12 @@ class Device:
     def resident(self, *, threads: int, registers: int, shared: int) -> int:
         """CTAs of a kernel that one SM holds."""
         registers = max(1, math.ceil(registers / REGISTER_STEP)) * REGISTER_STEP * threads
-        return min(self.shared // (shared + SHARED_OWN), self.registers // registers, self.threads // threads, 32)
+        return min(
+            self.shared // (shared + SHARED_OWN),
+            self.registers // registers,
+            self.threads // threads,
+            32,
+        )
 
 
 # 90% of the data sheet's bandwidth, which is what copies of hundreds of MiB reach on Hopper. Memory by the data sheets.
@@ -165,7 +170,9 @@ class Merge:
 def merged(device: Device, kernel: Merge, counts: list[int], bytes_of_chunk: float) -> float:
     """Seconds until the chunks of segments, so many each, are merged."""
     once = kernel.rounds * L2_LATENCY + kernel.instructions * CYCLES_PER_INSTRUCTION / device.clock
-    walks = [kernel.before * L2_LATENCY + math.ceil(n / kernel.many) * once + L2_LATENCY for n in counts]
+    walks = [
+        kernel.before * L2_LATENCY + math.ceil(n / kernel.many) * once + L2_LATENCY for n in counts
+    ]
     slots = [0.0] * (device.sms * kernel.resident)
     for walk in walks:
         for _ in range(kernel.tiles):

@@ -90,7 +90,11 @@ def settings(quick):
         return [of(policy, batch, 32768, count) for policy, batch in places for count in layers]
     found = [of(policy, *place) for policy in ESTIMATED for place in PLACES]
     found += [of(policy, batch, 32768) for policy in perf_steps.LAUNCHES for batch in COUNTED]
-    found += [of(policy, batch, 32768, perf_steps.LESS) for policy in perf_steps.LAUNCHES for batch in COUNTED]
+    found += [
+        of(policy, batch, 32768, perf_steps.LESS)
+        for policy in perf_steps.LAUNCHES
+        for batch in COUNTED
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -106,7 +110,15 @@ def head(*names):
 
 def cases_table(cases, estimates, device):
     """The table of decode attention, and its faults."""
-    names = ("case", "programs", "rows, us", "merge, us", "launches", "share of copy", "in flight per SM, KiB")
+    names = (
+        "case",
+        "programs",
+        "rows, us",
+        "merge, us",
+        "launches",
+        "share of copy",
+        "in flight per SM, KiB",
+    )
     lines = head(*names, "kernel", "against equal segments")
     wrong = []
     for case in cases:
@@ -116,55 +128,104 @@ def cases_table(cases, estimates, device):
         share = f"{found.share(device):.0%}" + ("" if found.filled else " (not filled)")
         times = (f"{found.rows * 1e6:.1f}", f"{found.merge * 1e6:.1f}")
         flight = f"{found.flight / 1024:.0f}"
-        lines.append(line(case.name, found.ctas, *times, found.launches, share, flight, kernel, ratio))
+        lines.append(
+            line(case.name, found.ctas, *times, found.launches, share, flight, kernel, ratio)
+        )
         wrong += [f"{case.name}: {each}" for each in perf_decode.faults(found, device, like)]
     return lines, wrong
 
 
 def counts_table(steps):
     """The table of launches a layer, and its faults."""
-    lines = head("policy", "sequences", "launches a layer", "at most", "a step", "inner loops", "command buffers")
+    lines = head(
+        "policy",
+        "sequences",
+        "launches a layer",
+        "at most",
+        "a step",
+        "inner loops",
+        "command buffers",
+    )
     wrong = []
     for policy, most in perf_steps.LAUNCHES.items():
         for batch in COUNTED:
-            mine = [step for at, step in steps.items() if (at.policy, at.batch, at.tokens) == (policy, batch, 32768)]
+            mine = [
+                step
+                for at, step in steps.items()
+                if (at.policy, at.batch, at.tokens) == (policy, batch, 32768)
+            ]
             if len(mine) < 2:
                 continue
-            each, whole = perf_steps.per_layer(mine), max(mine, key=lambda step: step.setting.layers)
+            each, whole = (
+                perf_steps.per_layer(mine),
+                max(mine, key=lambda step: step.setting.layers),
+            )
             buffers = f"{whole.buffers}, {whole.outside} launches outside"
             shown = f"{whole.launches} ({whole.setting.layers} layers)"
             lines.append(line(policy, batch, f"{each:.1f}", most, shown, whole.inner, buffers))
-            wrong += [f"{policy}, {batch} sequences: {each}" for each in perf_steps.too_many(policy, each)]
+            wrong += [
+                f"{policy}, {batch} sequences: {each}" for each in perf_steps.too_many(policy, each)
+            ]
     return lines, wrong
 
 
 def steps_table(steps):
     """The tables of estimated steps, and of the largest batches."""
     lines = head(
-        "sequences x tokens", "policy", "ideal, ms", "estimate, ms", "tokens/s", "gain, ideal", "gain", "attention, ms"
+        "sequences x tokens",
+        "policy",
+        "ideal, ms",
+        "estimate, ms",
+        "tokens/s",
+        "gain, ideal",
+        "gain",
+        "attention, ms",
     )
     for batch, tokens in PLACES:
         found = {policy: steps[perf_steps.Setting(policy, batch, tokens)] for policy in ESTIMATED}
         full = found["FullKV"]
         for policy, step in found.items():
             gains = (f"{full.ideal / step.ideal:.2f}", f"{full.time / step.time:.2f}")
-            times = (f"{step.ideal * 1e3:.2f}", f"{step.time * 1e3:.2f}", f"{batch / step.time:.0f}")
-            lines.append(line(f"{batch} x {tokens}", policy, *times, *gains, f"{step.attention * 1e3:.2f}"))
-    lines += ["", *head("policy", "bytes of a sequence, MB", "largest batch", "ms a step", "tokens/s")]
+            times = (
+                f"{step.ideal * 1e3:.2f}",
+                f"{step.time * 1e3:.2f}",
+                f"{batch / step.time:.0f}",
+            )
+            lines.append(
+                line(f"{batch} x {tokens}", policy, *times, *gains, f"{step.attention * 1e3:.2f}")
+            )
+    lines += [
+        "",
+        *head("policy", "bytes of a sequence, MB", "largest batch", "ms a step", "tokens/s"),
+    ]
     for policy in ESTIMATED:
         step = steps[perf_steps.Setting(policy, 8, 32768)]
         times = (f"{step.largest_time * 1e3:.1f}", f"{step.largest / step.largest_time:.0f}")
         if step.largest > UNLOOPED.get(policy, step.largest):
             times = ("-", "-")
-        lines.append(line(policy, f"{step.pools / step.setting.batch / 1e6:.0f}", step.largest, *times))
+        lines.append(
+            line(policy, f"{step.pools / step.setting.batch / 1e6:.0f}", step.largest, *times)
+        )
     return lines
 
 
 def memory_table(steps):
     """What steps hold beside their pools."""
-    lines = head("sequences x tokens", "layers", "policy", "pools, MB", "temporaries, MB", "share", "copies of a pool")
+    lines = head(
+        "sequences x tokens",
+        "layers",
+        "policy",
+        "pools, MB",
+        "temporaries, MB",
+        "share",
+        "copies of a pool",
+    )
     for at, step in steps.items():
-        sizes = (f"{step.pools / 1e6:.0f}", f"{step.temporaries / 1e6:.1f}", f"{step.temporaries / step.pools:.2%}")
+        sizes = (
+            f"{step.pools / 1e6:.0f}",
+            f"{step.temporaries / 1e6:.1f}",
+            f"{step.temporaries / step.pools:.2%}",
+        )
         lines.append(line(f"{at.batch} x {at.tokens}", at.layers, at.policy, *sizes, step.copies))
     return lines
 
@@ -203,7 +264,8 @@ def written(device, cases, estimates, prefill, steps, quick):
     tables += table
     if prefill:
         said = (
-            f"{prefill.instructions} instructions, {prefill.products} warpgroup products, {prefill.registers} registers"
+            f"{prefill.instructions} instructions, {prefill.products} "
+            f"warpgroup products, {prefill.registers} registers"
         )
         tables += [
             "",
@@ -246,10 +308,16 @@ the prompt."""
 
 def main():
     """Compiles, prints and writes the tables; exits with 1 where a rule is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repo", type=Path, help="the kernels of this checkout, decode attention alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repo", type=Path, help="the kernels of this checkout, decode attention alone"
+    )
     parser.add_argument("--decode", action="store_true", help="decode attention alone")
-    parser.add_argument("--quick", action="store_true", help="launches by short models, no estimates of steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="launches by short models, no estimates of steps"
+    )
     parser.add_argument("--device", choices=perf_gpu.DEVICES, default="h200")
     parser.add_argument("--out", type=Path, help="write the tables here as well")
     args = parser.parse_args()
@@ -258,7 +326,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(
-            max_workers=os.cpu_count(), mp_context=context, initializer=begin, initargs=(folder, repo)
+            max_workers=os.cpu_count(),
+            mp_context=context,
+            initializer=begin,
+            initargs=(folder, repo),
         ) as pool:
             wanted = [] if alone else settings(args.quick)
             steps = {each: pool.submit(run_step, each, device) for each in wanted}

@@ -65,7 +65,11 @@ def narrow(operations: tuple[str, ...], numbers: int = 0) -> int:
 
 def left_in_flight(operations: tuple[str, ...]) -> int:
     """Groups of asynchronous copies that the loop's last wait leaves in flight; 0 if it waits for all of them."""
-    waits = [int(found[1], 16) for each in operations if (found := re.search(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)", each))]
+    waits = [
+        int(found[1], 16)
+        for each in operations
+        if (found := re.search(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)", each))
+    ]
     return max(waits, default=0)
 
 
@@ -138,7 +142,9 @@ class Thunk:
     @property
     def product(self) -> bool:
         """Whether it is a matrix product."""
-        return self.kind in ("kGemm", "kCublasLtMatmul") or bool(re.search(r"gemm|(^|_)dot(_|$)", self.name))
+        return self.kind in ("kGemm", "kCublasLtMatmul") or bool(
+            re.search(r"gemm|(^|_)dot(_|$)", self.name)
+        )
 
 
 _NUMBERED = re.compile(r"^( *)\d+: (k\w+)\s*(?:\[.*?\])?\s*(.*)$")
@@ -190,7 +196,9 @@ def conditions(sequence: list[Thunk]) -> list[Thunk]:
 
 def inner_loops(sequence: list[Thunk]) -> list[Thunk]:
     """Loops within the one over tokens, branches of conditions aside."""
-    return [each for each in sequence if each.kind == "kWhile" and each.in_loop and not each.in_branch]
+    return [
+        each for each in sequence if each.kind == "kWhile" and each.in_loop and not each.in_branch
+    ]
 
 
 def times(each: Thunk, trips: dict[int, int]) -> int:
@@ -208,6 +216,9 @@ def times(each: Thunk, trips: dict[int, int]) -> int:
 def command_buffers(sequence: list[Thunk]) -> tuple[int, int]:
     """Command buffers that one token takes, and launches outside of them."""
     inside = loop_launches(sequence)
-    buffers = {next((at for at, kind, _ in each.within if kind == "kCommandBuffer"), None) for each in inside}
+    buffers = {
+        next((at for at, kind, _ in each.within if kind == "kCommandBuffer"), None)
+        for each in inside
+    }
     outside = sum(not each.in_command_buffer for each in inside)
     return len(buffers - {None}), outside

@@ -24,7 +24,15 @@ from jaxkv.planning import hlo
 
 BUDGET, NEW, GROUP, DIM, HEADS = 1024, aot_sharded.NEW, 4, 128, 8
 # Launches a layer that a policy's step may take.
-LAUNCHES = {"FullKV": 12, "SnapKV": 12, "AdaKV": 12, "PyramidKV": 12, "H2O": 16, "D2O": 16, "OmniKV": 12}
+LAUNCHES = {
+    "FullKV": 12,
+    "SnapKV": 12,
+    "AdaKV": 12,
+    "PyramidKV": 12,
+    "H2O": 16,
+    "D2O": 16,
+    "OmniKV": 12,
+}
 # Temporaries, as a share of the pools; of a single sequence the logits alone are as much as 1024 rows a head.
 TEMPORARIES, FEW = 0.01, 8
 LAYERS, SMALL, LESS = 32, 8, 4
@@ -124,11 +132,21 @@ def calls(text, inside):
     given = []
     for line in body_of(text):
         if 'custom_call_target="__gpu$xla.gpu.triton"' in line:
-            arrays = hlo.arrays_in(line.partition("operand_layout_constraints=")[2].partition("}}")[0])
-            rows = [sizes[1] for kind, sizes in arrays if kind in ("bf16", "f16") and len(sizes) == 3]
+            arrays = hlo.arrays_in(
+                line.partition("operand_layout_constraints=")[2].partition("}}")[0]
+            )
+            rows = [
+                sizes[1] for kind, sizes in arrays if kind in ("bf16", "f16") and len(sizes) == 3
+            ]
             # Lists of picked rows `[B, k, T]` are the one table of three dimensions.
             picked = [sizes[2] for kind, sizes in arrays if kind == "s32" and len(sizes) == 3]
-            given.append((re.search(r', name = "(\w+)"', line)[1], max(rows, default=0), max(picked, default=0)))
+            given.append(
+                (
+                    re.search(r', name = "(\w+)"', line)[1],
+                    max(rows, default=0),
+                    max(picked, default=0),
+                )
+            )
     ours = {name for name, *_ in given}
     launched = [each.name for each in inside if plain(each.name) in ours]
     assert [plain(name) for name in launched] == [name for name, *_ in given], (launched, given)
@@ -170,12 +188,18 @@ def moved(lines, pools, keys):
         if not named:
             continue
         name, result, operation, operands = named.groups()
-        sizes[name] = sum(hlo.size_of(*each) for each in hlo.arrays_in(result) if each[0] in hlo.BYTES)
+        sizes[name] = sum(
+            hlo.size_of(*each) for each in hlo.arrays_in(result) if each[0] in hlo.BYTES
+        )
         given = re.findall(r"%[\w.\-]+", operands)
         if operation in ("get-tuple-element", "bitcast") and "bf16" in result:
             carried.add(name)
         elif operation == "custom-call" and "/ragged_" not in line:
-            total += sum(sizes.get(each, 0) for each in given if sizes.get(each) not in pools and each not in carried)
+            total += sum(
+                sizes.get(each, 0)
+                for each in given
+                if sizes.get(each) not in pools and each not in carried
+            )
         elif operation != "fusion" or re.search(r"scatter|dynamic_update_slice", name):
             continue
         elif re.search(r"gemm|dot", name):
@@ -191,7 +215,11 @@ def in_slots(work, slots=True):
     """The work of an engine's loop, whose sequences have samplers and end ids of their own; `work` unless `slots`."""
     from jaxkv.sampling import Greedy, mixed
 
-    return dataclasses.replace(work, sampling=mixed([Greedy()] * work.batch), ends=8) if slots else work
+    return (
+        dataclasses.replace(work, sampling=mixed([Greedy()] * work.batch), ends=8)
+        if slots
+        else work
+    )
 
 
 def compile_loop(setting, device):
@@ -218,7 +246,13 @@ def passed(kernels, loop, use, setting, batch, device):
     passing, merging = loop.found[use.name], perf_decode.pair(loop.found)[1]
     # Logits are kept where they are to become scores.
     written = GROUP * 4 if any("STG" in each for each in passing.code.body(passing.code.hot)) else 0
-    shape = {"group": GROUP, "dim": DIM, "segments": batch * HEADS, "written": written, "picked": bool(use.picked)}
+    shape = {
+        "group": GROUP,
+        "dim": DIM,
+        "segments": batch * HEADS,
+        "written": written,
+        "picked": bool(use.picked),
+    }
     return perf_decode.estimate(device, passing, merging, work, counts, **shape)
 
 
@@ -236,7 +270,11 @@ def attention_time(kernels, loop, setting, batch, device):
             attention += last.rows + perf_gpu.LAUNCH
         else:
             # Scores: a logit of each query and row, and the sum that it is added to.
-            data = batch * HEADS * BUDGET * (GROUP * 4 + 8) if use.name.startswith("ragged_mass") else 0
+            data = (
+                batch * HEADS * BUDGET * (GROUP * 4 + 8)
+                if use.name.startswith("ragged_mass")
+                else 0
+            )
             others += perf_gpu.LAUNCH + perf_gpu.SMALL + data / device.copy
     return attention, others
 
@@ -258,13 +296,21 @@ class Loop:
         """Of a step of so many sequences, and of that its attention."""
         attention, others = attention_time(kernels, self, setting, batch, device)
         ours = {use.name for use in self.uses}
-        count = lambda wanted: sum(n for each, n in zip(self.inside, self.often, strict=True) if wanted(each))  # noqa: E731
+
+        def count(wanted):
+            return sum(n for each, n in zip(self.inside, self.often, strict=True) if wanted(each))  # noqa: E731
+
         products = count(lambda each: each.product)
         small = count(lambda each: not each.product and each.name not in ours)
         # A multiplication and an addition for each weight, of two bytes, and sequence.
-        time = max(self.weights / device.copy, self.weights * batch / device.products) + products * perf_gpu.LAUNCH
+        time = (
+            max(self.weights / device.copy, self.weights * batch / device.products)
+            + products * perf_gpu.LAUNCH
+        )
         time += attention + others + small * (perf_gpu.LAUNCH + perf_gpu.SMALL)
-        time += self.other_bytes * batch / setting.batch / device.copy + self.looks * perf_gpu.HOST_LOOK
+        time += (
+            self.other_bytes * batch / setting.batch / device.copy + self.looks * perf_gpu.HOST_LOOK
+        )
         # The device decides a condition by a kernel of its own.
         time += self.conditions * (perf_gpu.LAUNCH + perf_gpu.SMALL)
         return time, attention
@@ -319,7 +365,9 @@ def run(setting, device):
     temporaries = memory.temp_size_in_bytes
     beside = temporaries + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     whole = setting.layers == LAYERS
-    largest = int((device.memory - held) // ((size_of(pools) + beside) / setting.batch)) if whole else 0
+    largest = (
+        int((device.memory - held) // ((size_of(pools) + beside) / setting.batch)) if whole else 0
+    )
     time, attention = loop.seconds(pallas_kernels, setting, setting.batch, device)
     passes = [use for use in loop.uses if plain(use.name) == "ragged_decode"]
     read = sum(sum(map(sum, lengths_of(setting, use, setting.batch))) for use in passes)
@@ -347,7 +395,9 @@ def wrong_with(passes, found, device):
     wrong = []
     for name, picked in sorted(passes.items()):
         numbers = perf_decode.row_numbers(found[name], DIM) if picked else 0
-        wrong += [f"{name}: {each}" for each in perf_decode.kernel_faults(found[name], device, numbers)]
+        wrong += [
+            f"{name}: {each}" for each in perf_decode.kernel_faults(found[name], device, numbers)
+        ]
     return tuple(wrong)
 
 
@@ -373,7 +423,9 @@ def faults(steps):
     step = max(steps, key=lambda step: step.setting.layers)
     wrong = list(step.wrong)
     if step.buffers != 1 or step.outside:
-        wrong.append(f"the loop's body is {step.buffers} command buffers and {step.outside} launches, not one")
+        wrong.append(
+            f"the loop's body is {step.buffers} command buffers and {step.outside} launches, not one"
+        )
     if step.copies:
         wrong.append(f"copies a pool {step.copies} times")
     share = temporaries_of(steps)

@@ -41,7 +41,9 @@ SPLASH_BUNDLES = 6180, 910
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_KERNEL = re.compile(r"^\s*(?:ROOT )?%(\w+?)(?:\.\d+)* = .*custom_call_target=\"tpu_custom_call\"", re.MULTILINE)
+_KERNEL = re.compile(
+    r"^\s*(?:ROOT )?%(\w+?)(?:\.\d+)* = .*custom_call_target=\"tpu_custom_call\"", re.MULTILINE
+)
 _SLICED, _CALLS = re.compile(r"dynamic_slice_sizes=\{(\d+)"), re.compile(r" calls=%([\w.\-]+)")
 _WHILE = re.compile(r" while\(.*condition=%([\w.\-]+).*body=%([\w.\-]+)")
 
@@ -63,7 +65,9 @@ def trips(condition: list[str]) -> int | None:
     """Number of trips of a loop by its condition's lines; None if it is no constant."""
     constants = [re.search(r"s32\[\]\S* constant\((\d+)\)", line) for line in condition]
     found = [int(each[1]) for each in constants if each is not None]
-    return found[0] if len(found) == 1 and any("direction=LT" in line for line in condition) else None
+    return (
+        found[0] if len(found) == 1 and any("direction=LT" in line for line in condition) else None
+    )
 
 
 def cycles(text: str, name: str = "ENTRY") -> int:
@@ -74,7 +78,12 @@ def cycles(text: str, name: str = "ENTRY") -> int:
 def countable(text: str) -> bool:
     """True if the trips of all loops of an HLO text are constants."""
     parts = computations(text)
-    loops = [loop for lines in parts.values() for line in lines if (loop := _WHILE.search(line)) is not None]
+    loops = [
+        loop
+        for lines in parts.values()
+        for line in lines
+        if (loop := _WHILE.search(line)) is not None
+    ]
     return all(trips(parts[loop[1]]) is not None for loop in loops)
 
 
@@ -84,7 +93,9 @@ def _sliced(parts: dict[str, list[str]], name: str) -> int:
     for line in parts[name]:
         called, loop = _CALLS.search(line), _WHILE.search(line)
         inner = [each for each in (called and called[1], loop and loop[2]) if each in parts]
-        most = max([most, *map(int, _SLICED.findall(line)), *(_sliced(parts, each) for each in inner)])
+        most = max(
+            [most, *map(int, _SLICED.findall(line)), *(_sliced(parts, each) for each in inner)]
+        )
     return most
 
 
@@ -135,7 +146,13 @@ def gathered(text: str) -> int:
 
 
 def decode_kernel(
-    segments: int, rows: int, row_bytes: int, *, scores: bool = False, windows: bool = False, coded: bool = False
+    segments: int,
+    rows: int,
+    row_bytes: int,
+    *,
+    scores: bool = False,
+    windows: bool = False,
+    coded: bool = False,
 ) -> float:
     """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all.
 

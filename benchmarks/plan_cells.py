@@ -85,7 +85,14 @@ def setting_of(cell):
         options["filter_layers"] = FILTERS[config.layers]
     policy = getattr(jaxkv, cell.policy)(**options)
     where = {"gpu": gpu, "gpus": count, "data": cell.data}
-    return Setting(model=cell.model, config=config, policy=policy, batch=cell.batch, context=cell.context, **where)
+    return Setting(
+        model=cell.model,
+        config=config,
+        policy=policy,
+        batch=cell.batch,
+        context=cell.context,
+        **where,
+    )
 
 
 def measure(cell):
@@ -94,7 +101,9 @@ def measure(cell):
 
     began = time.perf_counter()
     made = compile_plan(setting_of(cell))
-    figures = dataclasses.asdict(made) | {"peaks": {"prefill": made.prefill.peak, "decode": made.decode.peak}}
+    figures = dataclasses.asdict(made) | {
+        "peaks": {"prefill": made.prefill.peak, "decode": made.decode.peak}
+    }
     return figures | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -127,7 +136,11 @@ def line_of(cell, found):
 def faults(cell, found):
     """Where the arithmetic is too far off."""
     errors = {name: off(mine, theirs) for name, (mine, theirs, _) in compared(cell, found).items()}
-    return [f"{cell.name}: {name} is {error:+.1%} off" for name, error in errors.items() if abs(error) > MOST]
+    return [
+        f"{cell.name}: {name} is {error:+.1%} off"
+        for name, error in errors.items()
+        if abs(error) > MOST
+    ]
 
 
 def write(results):
@@ -145,9 +158,15 @@ def write(results):
 
 def main():
     """Compiles what is missing, writes each cell, exits with 1 where the arithmetic is off."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="of the missing cells those whose names hold this")
-    parser.add_argument("--quick", action="store_true", help="one cell of two layers, of which nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="of the missing cells those whose names hold this"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one cell of two layers, of which nothing is written"
+    )
     options = parser.parse_args()
     if options.quick:
         found = measure(QUICK)

@@ -26,7 +26,11 @@ POLICIES = ("FullKV", "SnapKV", "AdaKV", "D2O")
 PROMPTS = ((1, 512), (1, 4096), (4, 1024))
 DTYPES = ("float32", "bfloat16")
 CELLS = [(policy, *prompt, dtype) for dtype in DTYPES for prompt in PROMPTS for policy in POLICIES]
-COMPILED = (("FullKV", 1, 512, "float32"), ("D2O", 1, 4096, "float32"), ("AdaKV", 4, 1024, "bfloat16"))
+COMPILED = (
+    ("FullKV", 1, 512, "float32"),
+    ("D2O", 1, 4096, "float32"),
+    ("AdaKV", 4, 1024, "bfloat16"),
+)
 HEAD = """# The most memory of a process, predicted and measured
 
 `python -m benchmarks.plan_memory` writes this. SmolLM2-135M on this machine's CPU: a fresh process imports jaxkv, loads
@@ -71,8 +75,12 @@ def measured(cell, folder):
     command = [sys.executable, "-m", "benchmarks.plan_memory", "--cell", json.dumps(cell)]
     environment = os.environ | {"JAXKV_COMPILED": str(folder)}
     began = time.perf_counter()
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=record.ROOT)
-    return json.loads(done.stdout.splitlines()[-1]) | {"seconds": round(time.perf_counter() - began, 1)}
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=record.ROOT
+    )
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        "seconds": round(time.perf_counter() - began, 1)
+    }
 
 
 def predicted(cell):
@@ -86,7 +94,15 @@ def predicted(cell):
     made = getattr(jaxkv, policy)(**({} if policy == "FullKV" else {"budget": BUDGET}))
     config = model_named(CONFIG).config
     return process_of(
-        Request(model=CONFIG, config=config, policy=made, batch=batch, context=context, new=NEW, dtype=dtype)
+        Request(
+            model=CONFIG,
+            config=config,
+            policy=made,
+            batch=batch,
+            context=context,
+            new=NEW,
+            dtype=dtype,
+        )
     )
 
 
@@ -102,18 +118,26 @@ def rows(results):
 def write(results):
     """Both files, each whole at any time."""
     record.save(RESULTS, results)
-    lines = ["| policy, prompts, dtype | predicted, MB | measured, MB | error |", "|---|---|---|---|"]
+    lines = [
+        "| policy, prompts, dtype | predicted, MB | measured, MB | error |",
+        "|---|---|---|---|",
+    ]
     lines += [
-        f"| {n} | {mine / 1e6:.0f} | {real / 1e6:.0f} | {mine / real - 1:+.1%} |" for n, mine, real in rows(results)
+        f"| {n} | {mine / 1e6:.0f} | {real / 1e6:.0f} | {mine / real - 1:+.1%} |"
+        for n, mine, real in rows(results)
     ]
     RESULTS.with_suffix(".md").write_text("\n".join([HEAD, *lines, ""]))
 
 
 def main():
     """Measures what is missing, writes each cell, exits with 1 where a prediction is off."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="", help="of the missing cells those whose names hold this")
+    parser.add_argument(
+        "--only", default="", help="of the missing cells those whose names hold this"
+    )
     options = parser.parse_args()
     if options.cell:
         print(json.dumps(run(*options.cell)))
@@ -130,7 +154,11 @@ def main():
             results[name_of(cell, False)] = measured(cell, folder)
             write(results)
     write(results)
-    wrong = [f"{name}: {mine:,} for {real:,}" for name, mine, real in rows(results) if abs(mine / real - 1) > MOST]
+    wrong = [
+        f"{name}: {mine:,} for {real:,}"
+        for name, mine, real in rows(results)
+        if abs(mine / real - 1) > MOST
+    ]
     print(RESULTS.with_suffix(".md").read_text())
     print("\n".join(f"FAULT {each}" for each in wrong), file=sys.stderr)
     sys.exit(bool(wrong))

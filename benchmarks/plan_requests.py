@@ -49,7 +49,13 @@ def predicted(config, shape):
     batch, context, new = shape
     found = {}
     for name in POLICIES:
-        request = {"batch": batch, "context": context, "new": new, "dtype": "float32", "memory": None}
+        request = {
+            "batch": batch,
+            "context": context,
+            "new": new,
+            "dtype": "float32",
+            "memory": None,
+        }
         setting = HostSetting(model=MODEL, config=config, policy=policy_of(name), **request)
         found[name] = service_of(speed_of(setting), setting, None)
     return found
@@ -71,7 +77,9 @@ def rounds_of(model, shape, rounds):
     import jaxkv
 
     batch, context, new = shape
-    ids = np.random.default_rng(0).integers(100, model.config.vocab - 100, (batch, context)).tolist()
+    ids = (
+        np.random.default_rng(0).integers(100, model.config.vocab - 100, (batch, context)).tolist()
+    )
     sessions = {name: jaxkv.Session(model, policy_of(name)) for name in POLICIES}
     for session in sessions.values():
         seconds(session, ids, new)
@@ -81,7 +89,10 @@ def rounds_of(model, shape, rounds):
         taken = {name: seconds(session, ids, new) for name, session in sessions.items()}
         after = predicted(model.config, shape)
         for name, (prefill, decode) in taken.items():
-            mine = [(one + two) / 2 for one, two in zip(parts(before[name]), parts(after[name]), strict=True)]
+            mine = [
+                (one + two) / 2
+                for one, two in zip(parts(before[name]), parts(after[name]), strict=True)
+            ]
             found[name].append({"predicted": mine, "measured": [prefill, decode]})
         before = after
     return found
@@ -99,7 +110,8 @@ def rows(results):
             continue
         batch = int(name.split(", ")[1].split(" x ")[0])
         hour = {
-            side: 3600 * batch / np.median([sum(each[side]) for each in cell]) for side in ("predicted", "measured")
+            side: 3600 * batch / np.median([sum(each[side]) for each in cell])
+            for side in ("predicted", "measured")
         }
         whole = [sum(each["measured"]) / sum(each["predicted"]) for each in cell]
         parted = [[each["measured"][at] / each["predicted"][at] for each in cell] for at in (0, 1)]
@@ -125,7 +137,9 @@ def main():
     import jaxkv
     from jaxkv.compilation import enable_compilation_cache
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     enable_compilation_cache()

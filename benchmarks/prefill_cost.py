@@ -25,7 +25,18 @@ POLICIES = {
     **{
         name: as_policy(name, options={"budget": SHARE})
         for name in (
-            *("snapkv", "adakv", "keydiff", "lagkv", "curdkv", "capkv", "compactor", "chunkkv", "cake", "dropkv"),
+            *(
+                "snapkv",
+                "adakv",
+                "keydiff",
+                "lagkv",
+                "curdkv",
+                "capkv",
+                "compactor",
+                "chunkkv",
+                "cake",
+                "dropkv",
+            ),
             *("defensivekv", "layerdefensivekv", "kvzip"),
         )
     },
@@ -48,7 +59,9 @@ def measure(params, tokens, rounds, names):
             start, busy = time.perf_counter(), time.process_time()
             session.prefill(ids)
             found[name].append((time.perf_counter() - start, time.process_time() - busy))
-    peaks = {name: each.planned(np.asarray([tokens]), 0).peak_bytes for name, each in sessions.items()}
+    peaks = {
+        name: each.planned(np.asarray([tokens]), 0).peak_bytes for name, each in sessions.items()
+    }
     return {name: (peaks[name], np.asarray(each)) for name, each in found.items()}
 
 
@@ -65,10 +78,14 @@ def lines_of(tokens, found):
 
 def main():
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", default="1024", help="prompt lengths (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--policies", help="names, of all by default: " + ", ".join(list(POLICIES)[1:]))
+    parser.add_argument(
+        "--policies", help="names, of all by default: " + ", ".join(list(POLICIES)[1:])
+    )
     parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a Markdown file to write")
     asked = parser.parse_args()
@@ -84,7 +101,11 @@ def main():
         "| tokens | policy | s: median (least-most) | processor s | s / full | processor s / full | peak / full |",
         "|---:|---|---:|---:|---:|---:|---:|",
     ]
-    names = [name for name in POLICIES if name != "full"] if asked.policies is None else asked.policies.split(",")
+    names = (
+        [name for name in POLICIES if name != "full"]
+        if asked.policies is None
+        else asked.policies.split(",")
+    )
     for tokens in map(int, asked.tokens.split(",")):
         lines += lines_of(tokens, measure(params, tokens, asked.rounds, names))
     print("\n".join(lines))

@@ -29,11 +29,27 @@ POLICIES = {
 # Logits that differ by less may be in another order after sums in another order.
 CLEAR = 1e-2
 FACTS = (
-    ("The treasurer of the society is {}.", "Who is the society's treasurer?", ("Ada Moss", "Ian Bell", "Lea Wolf")),
-    ("The old bridge was closed in {}.", "In which year was the old bridge closed?", ("1871", "1904", "1923")),
-    ("The meeting took place in {}.", "Where did the meeting take place?", ("Lisbon", "Geneva", "Montreal")),
+    (
+        "The treasurer of the society is {}.",
+        "Who is the society's treasurer?",
+        ("Ada Moss", "Ian Bell", "Lea Wolf"),
+    ),
+    (
+        "The old bridge was closed in {}.",
+        "In which year was the old bridge closed?",
+        ("1871", "1904", "1923"),
+    ),
+    (
+        "The meeting took place in {}.",
+        "Where did the meeting take place?",
+        ("Lisbon", "Geneva", "Montreal"),
+    ),
     ("The ship carried a load of {}.", "What did the ship carry?", ("copper", "cotton", "timber")),
-    ("The password of the vault is {}.", "What is the password of the vault?", ("falcon", "marble", "juniper")),
+    (
+        "The password of the vault is {}.",
+        "What is the password of the vault?",
+        ("falcon", "marble", "juniper"),
+    ),
 )
 
 
@@ -58,9 +74,18 @@ def ours(params, documents, policy) -> dict:
     ends, kept, answers = set(params.text.eos_ids), [], []
     for each in documents:
         cache = jaxkv.prefill(params, [each["context"]], policy=policy)
-        kept.append({f"{layer},{head}": sorted(pos.tolist()) for layer, _, head, _, _, pos in segments(cache)})
+        kept.append(
+            {
+                f"{layer},{head}": sorted(pos.tolist())
+                for layer, _, head, _, _, pos in segments(cache)
+            }
+        )
         for question in each["questions"]:
-            tokens = jaxkv.generate(params, [question], cache=cache, max_new_tokens=NEW).tokens[0].tolist()
+            tokens = (
+                jaxkv.generate(params, [question], cache=cache, max_new_tokens=NEW)
+                .tokens[0]
+                .tolist()
+            )
             answers.append([token for token in tokens if token not in ends])
     return {"kept": kept, "answers": answers}
 
@@ -76,7 +101,9 @@ def compared(mine: dict, theirs: dict) -> dict:
     found = {"equal": 0, "unclear": 0, "clear": 0}
     for tokens, answer in zip(mine["answers"], theirs["answers"], strict=True):
         said, gaps = answer["tokens"], answer["gaps"]
-        parted = next((at for at in range(len(gaps)) if tokens[at : at + 1] != said[at : at + 1]), None)
+        parted = next(
+            (at for at in range(len(gaps)) if tokens[at : at + 1] != said[at : at + 1]), None
+        )
         found["equal" if parted is None else "unclear" if gaps[parted] < CLEAR else "clear"] += 1
     return {"rows": same / rows, "heads": equal_heads / heads, **found}
 
@@ -84,7 +111,9 @@ def compared(mine: dict, theirs: dict) -> dict:
 def main() -> None:
     """Runs both sides and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peer-python", required=True, help="Python of an environment with torch and kvpress")
+    parser.add_argument(
+        "--peer-python", required=True, help="Python of an environment with torch and kvpress"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     params = jaxkv.load(MODEL, dtype="float32")
@@ -104,16 +133,22 @@ def main() -> None:
         whole = lines.read_bytes()
         lines.write_bytes(whole[: len(whole) * 2 // 5])
         evaluate(params, task, POLICIES, Path(folder) / "out", how=how, batch=batch)
-        print(f"killed after 40 % and run again: {'the same' if lines.read_bytes() == whole else 'OTHER'} bytes")
+        print(
+            f"killed after 40 % and run again: {'the same' if lines.read_bytes() == whole else 'OTHER'} bytes"
+        )
         asked = Path(folder) / "asked.json"
         gguf = str(fetch(MODEL))
         asked.write_text(json.dumps({"gguf": gguf, "documents": documents, "new_tokens": NEW}))
         worker = Path(__file__).with_name("qa_peer_worker.py")
-        answer = subprocess.run([options.peer_python, str(worker), str(asked)], stdout=subprocess.PIPE, check=True)
+        answer = subprocess.run(
+            [options.peer_python, str(worker), str(asked)], stdout=subprocess.PIPE, check=True
+        )
         theirs = json.loads(answer.stdout)
         shortest = min(len(each["context"]) for each in documents)
         print(f"documents of {shortest} tokens or more; float32; seed {options.seed}")
-        print("| policy | right, % | rows in common, % | equal heads, % | answers: equal | parted, unclear | clear |")
+        print(
+            "| policy | right, % | rows in common, % | equal heads, % | answers: equal | parted, unclear | clear |"
+        )
         print("|---|---:|---:|---:|---:|---:|---:|")
         for name, policy in POLICIES.items():
             mine = ours(params, documents, policy)
@@ -123,7 +158,9 @@ def main() -> None:
             counts = f"{found['equal']} | {found['unclear']} | {found['clear']}"
             shares = f"{100 * found['rows']:.3f} | {100 * found['heads']:.2f}"
             print(f"| {name} | {100 * done.cell(name).mean:.1f} | {shares} | {counts} |")
-            print(f"{name}: {sum(map(str.__eq__, text, batched))} of {len(text)} answers one by one as in batches")
+            print(
+                f"{name}: {sum(map(str.__eq__, text, batched))} of {len(text)} answers one by one as in batches"
+            )
 
 
 if __name__ == "__main__":

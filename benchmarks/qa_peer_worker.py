@@ -53,7 +53,12 @@ def answered(pipe, document, press, new_tokens):
         text = generate(**options)
         ends = pipe.model.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
-        found.append({"tokens": [token for token, _ in steps if token not in ends], "gaps": [gap for _, gap in steps]})
+        found.append(
+            {
+                "tokens": [token for token, _ in steps if token not in ends],
+                "gaps": [gap for _, gap in steps],
+            }
+        )
         return text
 
     pipe.generate_answer = generated
@@ -78,7 +83,13 @@ def main():
         for document in asked["documents"]:
             press, kept = recorded(make())
             answers += answered(pipe, document, press, asked["new_tokens"])
-            rows.append({f"{layer},{head}": pos for layer, heads in enumerate(kept) for head, pos in enumerate(heads)})
+            rows.append(
+                {
+                    f"{layer},{head}": pos
+                    for layer, heads in enumerate(kept)
+                    for head, pos in enumerate(heads)
+                }
+            )
         out[name] = {"kept": rows, "answers": answers}
     print(json.dumps(out))
 

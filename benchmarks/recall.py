@@ -54,7 +54,9 @@ def read(model, documents, tokens):
     ids = [model.text.encode(each["text"], bos=True) for each in found]
     short = [each["title"] for each, mine in zip(found, ids, strict=True) if len(mine) < tokens]
     if short:
-        raise SystemExit(f"these documents have fewer than {tokens} tokens: {', '.join(short)}: lower --prompt")
+        raise SystemExit(
+            f"these documents have fewer than {tokens} tokens: {', '.join(short)}: lower --prompt"
+        )
     return [mine[:tokens] for mine in ids], [each["title"] for each in found]
 
 
@@ -69,11 +71,15 @@ def recalled(found):
                 "rows": found.rows[at, column].tolist(),
                 "recall": found.by_text[at, column].round(6).tolist(),
                 "mean": float(found.by_text[at, column].mean()),
-                "standard_error": error(found.by_text[at, column]) if len(found.lengths) > 1 else None,
+                "standard_error": error(found.by_text[at, column])
+                if len(found.lengths) > 1
+                else None,
                 "visible": float(found.visible[at, column].mean()),
                 "above_snapkv": float(mean[column]),
                 "standard_error_of_that": float(spread[column]) if len(found.lengths) > 1 else None,
-                "documents_above": int((found.by_text[at, column] > found.by_text[0, column]).sum()),
+                "documents_above": int(
+                    (found.by_text[at, column] > found.by_text[0, column]).sum()
+                ),
             }
             for column, budget in enumerate(found.budgets)
         ]
@@ -93,7 +99,9 @@ def lost(found):
                 "bound": float(found.bound[at, column].mean()),
                 "queries_at_most_uniform": float(queries[column]),
                 "layers_at_most_uniform": float(layers[column]),
-                "bound_holds": bool((found.loss[at, column] <= found.bound[at, column] + ROUNDING).all()),
+                "bound_holds": bool(
+                    (found.loss[at, column] <= found.bound[at, column] + ROUNDING).all()
+                ),
             }
             for column, budget in enumerate(found.budgets)
         ]
@@ -125,10 +133,14 @@ def told(results):
 
     def apart(each):
         spread = each["standard_error_of_that"]
-        return f"{100 * each['above_snapkv']:+.2f}" + ("" if spread is None else f" +- {100 * spread:.2f}")
+        return f"{100 * each['above_snapkv']:+.2f}" + (
+            "" if spread is None else f" +- {100 * spread:.2f}"
+        )
 
     for at, budget in enumerate(settings["budgets"]):
-        snap, pyramid, published, ada = (recall[name][at] for name in ("SnapKV", "PyramidKV", PUBLISHED, "AdaKV"))
+        snap, pyramid, published, ada = (
+            recall[name][at] for name in ("SnapKV", "PyramidKV", PUBLISHED, "AdaKV")
+        )
         assert pyramid["rows"] == snap["rows"] == ada["rows"]
         more = sum(published["rows"]) / sum(snap["rows"]) - 1
         lines.append(
@@ -160,10 +172,16 @@ def told(results):
 
 def main():
     """Looks, draws, saves and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens that policies see (default: %(default)s)")
-    parser.add_argument("--following", type=int, default=64, help="tokens behind them (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", type=int, default=4096, help="tokens that policies see (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--following", type=int, default=64, help="tokens behind them (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     options = parser.parse_args()
     enable_compilation_cache()
@@ -177,12 +195,23 @@ def main():
         "recall": RecallMeasure(cells),
         "loss": LossMeasure(grid(model, ALLOCATIONS, LOSS_BUDGETS)),
     }
-    progress = lambda at, tokens: print(f"{time.perf_counter() - begin:5.0f} s: {titles[at]}", flush=True)  # noqa: E731
-    found = measured(model, ids, list(measures.values()), following=options.following, begin=progress)
+
+    def progress(at, tokens):
+        return print(f"{time.perf_counter() - begin:5.0f} s: {titles[at]}", flush=True)  # noqa: E731
+
+    found = measured(
+        model, ids, list(measures.values()), following=options.following, begin=progress
+    )
     figures = dict(zip(measures, found, strict=True))
     settings = {name: getattr(options, name) for name in ("documents", "prompt", "following")}
     results = {
-        "settings": {"model": MODEL, "dtype": "float32", **settings, "budgets": BUDGETS, "loss_budgets": LOSS_BUDGETS},
+        "settings": {
+            "model": MODEL,
+            "dtype": "float32",
+            **settings,
+            "budgets": BUDGETS,
+            "loss_budgets": LOSS_BUDGETS,
+        },
         "titles": titles,
         "policies": {name: repr(policy) for name, policy in {**POLICIES, **ALLOCATIONS}.items()},
         "recall": recalled(figures["recall"]),

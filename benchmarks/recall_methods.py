@@ -17,7 +17,16 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv import AdaKV, ChunkKV, CriticalKV, DefensiveKV, ExpectedAttention, GlobalBudget, KVzip, SnapKV
+from jaxkv import (
+    AdaKV,
+    ChunkKV,
+    CriticalKV,
+    DefensiveKV,
+    ExpectedAttention,
+    GlobalBudget,
+    KVzip,
+    SnapKV,
+)
 from jaxkv.analysis.choosing import grid
 from jaxkv.analysis.figures import error
 from jaxkv.analysis.loss import LossMeasure
@@ -31,7 +40,18 @@ MODEL, WINDOW, SHARES = "smollm2-135m-instruct", 8, (0.05, 0.1, 0.2, 0.4)
 FOLLOWING = {"unseen": 40, "seen": 8}
 _SNAP = SnapKV(window=WINDOW)
 _NAMES = (
-    *("streamingllm", "random", "knorm", "tova", "pyramidkv", "keydiff", "lagkv", "curdkv", "capkv", "compactor"),
+    *(
+        "streamingllm",
+        "random",
+        "knorm",
+        "tova",
+        "pyramidkv",
+        "keydiff",
+        "lagkv",
+        "curdkv",
+        "capkv",
+        "compactor",
+    ),
     *("cake", "dropkv", "expectedattention", "kvzip", "layerdefensivekv"),
 )
 
@@ -55,15 +75,24 @@ def policies():
 def texts(params, tokens, count):
     """Token ids of samples, right answers behind them."""
     samples = Ruler(lengths=(tokens,), count=count).samples(params)
-    whole = (f"{each.context}{each.question}{each.prefix} {' '.join(each.answers)}" for each in samples)
+    whole = (
+        f"{each.context}{each.question}{each.prefix} {' '.join(each.answers)}" for each in samples
+    )
     return [params.text.encode(each, bos=True) for each in whole]
 
 
 def table(title, figures, names, digits):
     """Lines of a table: a row a policy, best first at a fifth of the rows; cells are means and standard errors."""
-    yield from ("", f"## {title}", "", f"| policy | {' | '.join(f'{100 * share:g} %' for share in SHARES)} |")
+    yield from (
+        "",
+        f"## {title}",
+        "",
+        f"| policy | {' | '.join(f'{100 * share:g} %' for share in SHARES)} |",
+    )
     yield "|---|" + "---:|" * len(SHARES)
-    order = sorted(range(len(names)), key=lambda at: figures[at, 2].mean(), reverse=title.startswith("Recall"))
+    order = sorted(
+        range(len(names)), key=lambda at: figures[at, 2].mean(), reverse=title.startswith("Recall")
+    )
     for at in order:
         cells = [f"{each.mean():.{digits}f} ± {error(each):.{digits}f}" for each in figures[at]]
         yield f"| {names[at]} | {' | '.join(cells)} |"
@@ -71,14 +100,24 @@ def table(title, figures, names, digits):
 
 def main():
     """Measures, prints tables and saves them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each text (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=1, help="texts of each of 11 tasks (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="of each text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--count", type=int, default=1, help="texts of each of 11 tasks (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="a Markdown file to write")
     asked = parser.parse_args()
     warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)
     params = jaxkv.load(MODEL)
-    ids, where, cells = texts(params, asked.tokens, asked.count), record.machine(), grid(params, policies(), SHARES)
+    ids, where, cells = (
+        texts(params, asked.tokens, asked.count),
+        record.machine(),
+        grid(params, policies(), SHARES),
+    )
     lines = [
         "# What policies recall and lose on SmolLM2, the question seen and unseen",
         "",
@@ -86,9 +125,13 @@ def main():
         f"{asked.tokens} tokens. Means over texts, layers and query heads, with standard errors over texts.",
     ]
     for name, following in FOLLOWING.items():
-        found = measured(params, ids, [RecallMeasure(cells), LossMeasure(cells)], following=following)
+        found = measured(
+            params, ids, [RecallMeasure(cells), LossMeasure(cells)], following=following
+        )
         lines += table(f"Recall, %, question {name}", 100 * found[0].by_text, cells.names, 1)
-        lines += table(f"Loss, L1, question {name}", np.mean(found[1].loss, axis=(3, 4)), cells.names, 2)
+        lines += table(
+            f"Loss, L1, question {name}", np.mean(found[1].loss, axis=(3, 4)), cells.names, 2
+        )
     print("\n".join(lines))
     if asked.out:
         asked.out.write_text("\n".join([*lines, ""]), "utf-8")

@@ -41,7 +41,9 @@ def resume(path, settings):
     found = json.loads(path.read_text())
     # As JSON gives them back, where tuples are lists.
     if found.get("settings") != json.loads(json.dumps(settings)):
-        raise SystemExit(f"{path} holds figures of other settings, {found.get('settings')}: give another --out")
+        raise SystemExit(
+            f"{path} holds figures of other settings, {found.get('settings')}: give another --out"
+        )
     return found
 
 
@@ -64,7 +66,9 @@ def random_ids(model, batch, tokens):
     """Prompts of random tokens, the same in every run."""
     import numpy as np
 
-    return np.random.default_rng(0).integers(100, model.config.vocab, (batch, tokens)).astype(np.int32)
+    return (
+        np.random.default_rng(0).integers(100, model.config.vocab, (batch, tokens)).astype(np.int32)
+    )
 
 
 def spread(values):

@@ -35,10 +35,14 @@ def main() -> None:
     write("essay.txt.gz", " ".join(" ".join(chapters).split()))
     # As RULER does with its lists: the order of their files, each word once.
     lists = {
-        name: list(dict.fromkeys((options.words / file).read_text("utf-8").split("\n"))) for name, file in LISTS.items()
+        name: list(dict.fromkeys((options.words / file).read_text("utf-8").split("\n")))
+        for name, file in LISTS.items()
     }
     write(
-        "words.json.gz", json.dumps({name: [each.rstrip() for each in words if each] for name, words in lists.items()})
+        "words.json.gz",
+        json.dumps(
+            {name: [each.rstrip() for each in words if each] for name, words in lists.items()}
+        ),
     )
 
 

@@ -42,9 +42,13 @@ def workload():
     """Prompts of real token ids, and the number of new tokens of each."""
     rng = np.random.default_rng(31)
     path = record.ROOT / "tests" / "golden" / "parity" / "needle1024.json"
-    ids = np.concatenate([np.asarray(case["input_ids"]) for case in json.loads(path.read_text())["cases"]])
+    ids = np.concatenate(
+        [np.asarray(case["input_ids"]) for case in json.loads(path.read_text())["cases"]]
+    )
     lengths, new = rng.integers(300, 1501, REQUESTS), rng.integers(32, 201, REQUESTS)
-    prompts = [np.take(ids, np.arange(n) + 613 * at, mode="wrap").tolist() for at, n in enumerate(lengths)]
+    prompts = [
+        np.take(ids, np.arange(n) + 613 * at, mode="wrap").tolist() for at, n in enumerate(lengths)
+    ]
     return prompts, new.tolist()
 
 
@@ -104,7 +108,9 @@ def pauses(model, interleaved):
     long = np.resize(np.asarray(prompt), LONG).tolist()
     limits = {"slots": 2, "max_prompt_tokens": LONG, "max_new_tokens": 200}
     with jaxkv.Engine(model, policy=jaxkv.SnapKV(budget=256), **limits) as engine:
-        running = engine.submit(prompt, max_new_tokens=200, stop_at_eos=False, offline=not interleaved)
+        running = engine.submit(
+            prompt, max_new_tokens=200, stop_at_eos=False, offline=not interleaved
+        )
         times, asked = [], None
         for _ in running:
             times.append(time.perf_counter())
@@ -151,7 +157,9 @@ def measured(model, peer, served, rounds):
     sizes = {name: engine.stats.nbytes for name, engine in engines.items()}
     sizes |= {name: sizes[name.replace("jaxkv serve", "jaxkv.Engine")] for name in names}
     config = model.config
-    sizes[PEER] = SLOTS * sum(LIMITS.values()) * 2 * config.layers * config.kv_heads * config.head_dim * 4
+    sizes[PEER] = (
+        SLOTS * sum(LIMITS.values()) * 2 * config.layers * config.kv_heads * config.head_dim * 4
+    )
     for engine in engines.values():
         engine.close()
     return found, sizes
@@ -160,7 +168,9 @@ def measured(model, peer, served, rounds):
 def models_of(policies):
     """Names of the server's models by the policies' names."""
     first, *others = policies
-    return {first: "model"} | {name: f"model:{SERVED[name].replace(' --', '-').replace(' ', '-')}" for name in others}
+    return {first: "model"} | {
+        name: f"model:{SERVED[name].replace(' --', '-').replace(' ', '-')}" for name in others
+    }
 
 
 def table(results):
@@ -170,7 +180,9 @@ def table(results):
     yield "| | requests a minute | ratio | tokens/s | CPU | first token, s | per token, s | slots, MB | in 2 GB |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for name, mine in rounds.items():
-        ratios = [a["requests_a_minute"] / b["requests_a_minute"] for a, b in zip(mine, base, strict=True)]
+        ratios = [
+            a["requests_a_minute"] / b["requests_a_minute"] for a, b in zip(mine, base, strict=True)
+        ]
         middle = lambda key, of=mine: statistics.median(each[key] for each in of)  # noqa: E731
         pair = lambda key, of=mine: " / ".join(  # noqa: E731
             f"{statistics.median(each[key][at] for each in of):.2f}" for at in (0, 1)
@@ -191,17 +203,29 @@ def main():
     from jaxkv.checkpoints import fetch
     from jaxkv.compilation import enable_compilation_cache
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", type=Path, help="Python of an environment with torch and transformers")
+    parser.add_argument(
+        "--peer", type=Path, help="Python of an environment with torch and transformers"
+    )
     options = parser.parse_args()
     enable_compilation_cache()
     model, peer = jaxkv.load(MODEL, "float32", progress=False), None
     if options.peer is not None:
         longest = str(sum(LIMITS.values()))
-        command = [options.peer, record.ROOT / "benchmarks" / "serving_peer.py", str(fetch(MODEL)), str(SLOTS), longest]
+        command = [
+            options.peer,
+            record.ROOT / "benchmarks" / "serving_peer.py",
+            str(fetch(MODEL)),
+            str(SLOTS),
+            longest,
+        ]
         peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    policies = {"model": SERVED["FullKV"]} | {models_of(SERVED)[name]: SERVED[name] for name in list(SERVED)[1:]}
+    policies = {"model": SERVED["FullKV"]} | {
+        models_of(SERVED)[name]: SERVED[name] for name in list(SERVED)[1:]
+    }
     with serving(MODEL, policies, slots=SLOTS, limits=LIMITS) as served:
         rounds, sizes = measured(model, peer, served, options.rounds)
     if peer is not None:
@@ -217,7 +241,9 @@ def main():
         f"{found['without']['longest_pause']:.2f} s without."
     ]
     load = f"Load of the machine, {results['machine']['cores']} cores, at the end: {results['machine']['load']:.1f}."
-    RESULTS.with_suffix(".md").write_text("\n".join([HEAD, load, "", *table(results), "", *told, ""]))
+    RESULTS.with_suffix(".md").write_text(
+        "\n".join([HEAD, load, "", *table(results), "", *told, ""])
+    )
     print(RESULTS.with_suffix(".md").read_text())
 
 

@@ -20,8 +20,26 @@ def serving(model, policies, *, slots, limits):
     `policies` are the arguments of each policy by the model's name in requests.
     """
     (name, first), *others = policies.items()
-    command = [sys.executable, "-m", "jaxkv", "serve", "--model", model, "--served-model-name", name]
-    command += ["--dtype", "float32", "--slots", str(slots), "--port", "0", "--max-question-tokens", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxkv",
+        "serve",
+        "--model",
+        model,
+        "--served-model-name",
+        name,
+    ]
+    command += [
+        "--dtype",
+        "float32",
+        "--slots",
+        str(slots),
+        "--port",
+        "0",
+        "--max-question-tokens",
+        "0",
+    ]
     command += [f"--{key.replace('_', '-')}={value}" for key, value in limits.items()]
     command += ["--policy", first, *(word for _, each in others for word in ("--also", each))]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -44,7 +62,9 @@ def by_http(port, process, model, prompts, new):
     """All requests sent at once, read as streams: seconds, CPU seconds of the server, first tokens, per token after."""
     before, begun = process.cpu_times(), time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [pool.submit(streamed, port, model, *each) for each in zip(prompts, new, strict=True)]
+        asked = [
+            pool.submit(streamed, port, model, *each) for each in zip(prompts, new, strict=True)
+        ]
         times = [each.result() for each in asked]
     seconds, after = time.perf_counter() - begun, process.cpu_times()
     cpu = after.user + after.system - before.user - before.system
@@ -54,7 +74,13 @@ def by_http(port, process, model, prompts, new):
 
 def streamed(port, model, prompt, count):
     """Times at which the pieces of one answer's text came; the number of its tokens is checked."""
-    body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     asked = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",

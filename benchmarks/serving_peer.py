@@ -25,7 +25,12 @@ def main(path, slots, longest):
     model = load(path, "float32")
     pages = int(slots) * -(-int(longest) // PAGE)
     config = transformers.GenerationConfig(
-        do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=pages, block_size=PAGE, max_batch_tokens=PASS
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+        num_blocks=pages,
+        block_size=PAGE,
+        max_batch_tokens=PASS,
     )
     for line in sys.stdin:
         asked = json.loads(line)

@@ -108,8 +108,18 @@ def random_llama(name, *, layers=None, weights=None):
     """
     config = llama_3_8b(layers or 32)
     if name == "tiny":
-        small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
+        small = {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+        }
+        small |= {
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 2,
+            "vocab_size": 256,
+            "rms_norm_eps": 1e-5,
+        }
         small |= {"max_position_embeddings": 4096, "eos_token_id": 0, "tie_word_embeddings": False}
         config = ModelConfig.from_hf(small | {"hidden_act": "silu"})
     return random_model(config, f"random-{name}", weights=weights)
@@ -142,4 +152,10 @@ def cache_of(pools, **tables):
 
 def spec_of(config, flat, *, layout=Layout.RAGGED, implementation=Implementation.PALLAS):
     """What a decode step is compiled for."""
-    return Spec(graphs=flat.graphs, config=config, layout=layout, rolling=False, implementation=implementation)
+    return Spec(
+        graphs=flat.graphs,
+        config=config,
+        layout=layout,
+        rolling=False,
+        implementation=implementation,
+    )

@@ -59,12 +59,22 @@ def answer(model, prompts, policy, **options):
     """Tokens of all prompts, and positions that each segment of the cache holds behind them."""
     options |= {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
     made = jaxkv.generate(model, prompts, policy=policy, **options)
-    return [each.tolist() for each in made.tokens], [sorted(part.pos.tolist()) for part in segments(made.cache)]
+    return [each.tolist() for each in made.tokens], [
+        sorted(part.pos.tolist()) for part in segments(made.cache)
+    ]
 
 
 def work(first, total):
     """Runs generations in this process from the index `first` on; one line of JSON on stdout for each."""
-    shape = {"vocab": 64, "layers": 3, "embed": 32, "hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 8}
+    shape = {
+        "vocab": 64,
+        "layers": 3,
+        "embed": 32,
+        "hidden": 64,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 8,
+    }
     model = tiny_model(jaxkv.ModelConfig(**shape, max_positions=512), dtype="float32")
     for index in range(first, total):
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -81,8 +91,20 @@ def worker(first, total, threads):
     """Command and environment of a process that runs `work`."""
     flags = [each for each in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in each]
     flags.append(f"--xla_force_host_platform_device_count={DEVICES}")
-    command = [sys.executable, "-m", "benchmarks.sharded_soak", "--first", str(first), "--generations", str(total)]
-    return command, os.environ | {"XLA_FLAGS": " ".join(flags), "NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.sharded_soak",
+        "--first",
+        str(first),
+        "--generations",
+        str(total),
+    ]
+    return command, os.environ | {
+        "XLA_FLAGS": " ".join(flags),
+        "NPROC": str(threads),
+        "JAX_PLATFORMS": "cpu",
+    }
 
 
 def generations(total, start):
@@ -109,7 +131,9 @@ def generations(total, start):
                     first, right = told["index"] + 1, right + told["right"]
                     wrong += [] if told["right"] else [told["what"]]
                     kind = "right" if told["right"] else "WRONG"
-                    print(f"{first:4} {told['what']:24} {kind} {told['seconds']:6.1f} s", flush=True)
+                    print(
+                        f"{first:4} {told['what']:24} {kind} {told['seconds']:6.1f} s", flush=True
+                    )
                 code = process.wait()
             finally:
                 process.kill()
@@ -127,7 +151,10 @@ def tests(times):
     for each in range(times):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_hosts.py"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        print(f"tests/test_hosts.py, {each + 1} of {times}: {done.stdout.strip().splitlines()[-1:]}", flush=True)
+        print(
+            f"tests/test_hosts.py, {each + 1} of {times}: {done.stdout.strip().splitlines()[-1:]}",
+            flush=True,
+        )
         failed += [] if done.returncode == 0 else [done.stdout[-5000:]]
     return failed
 
@@ -145,7 +172,9 @@ def beside(count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--generations", type=int, default=100)
     parser.add_argument("--tests", type=int, default=10, help="runs of tests/test_hosts.py")
     parser.add_argument("--busy", type=int, default=8, help="processes beside")
@@ -161,8 +190,19 @@ def main():
         right, wrong, aborts = generations(args.generations, lambda *of: worker(*of, args.threads))
         failed = tests(args.tests)
     minutes = (time.perf_counter() - begun) / 60
-    settings = {"generations": args.generations, "tests": args.tests, "busy": args.busy, "threads": args.threads}
-    found = {"right": right, "wrong": wrong, "aborts": aborts, "failed_tests": failed, "minutes": minutes}
+    settings = {
+        "generations": args.generations,
+        "tests": args.tests,
+        "busy": args.busy,
+        "threads": args.threads,
+    }
+    found = {
+        "right": right,
+        "wrong": wrong,
+        "aborts": aborts,
+        "failed_tests": failed,
+        "minutes": minutes,
+    }
     save(args.out, {"machine": machine(), **settings, **found})
     print(
         f"{args.generations} sharded generations: {right} right, {len(wrong)} wrong, {len(aborts)} aborts;"

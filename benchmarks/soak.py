@@ -36,20 +36,32 @@ SHARES = {"float": float, "float64": np.float64, "float32": np.float32}
 POLICIES = {
     "full": lambda budget: jaxkv.FullKV(),
     "snapkv": lambda budget: jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp"),
-    "snapkv-every": lambda budget: jaxkv.SnapKV(budget=budget, window=8, every=8, min_budget="clamp"),
-    "snapkv-merge": lambda budget: jaxkv.SnapKV(budget=budget, window=8, merge=Merge(), min_budget="clamp"),
-    "pyramidkv": lambda budget: jaxkv.PyramidKV(budget=budget, allocation=LinearLayers(beta=4), min_budget="clamp"),
-    "adakv": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp")),
+    "snapkv-every": lambda budget: jaxkv.SnapKV(
+        budget=budget, window=8, every=8, min_budget="clamp"
+    ),
+    "snapkv-merge": lambda budget: jaxkv.SnapKV(
+        budget=budget, window=8, merge=Merge(), min_budget="clamp"
+    ),
+    "pyramidkv": lambda budget: jaxkv.PyramidKV(
+        budget=budget, allocation=LinearLayers(beta=4), min_budget="clamp"
+    ),
+    "adakv": lambda budget: jaxkv.AdaKV(
+        base=jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp")
+    ),
     "adakv-every": lambda budget: jaxkv.AdaKV(base=jaxkv.KNorm(budget=budget, every=16)),
     "adakv-variance": lambda budget: jaxkv.AdaKV(
         base=jaxkv.SnapKV(budget=budget, window=8, allocation=VarianceLayers(), min_budget="clamp")
     ),
-    "criticalkv": lambda budget: jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp")),
+    "criticalkv": lambda budget: jaxkv.CriticalKV(
+        base=jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp")
+    ),
     "h2o": lambda budget: jaxkv.H2O(budget=budget),
     "d2o": lambda budget: jaxkv.D2O(budget=budget, min_budget="clamp"),
     "tova": lambda budget: jaxkv.TOVA(budget=budget),
     "streaming": lambda budget: jaxkv.StreamingLLM(budget=budget, min_budget="clamp"),
-    "rolling": lambda budget: jaxkv.StreamingLLM(budget=budget, rolling_positions=True, every=8, min_budget="clamp"),
+    "rolling": lambda budget: jaxkv.StreamingLLM(
+        budget=budget, rolling_positions=True, every=8, min_budget="clamp"
+    ),
     "roco": lambda budget: jaxkv.RoCo(budget=budget),
     "cam": lambda budget: jaxkv.CaM(budget=budget, window=8, min_budget="clamp"),
     "pyramidinfer": lambda budget: jaxkv.PyramidInfer(budget=budget, window=8, min_budget="clamp"),
@@ -59,7 +71,9 @@ POLICIES = {
     "omnikv-chunks": lambda budget: jaxkv.OmniKV(
         filter_layers=(0,), adjacent=0, budget=budget, prefill_ratio=1, prefill_chunk=32
     ),
-    "omnikv-offload": lambda budget: jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=budget, offload=True),
+    "omnikv-offload": lambda budget: jaxkv.OmniKV(
+        filter_layers=(0,), adjacent=0, budget=budget, offload=True
+    ),
 }
 
 
@@ -71,7 +85,9 @@ def drawn_calls(seed, count):
         share = rng.random() < 0.5
         calls.append(
             {
-                "policy": sorted(POLICIES)[index % len(POLICIES)] if index < len(POLICIES) else rng.choice([*POLICIES]),
+                "policy": sorted(POLICIES)[index % len(POLICIES)]
+                if index < len(POLICIES)
+                else rng.choice([*POLICIES]),
                 "kind": rng.choice([*(SHARES if share else BUDGETS)]),
                 "budget": rng.choice([0.25, 0.5, 1.0]) if share else rng.choice([16, 24, 48]),
                 "lengths": rng.choice([[40], [50], [45, 33], [50, 12, 30], [20, 48]]),
@@ -119,7 +135,10 @@ def run(model, call):
     policy, seed, batch = policy_of(call), call["seed"], len(call["lengths"])
     options = {"max_new_tokens": call["new"], "stop_at_eos": False, "progress": False}
     if call["way"] == "hot":
-        options |= {"sampling": jaxkv.TopP(p=0.9, temperature=0.5 + seed / 1000), "key": jax.random.key(seed)}
+        options |= {
+            "sampling": jaxkv.TopP(p=0.9, temperature=0.5 + seed / 1000),
+            "key": jax.random.key(seed),
+        }
     prompt = ids(seed, call["lengths"])
     if call["way"] == "interrupt":
         with Interruption(seed):
@@ -139,7 +158,11 @@ def run(model, call):
                 raise SystemExit(f"a fork gave other tokens: {call}")
         answers.append(more)
     return [
-        [[row.tolist() for row in answer.tokens], int(answer.cache.kept.sum()), answer.cache.seen.tolist()]
+        [
+            [row.tolist() for row in answer.tokens],
+            int(answer.cache.kept.sum()),
+            answer.cache.seen.tolist(),
+        ]
         for answer in answers
     ]
 
@@ -155,7 +178,9 @@ def in_a_fresh_process(call):
 
 def main():
     """Runs all, compares a sample, and says how memory went."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--kinds", type=int, default=100, help="different calls among them")
     parser.add_argument("--sample", type=int, default=40)
@@ -167,14 +192,20 @@ def main():
     if args.one:
         print(json.dumps(run(model, json.loads(args.one))))
         return
-    kinds, rng, begin = drawn_calls(args.seed, args.kinds), random.Random(args.seed), time.perf_counter()
+    kinds, rng, begin = (
+        drawn_calls(args.seed, args.kinds),
+        random.Random(args.seed),
+        time.perf_counter(),
+    )
     # All kinds once, which compiles; then any, in any order.
     order = [*range(args.kinds)]
     order += [rng.randrange(args.kinds) for _ in range(args.calls - len(order))]
     results, memory, slowest = {}, [], 0.0
     for index, kind in enumerate(order):
         with tempfile.TemporaryFile("w") as log:
-            faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.stderr if sys.stderr else log)
+            faulthandler.dump_traceback_later(
+                PATIENCE, exit=True, file=sys.stderr if sys.stderr else log
+            )
             started = time.perf_counter()
             found = run(model, kinds[kind])
             faulthandler.cancel_dump_traceback_later()
@@ -185,11 +216,16 @@ def main():
         live = sum(array.nbytes for array in jax.live_arrays())
         memory.append((status_bytes("VmRSS"), live))
         if index % 20 == 19:
-            print(f"{index + 1} calls, {memory[-1][0] / 1e6:.0f} MB resident, {live / 1e6:.2f} MB alive", flush=True)
+            print(
+                f"{index + 1} calls, {memory[-1][0] / 1e6:.0f} MB resident, {live / 1e6:.2f} MB alive",
+                flush=True,
+            )
     sample = rng.sample(range(args.kinds), min(args.sample, args.kinds))
     with ThreadPoolExecutor(2) as pool:
         fresh = list(pool.map(in_a_fresh_process, (kinds[kind] for kind in sample)))
-    wrong = [kinds[kind] for kind, other in zip(sample, fresh, strict=True) if results[kind] != other]
+    wrong = [
+        kinds[kind] for kind, other in zip(sample, fresh, strict=True) if results[kind] != other
+    ]
     warm = args.kinds
     growth = [memory[-1][which] / memory[warm - 1][which] - 1 for which in (0, 1)]
     outcome = {

@@ -49,7 +49,9 @@ def policies_of(prefix, dim):
 def told(values):
     """Mean of paired differences, and half of its interval."""
     mean, count = values.mean(), len(values)
-    half = _T.get(count - 1, 1.96) * values.std(ddof=1) / np.sqrt(count) if count > 1 else float("nan")
+    half = (
+        _T.get(count - 1, 1.96) * values.std(ddof=1) / np.sqrt(count) if count > 1 else float("nan")
+    )
     return f"{mean:+.4f} ± {half:.4f}"
 
 
@@ -66,12 +68,21 @@ def lines_of(found, policies):
 
 def main():
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--prefix", type=int, default=4096, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("stores"), help="folder of the runs (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "stores.md", help="(default: %(default)s)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("stores"),
+        help="folder of the runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=record.RESULTS / "stores.md", help="(default: %(default)s)"
+    )
     asked = parser.parse_args()
     enable_compilation_cache()
     params = jaxkv.load(MODEL, dtype="float32")

@@ -42,14 +42,18 @@ def policy_of(name, prompt):
 def cache_bytes(model, policy, batch, prompt, new):
     """What the cache weighs in the end: FullKV's with all new rows, an evicting one's with its spare row."""
     room = 1 if policy.parts().evicts else new
-    return plan_prefill(model.config, policy, [prompt] * batch, dtype=model.dtype, room=room).cache_bytes
+    return plan_prefill(
+        model.config, policy, [prompt] * batch, dtype=model.dtype, room=room
+    ).cache_bytes
 
 
 def largest_batch(model, policy, prompt, new, limit):
     """The largest batch whose cache weighs no more than `limit`."""
     fits = lambda batch: cache_bytes(model, policy, batch, prompt, new) <= limit  # noqa: E731
     if not fits(1):
-        raise SystemExit(f"{policy} at batch 1 weighs more than FullKV's {limit:,} bytes: raise --batch")
+        raise SystemExit(
+            f"{policy} at batch 1 weighs more than FullKV's {limit:,} bytes: raise --batch"
+        )
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
@@ -63,14 +67,18 @@ def batches(model, prompt, new, full):
     """The batch of every policy at equal bytes."""
     limit = cache_bytes(model, jaxkv.FullKV(), full, prompt, new)
     others = {name: policy_of(name, prompt) for name in POLICIES if name != "FullKV"}
-    return {"FullKV": full} | {n: largest_batch(model, policy, prompt, new, limit) for n, policy in others.items()}
+    return {"FullKV": full} | {
+        n: largest_batch(model, policy, prompt, new, limit) for n, policy in others.items()
+    }
 
 
 def measure(model, name, batch, prompt, new):
     """One generation."""
     policy, where = policy_of(name, prompt), record.machine()
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, prompt)).tolist()
-    stats = jaxkv.generate(model, ids, policy=policy, max_new_tokens=new, stop_at_eos=False, progress=False).stats
+    stats = jaxkv.generate(
+        model, ids, policy=policy, max_new_tokens=new, stop_at_eos=False, progress=False
+    ).stats
     assert stats.new_tokens == batch * new
     return {
         "policy": name,
@@ -89,12 +97,18 @@ def measure(model, name, batch, prompt, new):
 
 def ratios(cells):
     """Of each policy's tokens per second to FullKV's in the same repeat."""
-    full = {cell["repeat"]: cell["tokens_per_second"] for cell in cells if cell["policy"] == "FullKV"}
+    full = {
+        cell["repeat"]: cell["tokens_per_second"] for cell in cells if cell["policy"] == "FullKV"
+    }
     found = {}
     for name in POLICIES:
-        mine = [c for c in cells if c["policy"] == name and c["repeat"] in full and name != "FullKV"]
+        mine = [
+            c for c in cells if c["policy"] == name and c["repeat"] in full and name != "FullKV"
+        ]
         if mine:
-            found[name] = record.spread([cell["tokens_per_second"] / full[cell["repeat"]] for cell in mine])
+            found[name] = record.spread(
+                [cell["tokens_per_second"] / full[cell["repeat"]] for cell in mine]
+            )
     return found
 
 
@@ -111,12 +125,16 @@ def show(results, listed):
                 continue
             middle = lambda key, cells=cells: statistics.median(cell[key] for cell in cells)  # noqa: E731
             row = f"{title:12}{name:8}{cells[0]['batch']:6}{cells[0]['cache_bytes'] / 1e6:10.1f}"
-            row += "".join(f"{middle(f'{part}_seconds'):10.1f}" for part in ("decode", "prefill", "compile"))
+            row += "".join(
+                f"{middle(f'{part}_seconds'):10.1f}" for part in ("decode", "prefill", "compile")
+            )
             row += f"{middle('tokens_per_second'):9.1f}"
             ratio = setting["ratios"].get(name)
             if ratio:
                 row += "".join(f"{ratio[key]:7.2f}" for key in ("median", "least", "most"))
-                row += f"{PAPER[name][listed.index(title)]:7.2f}" if title in listed else f"{'-':>7}"
+                row += (
+                    f"{PAPER[name][listed.index(title)]:7.2f}" if title in listed else f"{'-':>7}"
+                )
             print(row)
 
 
@@ -130,13 +148,25 @@ def pair(text):
 
 def main():
     """Measures setting by setting, saves after every cell, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", type=pair, nargs="+", metavar="P+N", help="prompt and new tokens (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--settings",
+        type=pair,
+        nargs="+",
+        metavar="P+N",
+        help="prompt and new tokens (default: all)",
+    )
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--batch", type=int, help="FullKV's batch (default: 8; with --gpu the paper's)")
+    parser.add_argument(
+        "--batch", type=int, help="FullKV's batch (default: 8; with --gpu the paper's)"
+    )
     parser.add_argument("--gpu", action="store_true", help="a Llama 3 8B's shape on a GPU")
     parser.add_argument("--quick", action="store_true", help="with --gpu: a tiny model and setting")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/throughput[-DEVICE][-quick].json")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/results/throughput[-DEVICE][-quick].json"
+    )
     options = parser.parse_args()
     if options.quick and not options.gpu:
         parser.error("--quick goes with --gpu: without it, choose short --settings")
@@ -146,18 +176,29 @@ def main():
         parser.error("with --gpu the batches are the paper's: leave --batch out")
     if options.repeats < 1 or (options.batch is not None and options.batch < 1):
         parser.error("--repeats and --batch are 1 or more")
-    known, fixed = QUICK if options.quick else (GPU_SETTINGS, GPU_BATCHES) if options.gpu else (SETTINGS, None)
+    known, fixed = (
+        QUICK if options.quick else (GPU_SETTINGS, GPU_BATCHES) if options.gpu else (SETTINGS, None)
+    )
     chosen = options.settings or list(known)
     if options.gpu and not set(chosen) <= set(known):
         parser.error(f"with --gpu the settings are {', '.join(f'{p}+{n}' for p, n in known)}")
     device = f"-{jax.devices()[0].device_kind.lower().replace(' ', '-')}" if options.gpu else ""
-    out = options.out or record.RESULTS / f"throughput{device}{'-quick' if options.quick else ''}.json"
+    out = (
+        options.out
+        or record.RESULTS / f"throughput{device}{'-quick' if options.quick else ''}.json"
+    )
 
     enable_compilation_cache()
     model = (
-        shapes.random_llama("tiny" if options.quick else "llama-3-8b") if options.gpu else jaxkv.load(MODEL, "float32")
+        shapes.random_llama("tiny" if options.quick else "llama-3-8b")
+        if options.gpu
+        else jaxkv.load(MODEL, "float32")
     )
-    settings = {"model": model.name, "dtype": model.dtype.name, "batch": None if options.gpu else options.batch or 8}
+    settings = {
+        "model": model.name,
+        "dtype": model.dtype.name,
+        "batch": None if options.gpu else options.batch or 8,
+    }
     results = record.resume(out, settings)
     measured = results.setdefault("measured", {})
     for prompt, new in chosen:
@@ -174,7 +215,10 @@ def main():
                 setting["cells"].append({"repeat": repeat, **cell})
                 setting["ratios"] = ratios(setting["cells"])
                 record.save(out, results)
-                print(f"{title} {name} batch {batch}: {cell['tokens_per_second']:.1f} tokens/s", flush=True)
+                print(
+                    f"{title} {name} batch {batch}: {cell['tokens_per_second']:.1f} tokens/s",
+                    flush=True,
+                )
     listed = [f"{prompt}+{new}" for prompt, new in (GPU_SETTINGS if options.gpu else SETTINGS)]
     show(results, listed)
     print(

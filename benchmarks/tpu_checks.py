@@ -55,7 +55,9 @@ class _Drawn:
     def joined(self):
         """Writes the token's rows; returns keys and values in float64, and the number of rows of each segment."""
         found = [wide(each).copy() for each in self.pool]
-        for b, h in zip(*np.nonzero(np.broadcast_to(self.counts[:, None] > 0, self.start.shape)), strict=True):
+        for b, h in zip(
+            *np.nonzero(np.broadcast_to(self.counts[:, None] > 0, self.start.shape)), strict=True
+        ):
             for leaf, new in zip(found, self.new, strict=True):
                 leaf[b, self.start[b, h] + self.length[b, h]] = wide(new)[b, h]
         return found, self.length + self.counts[:, None]
@@ -73,12 +75,17 @@ class _Drawn:
 
 def _oracle(drawn, k, v, length):
     """Output, log-sum-exp and attention that rows received, by `gpu_checks.oracle` from keys and values in float64."""
-    return oracle(drawn.q, *(jnp.asarray(each, jnp.float32) for each in (k, v)), drawn.start, length)
+    return oracle(
+        drawn.q, *(jnp.asarray(each, jnp.float32) for each in (k, v)), drawn.start, length
+    )
 
 
 def _pools(name, ours, theirs):
     """Errors of a pool's keys and values, by name."""
-    return {f"{name} {leaf}": error(mine, its) for leaf, mine, its in zip("kv", ours, theirs, strict=True)}
+    return {
+        f"{name} {leaf}": error(mine, its)
+        for leaf, mine, its in zip("kv", ours, theirs, strict=True)
+    }
 
 
 def attend(case, dtype):
@@ -94,8 +101,12 @@ def append(case, dtype):
     drawn = _Drawn(case, dtype)
     pool, length = drawn.joined()
     out, lse, _ = _oracle(drawn, *pool, length)
-    ours = tpu_decode.append_and_attend(drawn.q, drawn.new, *drawn.pool, *drawn.tables, interpret=INTERPRET)
-    return {"append": error(ours[0], out), "append lse": error(ours[1], lse)} | _pools("append", ours[2:], pool)
+    ours = tpu_decode.append_and_attend(
+        drawn.q, drawn.new, *drawn.pool, *drawn.tables, interpret=INTERPRET
+    )
+    return {"append": error(ours[0], out), "append lse": error(ours[1], lse)} | _pools(
+        "append", ours[2:], pool
+    )
 
 
 def codes(case, dtype):
@@ -123,9 +134,13 @@ def score(case, dtype):
     mass[drawn.counts == 0] = 0
     for name, windows in (("score", False), ("score windows", True)):
         options = {"widest": drawn.widest, "windows": windows, "interpret": INTERPRET}
-        ours = tpu_decode.append_and_score(drawn.q, drawn.new, *drawn.pool, *drawn.tables, **options)
+        ours = tpu_decode.append_and_score(
+            drawn.q, drawn.new, *drawn.pool, *drawn.tables, **options
+        )
         received = drawn.windows_of(mass, length) if windows else mass
-        found |= {name: error(ours[0], out), f"{name} mass": error(ours[1], received)} | _pools(name, ours[2:], pool)
+        found |= {name: error(ours[0], out), f"{name} mass": error(ours[1], received)} | _pools(
+            name, ours[2:], pool
+        )
     return found
 
 
@@ -134,15 +149,24 @@ def windows(case, dtype):
     drawn = _Drawn(case, dtype)
     rows, (start, length, _) = drawn.pool[0], drawn.tables
     batch, size = rows.shape[:2]
-    inside, options = drawn.windows_of(np.ones((batch, size)), drawn.length), {"interpret": INTERPRET}
+    inside, options = (
+        drawn.windows_of(np.ones((batch, size)), drawn.length),
+        {"interpret": INTERPRET},
+    )
     leaf = np.arange(batch * size, dtype=np.int32).reshape(batch, size)
     taken = tpu_windows.take(jnp.asarray(leaf), start, widest=drawn.widest, **options)[1]
-    found = {"windows taken": error(np.asarray(taken) * inside, drawn.windows_of(leaf, drawn.length))}
+    found = {
+        "windows taken": error(np.asarray(taken) * inside, drawn.windows_of(leaf, drawn.length))
+    }
     scores, new = (random(i, (batch, size), jnp.float32) for i in (5, 6))
     added = jnp.asarray(drawn.windows_of(wide(new), drawn.length), jnp.float32)
     want, vectors, keys = wide(scores), wide(drawn.new[0]), wide(rows)
     norms = np.linalg.norm(keys, axis=-1)
-    cosines = np.einsum("bhd,bpd->bhp", vectors, keys) / norms[:, None] / np.linalg.norm(vectors, axis=-1)[..., None]
+    cosines = (
+        np.einsum("bhd,bpd->bhp", vectors, keys)
+        / norms[:, None]
+        / np.linalg.norm(vectors, axis=-1)[..., None]
+    )
     compared = np.zeros(inside.shape)
     for b, h in np.ndindex(*drawn.start.shape):
         span = slice(drawn.start[b, h], drawn.start[b, h] + drawn.length[b, h])
@@ -162,10 +186,18 @@ def evict(case, dtype):
     """Compares a pool in which segments above their limit lose the row of the lowest score to the newest one."""
     drawn = _Drawn(case, dtype)
     want, size = [wide(each).copy() for each in drawn.pool], drawn.pool[0].shape[1]
-    scores, pos = np.asarray(random(7, (3, size), jnp.float32)).copy(), np.full((3, size), -1, np.int32)
-    limit, recent = np.maximum(drawn.length - [[1], [0], [1]], 0).astype(np.int32), np.full(drawn.start.shape, 3)
+    scores, pos = (
+        np.asarray(random(7, (3, size), jnp.float32)).copy(),
+        np.full((3, size), -1, np.int32),
+    )
+    limit, recent = (
+        np.maximum(drawn.length - [[1], [0], [1]], 0).astype(np.int32),
+        np.full(drawn.start.shape, 3),
+    )
     for b, h in np.ndindex(*drawn.start.shape):
-        pos[b, drawn.start[b, h] : drawn.start[b, h] + drawn.length[b, h]] = np.arange(drawn.length[b, h])
+        pos[b, drawn.start[b, h] : drawn.start[b, h] + drawn.length[b, h]] = np.arange(
+            drawn.length[b, h]
+        )
     seen, went = np.full((3,), drawn.widest, np.int32), np.zeros(drawn.start.shape)
     given = [*drawn.pool, *map(jnp.asarray, (pos, scores)), *drawn.tables[:2]]
     given += [jnp.asarray(each, jnp.int32) for each in (limit, recent, seen, seen // 2)]
@@ -181,13 +213,19 @@ def evict(case, dtype):
                 leaf[b, at] = leaf[b, at] if empty is None else empty
             went[b, h] = 1
     names = ("k", "v", "pos", "score", "went")
-    return {f"evict {name}": error(mine, its) for name, mine, its in zip(names, ours, [*want, went], strict=True)}
+    return {
+        f"evict {name}": error(mine, its)
+        for name, mine, its in zip(names, ours, [*want, went], strict=True)
+    }
 
 
 def splash(case, dtype):
     """Compares causal attention of two prompts of unequal lengths, and its log-sum-exp."""
     heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
-    q, k, v = (random(i, (2, heads, *more, slots, dim), dtype) for i, more in ((5, (group,)), (3, ()), (4, ())))
+    q, k, v = (
+        random(i, (2, heads, *more, slots, dim), dtype)
+        for i, more in ((5, (group,)), (3, ()), (4, ()))
+    )
     out, lse = tpu_prefill.flash(q, k, v, lse=True, interpret=INTERPRET)
     return gpu_checks.causal(q, k, v, (slots - 5, slots // 3), {"splash": out, "splash lse": lse})
 
@@ -199,4 +237,6 @@ def check(case):
     """Calls the checks of the kernels that take a dtype and head dim: errors by kernel; see `gpu_checks.checked`."""
     kernels = SEGMENTS if case["dim"] % _LANES == 0 else {}
     # As the backend has it: splash attention serves prompts of bfloat16, whatever their head dim.
-    return gpu_checks.checked(kernels | ({"splash": splash} if case["dtype"] == "bfloat16" else {}), case)
+    return gpu_checks.checked(
+        kernels | ({"splash": splash} if case["dtype"] == "bfloat16" else {}), case
+    )

@@ -35,12 +35,16 @@ def decode(case):
 def _new(q):
     """A new token's keys and values `[B, K, D]`, and the counts of sequences that go on, 1 for each."""
     batch, heads, _, dim = q.shape
-    return tuple(random(20_000 + i, (batch, heads, dim), q.dtype) for i in (0, 1)), jnp.ones((batch,), jnp.int32)
+    return tuple(random(20_000 + i, (batch, heads, dim), q.dtype) for i in (0, 1)), jnp.ones(
+        (batch,), jnp.int32
+    )
 
 
 def token(case):
     """Seconds of a layer's attention in a step: the new token's row joins the pool, in place, and is attended to."""
-    q, pools, start, length, nbytes = pools_of(case, jnp.dtype(case["dtype"]), spare=0 if "store" in case else _SPARE)
+    q, pools, start, length, nbytes = pools_of(
+        case, jnp.dtype(case["dtype"]), spare=0 if "store" in case else _SPARE
+    )
     new, counts = _new(q)
     if "store" in case:
         new = coded(*new, case["store"])
@@ -49,7 +53,9 @@ def token(case):
     def step(carry, _):
         q, written = carry[0], []
         for pool in carry[1]:
-            q, _, *pool = tpu_decode.append_and_attend(q, new, *pool, start, length, counts, interpret=INTERPRET)
+            q, _, *pool = tpu_decode.append_and_attend(
+                q, new, *pool, start, length, counts, interpret=INTERPRET
+            )
             written.append(tuple(pool))
         return q, written
 
@@ -65,7 +71,9 @@ def mass(case):
     def step(carry, _):
         q, score, written = carry[0], carry[1], []
         for pool in carry[2]:
-            q, received, *pool = tpu_decode.append_and_score(q, new, *pool, start, length, counts, **options)
+            q, received, *pool = tpu_decode.append_and_score(
+                q, new, *pool, start, length, counts, **options
+            )
             score, written = score + received, [*written, tuple(pool)]
         return q, score, written
 
@@ -87,6 +95,8 @@ def evict(case):
     weigh = eviction.weigh_of(jaxkv.H2O(budget=max(2, rows - 1)).parts().ongoing)
 
     def step(pool, _):
-        return tpu_evict.evict_rows(*pool, start, *sizes, *tokens, weigh=weigh, interpret=INTERPRET)[:4]
+        return tpu_evict.evict_rows(
+            *pool, start, *sizes, *tokens, weigh=weigh, interpret=INTERPRET
+        )[:4]
 
     return chained(step, (k, v, pos, score), [()], estimate=2e-5)

@@ -9,7 +9,12 @@ from benchmarks import gpu_parts
 from benchmarks.gpu_parts import Part, prompt, run, segments, stored
 
 _KERNELS = ("pallas_kernels/tpu_*.py", "pallas_kernels/_compat_tpu.py")
-_TIMES = (*_KERNELS, "benchmarks/gpu_timing.py", "benchmarks/gpu_kernels.py", "benchmarks/tpu_kernels.py")
+_TIMES = (
+    *_KERNELS,
+    "benchmarks/gpu_timing.py",
+    "benchmarks/gpu_kernels.py",
+    "benchmarks/tpu_kernels.py",
+)
 _CHECKS = (*_KERNELS, "benchmarks/gpu_checks.py", "benchmarks/tpu_checks.py")
 # Bytes of memory that Llama 3 8B in bfloat16 takes with its caches and a prompt's layer.
 _WHOLE = 30e9
@@ -50,7 +55,10 @@ PARTS = (
     # Smaller arrays would stay in VMEM.
     _shared("copy", cases=gpu_parts.BY_NAME["copy"].cases[:2]),
     # One vector's products with bfloat16 results are no matrix products to XLA, as a model's are.
-    _shared("products", cases=tuple(case for case in gpu_parts.BY_NAME["products"].cases if case["tokens"] > 1)),
+    _shared(
+        "products",
+        cases=tuple(case for case in gpu_parts.BY_NAME["products"].cases if case["tokens"] > 1),
+    ),
     Part(
         name="checks",
         what="every kernel against numpy, by dtype and head dim",
@@ -86,7 +94,9 @@ PARTS = (
         function="tpu_kernels:token",
         # Scales of one sequence's whole pool lie in VMEM, so that no rows can be spare: these are large as they are.
         cases=tuple(
-            case for case in gpu_parts.BY_NAME["codes"].cases if case["store"] == "int8" and case["batch"] >= 8
+            case
+            for case in gpu_parts.BY_NAME["codes"].cases
+            if case["store"] == "int8" and case["batch"] >= 8
         ),
         quick=(stored(TINY, "int8"),),
         **_TIMED,
@@ -105,7 +115,9 @@ PARTS = (
         what="a row of each segment ranked, evicted, and the newest one in its place",
         function="tpu_kernels:evict",
         # A budget, and the newest row.
-        cases=tuple(segments("8B", batch, rows) for batch, rows in ((8, 1025), (64, 1025), (8, 4089))),
+        cases=tuple(
+            segments("8B", batch, rows) for batch, rows in ((8, 1025), (64, 1025), (8, 4089))
+        ),
         quick=(TINY,),
         **_TIMED,
     ),
@@ -146,7 +158,11 @@ PARTS = (
     Part(
         name="ways",
         what="the same by XLA",
-        cases=(run("SnapKV", 8, 32768, decode="xla"), run("SnapKV", 1, 32768, **_XLA), run("H2O", 8, 8192, **_XLA)),
+        cases=(
+            run("SnapKV", 8, 32768, decode="xla"),
+            run("SnapKV", 1, 32768, **_XLA),
+            run("H2O", 8, 8192, **_XLA),
+        ),
         quick=(),
         least=_WHOLE,
         uses_tuning=False,

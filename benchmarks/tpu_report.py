@@ -38,7 +38,10 @@ def estimates(path, rows):
 
 def _decode(case, **how):
     """Seconds of a case of attention over equal segments of rows in bfloat16, or as a store holds them."""
-    segments, row_bytes = case["batch"] * case["kv_heads"], STORES[case.get("store", "dense")].row_bytes(case["dim"], 2)
+    segments, row_bytes = (
+        case["batch"] * case["kv_heads"],
+        STORES[case.get("store", "dense")].row_bytes(case["dim"], 2),
+    )
     return perf_tpu.decode_kernel(segments, case["rows"], row_bytes, **how)
 
 
@@ -48,7 +51,9 @@ KERNELS = {
     "token": _decode,
     "codes": lambda case: _decode(case, coded=True),
     "mass": lambda case: _decode(case, scores=True),
-    "evict": lambda case: perf_tpu.eviction(case["batch"], case["kv_heads"], case["kv_heads"] * case["rows"]),
+    "evict": lambda case: perf_tpu.eviction(
+        case["batch"], case["kv_heads"], case["kv_heads"] * case["rows"]
+    ),
     "prefill": lambda case: perf_tpu.splash(1, case["kv_heads"] * case["group"], case["tokens"]),
 }
 

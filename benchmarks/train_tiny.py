@@ -62,7 +62,9 @@ ALL = {"pairs": 1, "needles": 2, "variables": 1.5, "two_stage": 1.2, "sums": 0.6
 # Dictionaries are learnt first, sums last.
 LATE = {"pairs": 0.5, "needles": 2, "variables": 2, "two_stage": 1.5, "sums": 1.2}
 STAGES = (
-    Stage(length=128, batch=32, mix={"pairs": 1, "needles": 1}, share=(0.3, 0.6), goal=0.9, most=120),
+    Stage(
+        length=128, batch=32, mix={"pairs": 1, "needles": 1}, share=(0.3, 0.6), goal=0.9, most=120
+    ),
     Stage(length=128, batch=32, mix=ALL, share=(0.2, 0.5), goal=0.97, most=400),
     Stage(length=256, batch=20, mix=ALL, share=(0.2, 0.5), goal=0.98, most=1000),
     Stage(length=512, batch=10, mix=ALL, share=(0.2, 0.7), goal=0.98, most=800, rates=(1.0, 0.8)),
@@ -92,7 +94,9 @@ def texts_of(rng: np.random.Generator, tokenizer: Any, stage: Stage) -> Texts:
     return Texts(tokens, answer, lesson)
 
 
-def _text(rng: np.random.Generator, tokenizer: Any, name: str, stage: Stage) -> tuple[list[int], list[int]]:
+def _text(
+    rng: np.random.Generator, tokenizer: Any, name: str, stage: Stage
+) -> tuple[list[int], list[int]]:
     room = int(stage.length * rng.uniform(*stage.share))
     while True:
         text, asked = lessons.LESSONS[name](rng, max(room, 16))
@@ -128,17 +132,23 @@ def asked_of(texts: Texts, most: int) -> Asked:
     row, at = row[:most], at[:most]
     padded = [np.zeros(most, kind) for kind in (np.int32, np.int32, np.float32)]
     width = texts.tokens.shape[1] - 1
-    for into, values in zip(padded, (row * width + at - 1, texts.tokens[row, at], np.ones(len(row))), strict=True):
+    for into, values in zip(
+        padded, (row * width + at - 1, texts.tokens[row, at], np.ones(len(row))), strict=True
+    ):
         into[: len(row)] = values
     return Asked(*padded)
 
 
-def loss_of(weights: model.Weights, tokens: jax.Array, asked: Asked, shape: model.Shape) -> tuple[jax.Array, jax.Array]:
+def loss_of(
+    weights: model.Weights, tokens: jax.Array, asked: Asked, shape: model.Shape
+) -> tuple[jax.Array, jax.Array]:
     """Mean loss of the answers' tokens, and which of them are the likeliest."""
     states = model.hidden_states(weights, tokens, shape).reshape(-1, shape.embed)[asked.rows]
     logits = model.logits(weights, states)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, asked.targets)
-    return (losses * asked.weight).sum() / asked.weight.sum(), logits.argmax(axis=-1) == asked.targets
+    return (losses * asked.weight).sum() / asked.weight.sum(), logits.argmax(
+        axis=-1
+    ) == asked.targets
 
 
 def optimiser() -> optax.GradientTransformation:
@@ -148,7 +158,8 @@ def optimiser() -> optax.GradientTransformation:
         matrices = optax.contrib.muon(RATE * factor, consistent_rms=0.2, weight_decay=0.01)
         rest = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(ADAM_RATE * factor, b2=0.98))
         kinds = lambda tree: {  # noqa: E731
-            name: "rest" if value.ndim == 1 or "embed" in name else "matrix" for name, value in tree.items()
+            name: "rest" if value.ndim == 1 or "embed" in name else "matrix"
+            for name, value in tree.items()
         }
         return optax.multi_transform({"matrix": matrices, "rest": rest}, kinds)
 
@@ -207,7 +218,11 @@ class Run:
         """Whole or not at all."""
         leaves, _ = self._leaves()
         fresh = self.folder / "fresh.npz"
-        np.savez(fresh, at=json.dumps(self.at), **{str(number): leaf for number, leaf in enumerate(leaves)})
+        np.savez(
+            fresh,
+            at=json.dumps(self.at),
+            **{str(number): leaf for number, leaf in enumerate(leaves)},
+        )
         os.replace(fresh, self.folder / "state.npz")
         self.saved = time.monotonic()
 
@@ -215,7 +230,9 @@ class Run:
         leaves, tree = self._leaves()
         with np.load(self.folder / "state.npz") as held:
             self.at = json.loads(str(held["at"]))
-            self.weights, self.state = jax.tree.unflatten(tree, [jnp.asarray(held[str(n)]) for n in range(len(leaves))])
+            self.weights, self.state = jax.tree.unflatten(
+                tree, [jnp.asarray(held[str(n)]) for n in range(len(leaves))]
+            )
 
     def log(self, record: dict[str, Any]) -> None:
         """One line of the log."""
@@ -237,9 +254,16 @@ class Run:
             # Of seed and step alone, so that a run that was ended goes on with the same texts.
             texts = texts_of(np.random.default_rng((SEED, self.at["step"])), self.tokenizer, stage)
             first, last = stage.rates
-            factor = (first + (last - first) * self.at["since"] / stage.most) * min(1, (self.at["step"] + 1) / WARM_UP)
+            factor = (first + (last - first) * self.at["since"] / stage.most) * min(
+                1, (self.at["step"] + 1) / WARM_UP
+            )
             self.weights, self.state, loss, right = step(
-                self.weights, self.state, texts.tokens[:, :-1], asked_of(texts, most), np.float32(factor), self.shape
+                self.weights,
+                self.state,
+                texts.tokens[:, :-1],
+                asked_of(texts, most),
+                np.float32(factor),
+                self.shape,
             )
             recent.append((float(loss), accuracy(texts, np.asarray(right), names)))
             self.at["step"] += 1
@@ -252,21 +276,32 @@ class Run:
                 if len(recent) >= EVERY and min(shares.values()) >= stage.goal:
                     return
 
-    def _tell(self, stage: Stage, recent: list[tuple[float, dict[str, tuple[int, int]]]]) -> dict[str, float]:
+    def _tell(
+        self, stage: Stage, recent: list[tuple[float, dict[str, tuple[int, int]]]]
+    ) -> dict[str, float]:
         shares = {}
         for name in stage.mix:
             right, count = (sum(each[name][part] for _, each in recent) for part in (0, 1))
             shares[name] = round(right / max(count, 1), 4)
         loss = round(float(np.mean([loss for loss, _ in recent])), 4)
-        of = {"step": self.at["step"], "stage": self.at["stage"], "length": stage.length, "batch": stage.batch}
+        of = {
+            "step": self.at["step"],
+            "stage": self.at["stage"],
+            "length": stage.length,
+            "batch": stage.batch,
+        }
         self.log({**of, "seconds": round(self.at["seconds"]), "loss": loss, **shares})
         return shares
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where state and log of the run lie")
-    parser.add_argument("--export", action="store_true", help="train no further: write what it has come to")
+    parser.add_argument(
+        "--export", action="store_true", help="train no further: write what it has come to"
+    )
     args = parser.parse_args()
     run = Run(args.folder)
     if not args.export:

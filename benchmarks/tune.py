@@ -48,22 +48,35 @@ REGISTERS = 200
 
 def options(kernel):
     """Fields to try, as a table has them: sizes, launches, and how many programs share a multiprocessor."""
-    launches = lambda warps, stages: [{"warps": w, "stages": s} for w, s in itertools.product(warps, stages)]  # noqa: E731
+
+    def launches(warps, stages):
+        return [{"warps": w, "stages": s} for w, s in itertools.product(warps, stages)]  # noqa: E731
+
     if kernel in ("decode", "codes"):
         # Chunks are of whole blocks.
         blocks = (16, 32, 64, 128) if kernel == "decode" else (32, 64, 128, 256)
         sizes = [{"block": block, "chunk": max(64, block)} for block in blocks]
-        walks = [{**size, "launch": each} for size in sizes for each in launches((2, 4, 8), (2, 3, 4, 5))]
+        walks = [
+            {**size, "launch": each} for size in sizes for each in launches((2, 4, 8), (2, 3, 4, 5))
+        ]
         return [{**walk, "resident": resident} for walk in walks for resident in (2, 3, 4, 5)]
     if kernel == "flash":
         sizes = itertools.product((64, 128, 256), (32, 64, 128))
-        return [{"queries": q, "keys": k, "launch": each} for q, k in sizes for each in launches((4, 8), (2, 3, 4))]
+        return [
+            {"queries": q, "keys": k, "launch": each}
+            for q, k in sizes
+            for each in launches((4, 8), (2, 3, 4))
+        ]
     if kernel == "window":
         sizes = [{"keys": keys, "chunk": n * keys} for keys in (32, 64, 128) for n in (2, 4, 8)]
         return [{**size, "launch": each} for size in sizes for each in launches((4, 8), (2, 3))]
     if kernel == "sums":
         return [{"scores_launch": each} for each in launches((4, 8), (1, 2, 3, 4))]
-    return [{"block": b, "launch": each} for b in (8, 16, 32, 64, 128) for each in launches((2, 4, 8), (1,))]
+    return [
+        {"block": b, "launch": each}
+        for b in (8, 16, 32, 64, 128)
+        for each in launches((2, 4, 8), (1,))
+    ]
 
 
 def needs(kernel, tiles, dim, itemsize):
@@ -112,11 +125,22 @@ class Search:
 
     def __init__(self, bench, kernel, dim, dtype, *, base, quick):
         """Takes what is to be searched; `base` are fields that have been decided before: flash's, for the sums."""
-        self.bench, self.kernel, self.dim, self.dtype, self.base, self.quick = bench, kernel, dim, dtype, base, quick
+        self.bench, self.kernel, self.dim, self.dtype, self.base, self.quick = (
+            bench,
+            kernel,
+            dim,
+            dtype,
+            base,
+            quick,
+        )
         self.sources = gpu_rows.sources(SOURCES)
 
     def _case(self, fields, repeats):
-        case = {"name": f"{self.dtype} {self.dim} {_short(fields)} x{repeats}", "dim": self.dim, "dtype": self.dtype}
+        case = {
+            "name": f"{self.dtype} {self.dim} {_short(fields)} x{repeats}",
+            "dim": self.dim,
+            "dtype": self.dtype,
+        }
         return case | {"tiles": self.base | fields, "repeats": repeats}
 
     def time(self, fields, repeats, ahead=()):
@@ -134,9 +158,14 @@ class Search:
 
     def right(self, fields):
         """Whether tiles agree with numpy."""
-        case = {"name": f"{self.kernel} {self.dtype} {self.dim} {_short(fields)}", "kernel": self.kernel}
+        case = {
+            "name": f"{self.kernel} {self.dtype} {self.dim} {_short(fields)}",
+            "kernel": self.kernel,
+        }
         case |= {"dim": self.dim, "dtype": self.dtype, "tiles": self.base | fields}
-        row = self.bench.measure("tune_check", case, limit=LIMIT, sources=self.sources, uses_tuning=False)
+        row = self.bench.measure(
+            "tune_check", case, limit=LIMIT, sources=self.sources, uses_tuning=False
+        )
         return "figures" in row
 
     def run(self, seconds):
@@ -150,9 +179,15 @@ class Search:
         if rule is None:
             return {}
         itemsize = itemsize_of(self.kernel, self.dtype)
-        left = [{}, *candidates(self.kernel, rule["tiles"], self.bench.where["told"], self.dim, itemsize)]
+        left = [
+            {},
+            *candidates(self.kernel, rule["tiles"], self.bench.where["told"], self.dim, itemsize),
+        ]
         left = left[:2] if self.quick else left
-        print(f"{self.kernel} {self.dtype} {self.dim}: {len(left)} candidates, {seconds:.0f} s", flush=True)
+        print(
+            f"{self.kernel} {self.dtype} {self.dim}: {len(left)} candidates, {seconds:.0f} s",
+            flush=True,
+        )
         for number, (repeats, survivors) in enumerate(ROUNDS[:2] if self.quick else ROUNDS):
             found = []
             for index, fields in enumerate(left):
@@ -174,7 +209,10 @@ class Search:
             if not fields or (rule is not None and each > GAIN * rule):
                 return {}
             if self.right(fields):
-                print(f"{self.kernel} {self.dtype} {self.dim}: {each * 1e6:.1f} us with {_short(fields)}", flush=True)
+                print(
+                    f"{self.kernel} {self.dtype} {self.dim}: {each * 1e6:.1f} us with {_short(fields)}",
+                    flush=True,
+                )
                 return fields
         return {}
 
@@ -231,19 +269,41 @@ def search(bench, out, dims, dtypes, seconds, *, kernels=tuple(KERNELS), quick=F
             base = entry if kernel == "sums" else {}
             found = Search(bench, kernel, dim, dtype, base=base, quick=quick).run(given)
             entry = base | found
-            enter(path, shipped, told, name, {"dim": dim, "itemsize": itemsize_of(kernel, dtype), **entry})
+            enter(
+                path,
+                shipped,
+                told,
+                name,
+                {"dim": dim, "itemsize": itemsize_of(kernel, dtype), **entry},
+            )
     return path
 
 
 def main():
     """Searches, and writes DIR/tuned/<device>.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is timed, and for the table")
-    parser.add_argument("--dims", type=int, nargs="+", choices=DIMS, default=[128], help="head dims (default: 128)")
-    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="kernels (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for what is timed, and for the table"
+    )
+    parser.add_argument(
+        "--dims", type=int, nargs="+", choices=DIMS, default=[128], help="head dims (default: 128)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"]
+    )
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=KERNELS,
+        default=list(KERNELS),
+        help="kernels (default: all)",
+    )
     parser.add_argument("--minutes", type=float, default=8, help="for all of it (default: 8)")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes and few candidates, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes and few candidates, to see that it runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.dims = [64]
@@ -253,7 +313,9 @@ def main():
             if refused := gpu_bench.refusal(bench.where, "gpu", args.quick):
                 parser.error(refused)
             options = {"kernels": args.kernels, "quick": args.quick}
-            path = search(bench, args.out, args.dims, args.dtypes, bench.seconds_left - 15, **options)
+            path = search(
+                bench, args.out, args.dims, args.dtypes, bench.seconds_left - 15, **options
+            )
     except (gpu_rows.RowsError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     except gpu_bench.OutOfTime as late:

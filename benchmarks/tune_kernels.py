@@ -39,7 +39,9 @@ def _itemsize(kernel, dtype):
 def _segments(kernel, dim, dtype):
     """Two loads: many ragged rows (256 MiB), and few (32 MiB, in turns with others of the same size); room for one."""
     heads, itemsize, loads = _MODELS[dim], _itemsize(kernel, dtype), []
-    for size, batch, count in ((MIB // 4, 2, 1),) if INTERPRET else ((256 * MIB, 8, 1), (32 * MIB, 1, 5)):
+    for size, batch, count in (
+        ((MIB // 4, 2, 1),) if INTERPRET else ((256 * MIB, 8, 1), (32 * MIB, 1, 5))
+    ):
         rows = size // (2 * itemsize * heads.dim * heads.kv_heads * batch)
         length = _ragged(batch, heads.kv_heads, rows)
         shape = (batch, heads.kv_heads * (rows + 1), dim)
@@ -77,7 +79,9 @@ def _decode(case, kernel="decode"):
     # As many as `attend` would have with these tiles in force.
     programs = tuning.programs(**of, interpret=INTERPRET) // rule.resident * tiles.resident
     for q, pools, start, length, size in _segments(kernel, case["dim"], case["dtype"]):
-        chunks = pallas_kernels.deal(start[None], length[None], programs=programs, block=tiles.chunk)
+        chunks = pallas_kernels.deal(
+            start[None], length[None], programs=programs, block=tiles.chunk
+        )
         # The kernel of a step; the one for questions walks rows alike.
         step, carry = tokens(q, pools, start, chunks, tiles=tiles, interpret=INTERPRET, **options)
         chains.append(Chain(step, carry, [()], estimate=size / _BYTES, each=len(pools)))
@@ -87,14 +91,19 @@ def _decode(case, kernel="decode"):
 @functools.cache
 def _prompt(dim, dtype):
     heads, slots = _MODELS[dim], 48 if INTERPRET else 8192
-    q = random(0, (1, heads.kv_heads, min(heads.group, 2) if INTERPRET else heads.group, slots, dim), dtype)
+    q = random(
+        0, (1, heads.kv_heads, min(heads.group, 2) if INTERPRET else heads.group, slots, dim), dtype
+    )
     k, v = (random(i, (1, heads.kv_heads, slots, dim), dtype) for i in (1, 2))
     return q, k, v, jnp.zeros((1,), jnp.int32), jnp.full((1,), slots, jnp.int32)
 
 
 def _flash(case):
     q, k, v, zero, length = _prompt(case["dim"], case["dtype"])
-    run = lambda q, kv: pallas_kernels.flash(q, *kv, zero, length, tiles=tiles, interpret=INTERPRET)[0]  # noqa: E731
+
+    def run(q, kv):
+        return pallas_kernels.flash(q, *kv, zero, length, tiles=tiles, interpret=INTERPRET)[0]  # noqa: E731
+
     tiles = _tiles("flash", case)
     return [Chain(run, q, [(k, v)], estimate=2 * q.size * q.shape[3] / _FLOPS)]
 
@@ -116,7 +125,9 @@ def _window(case):
     tiles, few = _tiles("window", case), q[..., -WINDOW:, :]
 
     def run(q, k):
-        sums = pallas_kernels.window_sums(q, k, length - WINDOW, length, tiles=tiles, interpret=INTERPRET)
+        sums = pallas_kernels.window_sums(
+            q, k, length - WINDOW, length, tiles=tiles, interpret=INTERPRET
+        )
         return q + (1e-6 * jnp.minimum(sums[0, 0, 0], 1.0)).astype(q.dtype)
 
     return [Chain(run, few, [k], estimate=k.size * k.dtype.itemsize / _BYTES + 2e-5)]
@@ -128,7 +139,12 @@ def _rows(dim, dtype):
     slots, kept = (64, 16) if INTERPRET else (32768, 8192)
     k, v = (random(i, (2, heads.kv_heads, slots, dim), dtype) for i in (0, 1))
     rng = np.random.default_rng(0)
-    source = np.stack([np.sort(rng.permutation(heads.kv_heads * slots)[: heads.kv_heads * kept]) for _ in range(2)])
+    source = np.stack(
+        [
+            np.sort(rng.permutation(heads.kv_heads * slots)[: heads.kv_heads * kept])
+            for _ in range(2)
+        ]
+    )
     return k, v, jnp.asarray(source.astype(np.int32))
 
 
@@ -140,11 +156,25 @@ def _gather(case):
         pos = pallas_kernels.compact(*pool, source, tiles=tiles, interpret=INTERPRET)[2]
         return jnp.where(pos < 0, 0, source)
 
-    return [Chain(run, source, [(k, v)], estimate=4 * source.size * case["dim"] * k.dtype.itemsize / _BYTES)]
+    return [
+        Chain(
+            run,
+            source,
+            [(k, v)],
+            estimate=4 * source.size * case["dim"] * k.dtype.itemsize / _BYTES,
+        )
+    ]
 
 
 _codes = functools.partial(_decode, kernel="codes")
-_MADE = {"decode": _decode, "codes": _codes, "flash": _flash, "sums": _sums, "window": _window, "gather": _gather}
+_MADE = {
+    "decode": _decode,
+    "codes": _codes,
+    "flash": _flash,
+    "sums": _sums,
+    "window": _window,
+    "gather": _gather,
+}
 
 
 @functools.cache
@@ -160,7 +190,9 @@ class _Timed:
 
     def prepare(self, case):
         """The programs, compiled."""
-        return _compiled(self.kernel, json.dumps({name: case[name] for name in ("dim", "dtype", "tiles")}))
+        return _compiled(
+            self.kernel, json.dumps({name: case[name] for name in ("dim", "dtype", "tiles")})
+        )
 
     def __call__(self, case, chains):
         """Seconds of a call, and the tiles with all their fields."""
@@ -169,7 +201,12 @@ class _Timed:
         ends = [mean([max(each["range"][end], 1e-9) for each in found]) for end in (0, 1)]
         tiles = dataclasses.asdict(_tiles(self.kernel, case))
         seconds = [each["seconds"] for each in found]
-        return {"seconds": mean([max(each, 1e-9) for each in seconds]), "range": ends, "loads": seconds, "tiles": tiles}
+        return {
+            "seconds": mean([max(each, 1e-9) for each in seconds]),
+            "range": ends,
+            "loads": seconds,
+            "tiles": tiles,
+        }
 
 
 decode, codes, flash, sums, window, gather = (_Timed(kernel) for kernel in _MADE)
@@ -181,14 +218,23 @@ def check(case):
     Raises:
         ValueError: naming what is wrong.
     """
-    known = {"decode": ("attend", "token"), "codes": ("codes",), "gather": ("compact",), "window": ("window",)}
+    known = {
+        "decode": ("attend", "token"),
+        "codes": ("codes",),
+        "gather": ("compact",),
+        "window": ("window",),
+    }
     kernels = known.get(case["kernel"], ("flash",))
     rows, slots = (40, 48) if INTERPRET else (700, 384)
     shape = {"kv_heads": 3, "group": 2, "dim": case["dim"], "rows": rows, "slots": slots}
     dtype, tiles, errors = jnp.dtype(case["dtype"]), _tiles(case["kernel"], case), {}
     for kernel in kernels:
         errors |= gpu_checks.KERNELS[kernel](shape, dtype, tiles)
-    wrong = {name: size for name, size in errors.items() if not size <= gpu_checks.TOLERANCE[case["dtype"]]}
+    wrong = {
+        name: size
+        for name, size in errors.items()
+        if not size <= gpu_checks.TOLERANCE[case["dtype"]]
+    }
     if wrong:
         raise ValueError(f"WRONG: {wrong}")
     return {"largest": max(errors.values()), "errors": errors}

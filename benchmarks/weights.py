@@ -29,7 +29,10 @@ def cosines(one, other, prompts):
     """Cosine of both models' logits behind each prompt."""
     found = []
     for prompt in prompts:
-        a, b = (np.asarray(jaxkv.Session(model).prefill([prompt]).logits, np.float64)[0] for model in (one, other))
+        a, b = (
+            np.asarray(jaxkv.Session(model).prefill([prompt]).logits, np.float64)[0]
+            for model in (one, other)
+        )
         found.append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
     return found
 
@@ -37,7 +40,9 @@ def cosines(one, other, prompts):
 def losses(model, task):
     """Mean loss of each document's continuation, in nats."""
     with tempfile.TemporaryDirectory() as folder:
-        return evaluate(model, task, {"full": jaxkv.FullKV()}, Path(folder) / "run", batch=4).scores("full")
+        return evaluate(
+            model, task, {"full": jaxkv.FullKV()}, Path(folder) / "run", batch=4
+        ).scores("full")
 
 
 def ratios(one, other, prompt, rounds):
@@ -45,7 +50,9 @@ def ratios(one, other, prompt, rounds):
     options = {"max_new_tokens": STEPS, "stop_at_eos": False, "progress": False}
     found = []
     for _ in range(rounds + 1):
-        spent = [jaxkv.generate(model, prompt, **options).stats.decode_seconds for model in (one, other)]
+        spent = [
+            jaxkv.generate(model, prompt, **options).stats.decode_seconds for model in (one, other)
+        ]
         found.append(spent[1] / spent[0])
     # The first compiles.
     return found[1:]
@@ -53,10 +60,19 @@ def ratios(one, other, prompt, rounds):
 
 def line_of(dtype, bits, asked):
     """The table's row of a dtype and of weights in so many bits."""
-    plain, narrow = (jaxkv.load(MODEL, dtype, weights=weights, progress=False) for weights in (None, f"int{bits}"))
+    plain, narrow = (
+        jaxkv.load(MODEL, dtype, weights=weights, progress=False)
+        for weights in (None, f"int{bits}")
+    )
     task = Loss(count=asked.documents, prefix=asked.prefix, tokens=asked.tokens)
-    prompts = [plain.text.encode(sample.context, bos=True)[: asked.prefix] for sample in task.samples(plain)]
-    alike, (mine, theirs) = cosines(plain, narrow, prompts), (losses(each, task) for each in (narrow, plain))
+    prompts = [
+        plain.text.encode(sample.context, bos=True)[: asked.prefix]
+        for sample in task.samples(plain)
+    ]
+    alike, (mine, theirs) = (
+        cosines(plain, narrow, prompts),
+        (losses(each, task) for each in (narrow, plain)),
+    )
     more = np.exp(np.mean(mine)) / np.exp(np.mean(theirs)) - 1
     slower = ratios(plain, narrow, prompts[0], asked.rounds)
     return (
@@ -68,12 +84,16 @@ def line_of(dtype, bits, asked):
 
 def main():
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--prefix", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=256, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "weights.md", help="(default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=record.RESULTS / "weights.md", help="(default: %(default)s)"
+    )
     asked = parser.parse_args()
     enable_compilation_cache()
     where = record.machine()

@@ -35,14 +35,23 @@ SHAPE = {
 def models(window, longest):
     """The two models by name."""
     both = SHAPE | {"model_type": "mistral", "max_position_embeddings": 2 * longest}
-    configs = {"within a window": both | {"sliding_window": window}, "whole prompt": both | {"sliding_window": None}}
-    return {name: random_model(ModelConfig.from_hf(each), name, dtype=jnp.float32) for name, each in configs.items()}
+    configs = {
+        "within a window": both | {"sliding_window": window},
+        "whole prompt": both | {"sliding_window": None},
+    }
+    return {
+        name: random_model(ModelConfig.from_hf(each), name, dtype=jnp.float32)
+        for name, each in configs.items()
+    }
 
 
 def measure(window, lengths, rounds):
     """Dict by model and length: seconds `[rounds]`, rows of a segment, and bytes planned and held."""
     found, rng = {}, np.random.default_rng(0)
-    sessions = {name: jaxkv.Session(model, jaxkv.FullKV()) for name, model in models(window, max(lengths)).items()}
+    sessions = {
+        name: jaxkv.Session(model, jaxkv.FullKV())
+        for name, model in models(window, max(lengths)).items()
+    }
     ids = {tokens: rng.integers(0, SHAPE["vocab_size"], tokens).tolist() for tokens in lengths}
     for turn in range(rounds + 1):
         for tokens in lengths:
@@ -67,18 +76,28 @@ def lines_of(found, lengths):
             seconds, (rows, planned, held) = found[name, tokens]
             medians[name] = np.median(seconds)
             cells += [f"{medians[name]:.3f} ({min(seconds):.3f}-{max(seconds):.3f})"]
-            cells += [f"{1e6 * medians[name] / tokens:.0f}", f"{rows:,}", f"{planned / 1e6:.2f} / {held / 1e6:.2f}"]
+            cells += [
+                f"{1e6 * medians[name] / tokens:.0f}",
+                f"{rows:,}",
+                f"{planned / 1e6:.2f} / {held / 1e6:.2f}",
+            ]
         cells += [f"{medians['within a window'] / medians['whole prompt']:.2f}"]
         yield f"| {' | '.join(cells)} |"
 
 
 def main():
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1024,2048,4096,8192", help="prompt lengths (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", default="1024,2048,4096,8192", help="prompt lengths (default: %(default)s)"
+    )
     parser.add_argument("--window", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "windows.md", help="(default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=record.RESULTS / "windows.md", help="(default: %(default)s)"
+    )
     asked = parser.parse_args()
     lengths = [int(each) for each in asked.tokens.split(",")]
     found, where = measure(asked.window, lengths, asked.rounds), record.machine()

@@ -24,14 +24,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Argument parser of `python -m jaxkv.checkpoints`, with its one command `convert`."""
-    parser = argparse.ArgumentParser(prog="python -m jaxkv.checkpoints", description="Model files without a model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxkv.checkpoints", description="Model files without a model."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = (
-        "write a checkpoint as a folder of Orbax', which loads in slices; run again, it goes on where it was stopped"
+        "write a checkpoint as a folder of Orbax', which loads "
+        "in slices; run again, it goes on where it was stopped"
     )
     converting = commands.add_parser("convert", help=about, description=about)
-    converting.add_argument("source", metavar="SRC", help="a model's name, a folder, a .gguf file or a hub id")
-    converting.add_argument("target", metavar="DST", help="the folder to write; nothing may be there")
+    converting.add_argument(
+        "source", metavar="SRC", help="a model's name, a folder, a .gguf file or a hub id"
+    )
+    converting.add_argument(
+        "target", metavar="DST", help="the folder to write; nothing may be there"
+    )
     converting.add_argument(
         "--dtype", choices=DTYPES, help="of all weights (by default as they are; a GGUF's: float32)"
     )

@@ -37,7 +37,12 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
             remedy = f'give {{"name": ..., "template": ...}} in the chat_template of {file}'
             require(named and isinstance(each.get("template"), str), "chat_template", each, remedy)
         template = {each["name"]: each["template"] for each in template}.get("default")
-    require(template is None or isinstance(template, str), "chat_template", template, f"give a string in {file}")
+    require(
+        template is None or isinstance(template, str),
+        "chat_template",
+        template,
+        f"give a string in {file}",
+    )
     return template or None
 
 
@@ -81,7 +86,9 @@ def _compiled(source: str) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

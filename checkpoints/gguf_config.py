@@ -36,7 +36,9 @@ _NEUTRAL = {
 _WIDER = {"gemma2": 46, "gemma3": 62}
 
 
-def read_config(meta: Metadata, tensors: Mapping[str, StoredTensor], factors: np.ndarray | None) -> dict[str, Any]:
+def read_config(
+    meta: Metadata, tensors: Mapping[str, StoredTensor], factors: np.ndarray | None
+) -> dict[str, Any]:
     """Dict with the keys of a Hugging Face `config.json`, from the metadata; ValueError if unsupported.
 
     Args:
@@ -50,8 +52,14 @@ def read_config(meta: Metadata, tensors: Mapping[str, StoredTensor], factors: np
     Raises:
         ValueError: for numbers that are missing, of another kind, or of models that are not built, by key.
     """
-    arch, heads, embed = meta.arch, meta.hyper("attention.head_count"), meta.hyper("embedding_length")
-    require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
+    arch, heads, embed = (
+        meta.arch,
+        meta.hyper("attention.head_count"),
+        meta.hyper("embedding_length"),
+    )
+    require(
+        heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again"
+    )
     head_dim = meta.hyper("attention.key_length", embed // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         value = meta.hyper(key, head_dim)
@@ -59,7 +67,12 @@ def read_config(meta: Metadata, tensors: Mapping[str, StoredTensor], factors: np
         require(value == head_dim, f"{arch}.{key}", value, remedy)
     for key, neutral in _NEUTRAL.items():
         value = meta.values.get(f"{arch}.{key}", neutral[0])
-        require(value in neutral, f"{arch}.{key}", value, f"only models where it is {neutral[0]}, or none, are built")
+        require(
+            value in neutral,
+            f"{arch}.{key}",
+            value,
+            f"only models where it is {neutral[0]}, or none, are built",
+        )
     given = "model.embed_tokens.weight" in tensors
     require(given, "tensor", "token_embd.weight", "the file lacks it; download it again")
     config = {
@@ -94,7 +107,11 @@ def _llama(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Config keys of a Llama, Mistral, Qwen2 or Qwen3 beside those of all architectures."""
     arch = meta.arch
     _refuse_experts(meta)
-    own = {"intermediate_size": meta.hyper("feed_forward_length"), "hidden_act": "silu", "mlp_bias": False}
+    own = {
+        "intermediate_size": meta.hyper("feed_forward_length"),
+        "hidden_act": "silu",
+        "mlp_bias": False,
+    }
     window = meta.get(f"{arch}.attention.sliding_window", kind=int)
     if window:
         own |= {"sliding_window": window, "use_sliding_window": True}
@@ -124,7 +141,9 @@ def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     own = {
         "intermediate_size": meta.hyper("feed_forward_length"),
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if wide
+        else config["head_dim"],
         "attn_logit_softcapping": cap("attn_logit_softcapping", 50.0 if second else 0.0),
         "final_logit_softcapping": cap("final_logit_softcapping", 30.0 if second else 0.0),
         "sliding_window": window,
@@ -133,7 +152,9 @@ def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if second:
         _refuse_two_bases(meta, config)
     else:
-        own["rope_local_base_freq"] = decimal(meta.hyper("rope.freq_base_swa", 10_000.0, kind=float))
+        own["rope_local_base_freq"] = decimal(
+            meta.hyper("rope.freq_base_swa", 10_000.0, kind=float)
+        )
     return own
 
 
@@ -169,8 +190,12 @@ def _layer_types(meta: Metadata, layers: int, usual: int, *, windows: bool) -> l
     key = f"{meta.arch}.attention.sliding_window_pattern"
     given = meta.values.get(key)
     if isinstance(given, list):
-        remedy = f"a true or false for each of the {layers} layers is expected; convert the model again"
-        require(len(given) == layers and all(each in (0, 1) for each in given), key, given[:8], remedy)
+        remedy = (
+            f"a true or false for each of the {layers} layers is expected; convert the model again"
+        )
+        require(
+            len(given) == layers and all(each in (0, 1) for each in given), key, given[:8], remedy
+        )
         mask = [each == 1 for each in given]
     else:
         every = meta.get(key, usual, kind=int)
@@ -189,12 +214,19 @@ def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] 
     kind = "linear" if kind is None and factor not in (None, 0.0, 1.0) else kind
     if factors is not None and not np.allclose(factors, 1):
         plain = kind in (None, "none")
-        require(plain, f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built")
+        require(
+            plain, f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built"
+        )
         theta = decimal(meta.hyper("rope.freq_base", 10_000.0, kind=float))
         return _llama3_scaling(np.asarray(factors, np.float64), theta)
     if kind in (None, "none"):
         return None
-    require(kind in ("linear", "yarn"), f"{arch}.rope.scaling.type", kind, "jaxkv reads linear, yarn and llama3")
+    require(
+        kind in ("linear", "yarn"),
+        f"{arch}.rope.scaling.type",
+        kind,
+        "jaxkv reads linear, yarn and llama3",
+    )
     remedy = "the metadata must give a number; convert the model again"
     require(factor is not None, f"{arch}.rope.scaling.factor", factor, remedy)
     scaling: dict[str, Any] = {"rope_type": kind, "factor": decimal(factor)}
@@ -220,7 +252,12 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     close = np.allclose(factors, expected, rtol=1e-3)
-    require(close, "rope_freqs.weight", f"factor {factor}", "not Llama 3's scaling (low 1, high 4, original 8192)")
+    require(
+        close,
+        "rope_freqs.weight",
+        f"factor {factor}",
+        "not Llama 3's scaling (low 1, high 4, original 8192)",
+    )
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -45,9 +45,19 @@ class GgufFile:
         values, self._stored = gguf_reader.read(path)
         self._meta = meta = Metadata(values)
         known = ", ".join(IN_LAYER)
-        require(meta.arch in IN_LAYER, "general.architecture", meta.arch, f"jaxkv reads GGUFs of {known}")
+        require(
+            meta.arch in IN_LAYER,
+            "general.architecture",
+            meta.arch,
+            f"jaxkv reads GGUFs of {known}",
+        )
         parts = meta.get("split.count", 1, kind=int)
-        require(parts <= 1, "split.count", parts, "merge the parts into one file with llama.cpp's gguf-split --merge")
+        require(
+            parts <= 1,
+            "split.count",
+            parts,
+            "merge the parts into one file with llama.cpp's gguf-split --merge",
+        )
         read = functools.partial
         self.tensors = {
             (hf := hf_name(name, meta.arch)): StoredTensor(
@@ -60,7 +70,9 @@ class GgufFile:
             if not is_table(name)
         }
         self.tensors = with_joined_experts(self.tensors) if meta.arch == "gpt-oss" else self.tensors
-        factors = self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
+        factors = (
+            self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
+        )
         self.config = read_config(meta, self.tensors, factors)
         self.tokenizer = self._read_tokenizer()
 
@@ -70,10 +82,16 @@ class GgufFile:
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
             rows = self._dequantised(name, tensor, first, last)[(slice(None), *index[1:])]
-            return rows - 1 if self._meta.arch in _MORE_BY_ONE and name.endswith("norm.weight") else rows
+            return (
+                rows - 1
+                if self._meta.arch in _MORE_BY_ONE and name.endswith("norm.weight")
+                else rows
+            )
         size = tensor.shape[0] // heads
         low, high = first // size, -(-last // size)
-        rows = undo_permutation(self._dequantised(name, tensor, low * size, high * size), high - low)
+        rows = undo_permutation(
+            self._dequantised(name, tensor, low * size, high * size), high - low
+        )
         return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
     def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
@@ -81,27 +99,42 @@ class GgufFile:
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
             # A tensor of another shape is refused later, when the model is loaded.
-            if self._meta.arch == "llama" and f".self_attn.{part}." in name and tensor.shape[:1] == (heads * head_dim,):
+            if (
+                self._meta.arch == "llama"
+                and f".self_attn.{part}." in name
+                and tensor.shape[:1] == (heads * head_dim,)
+            ):
                 return heads if head_dim % 2 == 0 else None
         return None
 
-    def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int) -> np.ndarray:
+    def _dequantised(
+        self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int
+    ) -> np.ndarray:
         """Rows first to last - 1 of a tensor as float32, in the file's row order; ValueError for unknown formats."""
         from gguf import quants
 
         try:
             # A vector's quantisation blocks run along its only axis: it is cut after dequantising.
             if len(tensor.shape) < 2:
-                return np.asarray(np.atleast_1d(quants.dequantize(tensor.data, tensor.kind))[first:last], np.float32)
+                return np.asarray(
+                    np.atleast_1d(quants.dequantize(tensor.data, tensor.kind))[first:last],
+                    np.float32,
+                )
             array = np.empty((last - first, *tensor.shape[1:]), np.float32)
             step = max(1, _AT_ONCE // max(1, math.prod(tensor.shape[1:])))
             for start in range(first, last, step):
                 stop = min(start + step, last)
-                with np.errstate(over="ignore"):  # what MXFP4's largest scales make infinite is refused later
-                    array[start - first : stop - first] = quants.dequantize(tensor.rows(start, stop), tensor.kind)
+                with np.errstate(
+                    over="ignore"
+                ):  # what MXFP4's largest scales make infinite is refused later
+                    array[start - first : stop - first] = quants.dequantize(
+                        tensor.rows(start, stop), tensor.kind
+                    )
             return array
         except NotImplementedError as error:
-            remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
+            remedy = (
+                "this quantisation has no reader; use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
+            )
             raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
@@ -114,8 +147,17 @@ class GgufFile:
         if not tokens:
             return None
         ids = self._meta.ids()
-        stray = {kind: value for kind, value in ids.items() if value is not None and not 0 <= value < len(tokens)}
-        require(not stray, "tokenizer.ggml", stray, f"ids outside the {len(tokens)} tokens; download the file again")
+        stray = {
+            kind: value
+            for kind, value in ids.items()
+            if value is not None and not 0 <= value < len(tokens)
+        }
+        require(
+            not stray,
+            "tokenizer.ggml",
+            stray,
+            f"ids outside the {len(tokens)} tokens; download the file again",
+        )
         return GgufTokenizer(
             model=get("model", str) or "",
             pre=get("pre", str),
@@ -130,7 +172,9 @@ class GgufFile:
         )
 
 
-def undo_permutation(array: Float[np.ndarray, "rows *rest"], heads: int) -> Float[np.ndarray, "rows *rest"]:
+def undo_permutation(
+    array: Float[np.ndarray, "rows *rest"], heads: int
+) -> Float[np.ndarray, "rows *rest"]:
     """Query or key projection `[heads * D, ...]` of arch "llama", with rows reordered into Hugging Face's order.
 
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to

@@ -9,7 +9,13 @@ import numpy as np
 
 from ._errors import require
 
-_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_KINDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}
 _ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
 
@@ -44,7 +50,9 @@ class Metadata:
         """Metadata list of a key as a tuple, empty if the key is absent; ValueError for items not of type `kind`."""
         values = self.get(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
-        require(sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again")
+        require(
+            sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again"
+        )
         return tuple(values)
 
     def hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
@@ -53,7 +61,9 @@ class Metadata:
         value = self.values.get(key)
         if isinstance(value, list):
             # Models whose layers differ (OpenELM and the like) write one value per layer.
-            require(len(set(value)) == 1, key, value[:8], "layers of different shapes are not built")
+            require(
+                len(set(value)) == 1, key, value[:8], "layers of different shapes are not built"
+            )
             value = value[0]
         else:
             value = self.get(key, default, kind=kind)
@@ -63,11 +73,18 @@ class Metadata:
 
     def ids(self) -> dict[str, int | None]:
         """Dict of special token ids by kind (bos, eos, eot, pad, unk); None for one without id or sound default."""
-        ids = {kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
+        ids = {
+            kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int)
+            for kind, key in _ID_KEYS.items()
+        }
         tokens = self.get("tokenizer.ggml.tokens", [], kind=list)
         # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
         if self.get("tokenizer.ggml.model", kind=str) == "llama":
-            ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < len(tokens)}
+            ids |= {
+                kind: id
+                for kind, id in _SENTENCEPIECE_IDS.items()
+                if ids[kind] is None and id < len(tokens)
+            }
         if ids["eot"] is None and _TURN_ENDS.get(self.arch) in tokens:
             ids["eot"] = tokens.index(_TURN_ENDS[self.arch])
         return ids

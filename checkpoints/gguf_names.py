@@ -67,6 +67,11 @@ def hf_name(name: str, arch: str) -> str:
         return f"model.layers.{sinks[1]}.self_attn.sinks"
     match = _LAYER.fullmatch(name)
     known = match is not None and match[2] in IN_LAYER[arch]
-    require(known, "tensor", name, "jaxkv builds no part that uses it; the model is of an unsupported kind")
+    require(
+        known,
+        "tensor",
+        name,
+        "jaxkv builds no part that uses it; the model is of an unsupported kind",
+    )
     assert match is not None
     return f"model.layers.{match[1]}.{IN_LAYER[arch][match[2]]}.{match[3]}"

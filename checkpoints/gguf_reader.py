@@ -28,7 +28,13 @@ _SCALARS = {
     12: np.float64,
 }
 # Limits several times above the largest vocabularies and deepest models.
-_MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = 256 << 20, 8 << 20, 1 << 16, 1 << 20, 4
+_MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = (
+    256 << 20,
+    8 << 20,
+    1 << 16,
+    1 << 20,
+    4,
+)
 
 
 class _Corrupt(Exception):
@@ -70,8 +76,12 @@ class GgufTensor:
     def _read(self, first: int, count: int) -> np.ndarray:
         """Reads `count` elements of the stored array from element `first` on; ValueError if the file is shorter."""
         # Read, not mapped: a mapping keeps all pages that were read in the process' memory.
-        found = np.fromfile(self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize)
-        remedy = f"the file ends within {self.name!r}, and did not when it was opened; download it again"
+        found = np.fromfile(
+            self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize
+        )
+        remedy = (
+            f"the file ends within {self.name!r}, and did not when it was opened; download it again"
+        )
         require(len(found) == count, "file", self.path, remedy)
         return found
 
@@ -91,7 +101,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         metadata, tensor_count = _metadata(cursor)
         return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
     except OSError as error:
-        raise refusal("file", path, f"{size:,} bytes cannot be mapped ({error.strerror}); free some memory") from error
+        raise refusal(
+            "file", path, f"{size:,} bytes cannot be mapped ({error.strerror}); free some memory"
+        ) from error
     except (_Corrupt, UnicodeDecodeError) as error:
         remedy = f"truncated or corrupt GGUF of {size} bytes ({error}); download it again"
         raise refusal("file", path, remedy) from error
@@ -191,7 +203,9 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
     return {name: tensors[name] for name in entries}
 
 
-def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
+def _tensor(
+    cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int
+) -> tuple[GgufTensor, int]:
     """Pair of the `GgufTensor` at byte `at` of the file and its size in bytes; raises `_Corrupt` if it is unsound."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -202,7 +216,9 @@ def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: i
     known = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[known]
     if (shape[-1] if shape else 1) % block:
-        raise _Corrupt(f"the tensor {name!r} of shape {shape}, where rows come in blocks of {block}")
+        raise _Corrupt(
+            f"the tensor {name!r} of shape {shape}, where rows come in blocks of {block}"
+        )
     size = math.prod(shape) // block * block_bytes
     if at + size > cursor.size:
         raise _Corrupt(f"the tensor {name!r} ends at byte {at + size:,}")
@@ -210,5 +226,7 @@ def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: i
     stored = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
     if known.name in plain:
         dtype, stored = np.dtype(plain[known.name]), shape
-    tensor = GgufTensor(name=name, kind=known, shape=shape, path=cursor.path, at=at, dtype=dtype, stored=stored)
+    tensor = GgufTensor(
+        name=name, kind=known, shape=shape, path=cursor.path, at=at, dtype=dtype, stored=stored
+    )
     return tensor, size

@@ -90,16 +90,28 @@ class GgufTokenizer:
         Raises:
             ValueError: for a kind or a pre-tokenizer that is not built, by name, or an inconsistent vocabulary.
         """
-        require(self.model in ("gpt2", "llama"), "tokenizer.ggml.model", self.model, "gpt2 and llama are built")
+        require(
+            self.model in ("gpt2", "llama"),
+            "tokenizer.ggml.model",
+            self.model,
+            "gpt2 and llama are built",
+        )
         if self.types:
-            require(len(self.types) == len(self.tokens), "token_type", len(self.types), "one per token is needed")
+            require(
+                len(self.types) == len(self.tokens),
+                "token_type",
+                len(self.types),
+                "one per token is needed",
+            )
         try:
             tokenizer = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
         except ValueError:
             raise
         # The Rust library raises plain Exception, for a merge whose parts are not tokens, say.
         except Exception as error:
-            raise refusal("tokenizer.ggml.model", self.model, f"inconsistent vocabulary ({error})") from error
+            raise refusal(
+                "tokenizer.ggml.model", self.model, f"inconsistent vocabulary ({error})"
+            ) from error
         tokenizer.add_special_tokens(self._added(special=True))
         tokenizer.add_tokens(self._added(special=False))
         return tokenizer
@@ -108,11 +120,18 @@ class GgufTokenizer:
         """List of `AddedToken`s matched whole: control and special tokens if `special`, else user-defined ones."""
         from tokenizers import AddedToken
 
-        chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}
+        chosen = {
+            each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None
+        }
         chosen |= {index for index, kind in enumerate(self.types) if kind in (_UNKNOWN, _CONTROL)}
         if not special:
-            chosen = {index for index, kind in enumerate(self.types) if kind == _USER_DEFINED} - chosen
-        return [AddedToken(self.tokens[index], special=special, normalized=False) for index in sorted(chosen)]
+            chosen = {
+                index for index, kind in enumerate(self.types) if kind == _USER_DEFINED
+            } - chosen
+        return [
+            AddedToken(self.tokens[index], special=special, normalized=False)
+            for index in sorted(chosen)
+        ]
 
 
 def _byte_level(spec: GgufTokenizer) -> Any:
@@ -120,7 +139,12 @@ def _byte_level(spec: GgufTokenizer) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = spec.pre or "default"
-    require(pre in _PRE, "tokenizer.ggml.pre", pre, f"pre-tokenizers that are built: {', '.join(sorted(_PRE))}")
+    require(
+        pre in _PRE,
+        "tokenizer.ggml.pre",
+        pre,
+        f"pre-tokenizers that are built: {', '.join(sorted(_PRE))}",
+    )
     vocab = {token: index for index, token in enumerate(spec.tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in spec.merges)]
     # Llama 3 keeps a word that is a token whole, whatever the merges say.
@@ -139,11 +163,23 @@ def _sentencepiece(spec: GgufTokenizer) -> Any:
     """Builds the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for unsound tokens or scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    require(len(spec.scores) == len(spec.tokens), "scores", len(spec.scores), "sentencepiece needs one per token")
+    require(
+        len(spec.scores) == len(spec.tokens),
+        "scores",
+        len(spec.scores),
+        "sentencepiece needs one per token",
+    )
     longest = max(map(len, spec.tokens))
     # Every way to cut each token in two is tried below: quadratic in its length.
-    sane = sum(len(token) ** 2 for token in spec.tokens) < _MOST_CUTS and all(map(math.isfinite, spec.scores))
-    require(sane, "tokens", f"{longest} characters", "tokens too long, or scores not finite: download the file again")
+    sane = sum(len(token) ** 2 for token in spec.tokens) < _MOST_CUTS and all(
+        map(math.isfinite, spec.scores)
+    )
+    require(
+        sane,
+        "tokens",
+        f"{longest} characters",
+        "tokens too long, or scores not finite: download the file again",
+    )
     vocab = {token: index for index, token in enumerate(spec.tokens)}
     # Sentencepiece joins the neighbours whose union scores best: every cut of a piece into two pieces is a merge,
     # ranked by the piece's score.
@@ -155,7 +191,9 @@ def _sentencepiece(spec: GgufTokenizer) -> Any:
     )
     merges = [(piece[:cut], piece[cut:]) for *_, cut, piece in ranked]
     unknown = None if spec.unk is None else spec.tokens[spec.unk]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     spaces = normalizers.Replace(" ", "▁")
     undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.add_space_prefix is not False:

@@ -52,17 +52,32 @@ def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             continue
         base, part, kind = match.groups()
         if kind == "_scales":
-            require(f"{base}_blocks" in stored, "tensor", name, f"{base}_blocks, which it scales, is missing; {AGAIN}")
+            require(
+                f"{base}_blocks" in stored,
+                "tensor",
+                name,
+                f"{base}_blocks, which it scales, is missing; {AGAIN}",
+            )
             continue
         to = f"{base}.{'bias' if kind == '_bias' else 'weight'}"
-        require(to not in found, "tensor", name, f"blocks and floats of one weight: keep one of them, or {AGAIN}")
+        require(
+            to not in found,
+            "tensor",
+            name,
+            f"blocks and floats of one weight: keep one of them, or {AGAIN}",
+        )
         if kind == "_blocks":
             _check_blocks(name, tensor, stored.get(f"{base}_scales"))
             found[to] = _unpacked(tensor, stored[f"{base}_scales"], paired=part == "gate_up")
         else:
             axes, paired = 2 if kind else 3, part == "gate_up"
             remedy = f"{axes} axes{', the last of gates and ups in turns,' * paired} are expected; {AGAIN}"
-            require(len(tensor.shape) == axes and not (paired and tensor.shape[-1] % 2), name, tensor.shape, remedy)
+            require(
+                len(tensor.shape) == axes and not (paired and tensor.shape[-1] % 2),
+                name,
+                tensor.shape,
+                remedy,
+            )
             found[to] = _turned(tensor, paired=paired)
     return found
 
@@ -88,12 +103,22 @@ def with_joined_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredT
             continue
         base, part, kind = match.groups()
         beside = f"{base}{'up' if part == 'gate' else 'gate'}_proj.{kind}"
-        require(beside in stored, "tensor", beside, f"missing, and {name} cannot be read without it; {AGAIN}")
+        require(
+            beside in stored,
+            "tensor",
+            beside,
+            f"missing, and {name} cannot be read without it; {AGAIN}",
+        )
         other = stored[beside]
         require(
-            other.shape == tensor.shape, beside, other.shape, f"{name} has {tensor.shape}, it needs the same; {AGAIN}"
+            other.shape == tensor.shape,
+            beside,
+            other.shape,
+            f"{name} has {tensor.shape}, it needs the same; {AGAIN}",
         )
-        found[f"{base}gate_up_proj.{kind}"] = _joined(*((tensor, other) if part == "gate" else (other, tensor)))
+        found[f"{base}gate_up_proj.{kind}"] = _joined(
+            *((tensor, other) if part == "gate" else (other, tensor))
+        )
     return found
 
 
@@ -106,17 +131,26 @@ def _joined(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
         experts, halves, *rest = _spans(index, shape)
         return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
 
-    return StoredTensor(shape=shape, dtype=gates.dtype, read=read, stepped=gates.stepped and ups.stepped)
+    return StoredTensor(
+        shape=shape, dtype=gates.dtype, read=read, stepped=gates.stepped and ups.stepped
+    )
 
 
 def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
     """Raises ValueError unless a tensor holds MXFP4 blocks, and another one their scales."""
-    remedy = f"MXFP4 blocks are uint8 [experts, outputs, inputs / {_GROUP}, {_GROUP_BYTES}]; {AGAIN}"
+    remedy = (
+        f"MXFP4 blocks are uint8 [experts, outputs, inputs / {_GROUP}, {_GROUP_BYTES}]; {AGAIN}"
+    )
     require(blocks.dtype == np.uint8, f"{name}.dtype", blocks.dtype.name, remedy)
     sound = len(blocks.shape) == 4 and blocks.shape[-1] == _GROUP_BYTES
     require(sound and not (".gate_up_" in name and blocks.shape[1] % 2), name, blocks.shape, remedy)
     beside = f"{name.removesuffix('_blocks')}_scales"
-    require(scales is not None, "tensor", beside, f"missing, and {name} cannot be read without it; {AGAIN}")
+    require(
+        scales is not None,
+        "tensor",
+        beside,
+        f"missing, and {name} cannot be read without it; {AGAIN}",
+    )
     assert scales is not None
     remedy = f"a byte for each block of {name}, {blocks.shape[:-1]}, is expected; {AGAIN}"
     require(scales.shape == blocks.shape[:-1], beside, scales.shape, remedy)
@@ -156,7 +190,10 @@ def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> St
         there = (spans[0], rows, slice(first, last))
         both = [blocks.read((*there, slice(0, _GROUP_BYTES))), scales.read(there)]
         if paired:
-            both = [each.reshape(each.shape[0], -1, 2, *each.shape[2:]).swapaxes(1, 2)[:, spans[1]] for each in both]
+            both = [
+                each.reshape(each.shape[0], -1, 2, *each.shape[2:]).swapaxes(1, 2)[:, spans[1]]
+                for each in both
+            ]
         wide = _dequantised(*map(np.ascontiguousarray, both))
         begin = spans[-1].start - first * _GROUP
         return wide[..., begin : begin + spans[-1].stop - spans[-1].start]
@@ -173,7 +210,9 @@ def _dequantised(
     step = _AT_ONCE // _GROUP
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
-        with np.errstate(over="ignore", invalid="ignore"):  # a scale of 255 is no number, which is refused later
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # a scale of 255 is no number, which is refused later
             factors = np.ldexp(np.float32(1), powers[part].astype(np.int32) - 127)
             array[part] = _AS_ONE[flat[part]].view(np.float32) * factors[:, None]
     return array.reshape(*scales.shape[:-1], -1)

@@ -131,7 +131,9 @@ def manifest(name: str) -> Manifest:
     Raises:
         ValueError: for a name that is not known; the message lists those that are.
     """
-    require(name in _manifests(), "name", name, f"no such model; known models: {', '.join(names())}")
+    require(
+        name in _manifests(), "name", name, f"no such model; known models: {', '.join(names())}"
+    )
     return _manifests()[name]
 
 
@@ -167,7 +169,11 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 def _manifests() -> dict[str, Manifest]:
     """Dict of all named models' `Manifest`s by model name, read from the package; cached."""
     folder = resources.files(__package__) / "manifests"
-    parsed = (_parse(json.loads(file.read_text("utf-8"))) for file in folder.iterdir() if file.name.endswith(".json"))
+    parsed = (
+        _parse(json.loads(file.read_text("utf-8")))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    )
     return {each.name: each for each in parsed}
 
 
@@ -178,7 +184,11 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     remedy = f"the manifest of {raw['name']} must name a wheel or folder"
     require(kind in ("wheel", "folder"), "source.kind", kind, remedy)
     if kind == "folder":
-        source["files"] = MappingProxyType({name: PackagedFile(**each) for name, each in source["files"].items()})
+        source["files"] = MappingProxyType(
+            {name: PackagedFile(**each) for name, each in source["files"].items()}
+        )
     found = WheelSource(**source) if kind == "wheel" else FolderSource(**source)
     filters = raw.get("filter_layers")
-    return Manifest(**{**raw, "source": found, "filter_layers": None if filters is None else tuple(filters)})
+    return Manifest(
+        **{**raw, "source": found, "filter_layers": None if filters is None else tuple(filters)}
+    )

@@ -105,25 +105,43 @@ def open_converted(folder: Path) -> Converted | None:
     unfinished = folder.resolve().name.endswith(UNFINISHED) and (folder / TENSORS).is_dir()
     if not (folder / MANIFEST).is_file() and not unfinished:
         foreign = [name for name in _ORBAX if (folder / name).exists()]
-        remedy = f"a folder of Orbax' without {MANIFEST}: give one that {WEIGHTS.writer} has written"
+        remedy = (
+            f"a folder of Orbax' without {MANIFEST}: give one that {WEIGHTS.writer} has written"
+        )
         require(not foreign, "path", folder, remedy)
         return None
     require_whole(folder, WEIGHTS)
     manifest = read_manifest(folder, WEIGHTS)
     entries = described(folder, manifest.get(WEIGHTS.listed), WEIGHTS)
     for name in entries:
-        require((folder / TENSORS / name).is_dir(), "tensor", name, f"missing from {folder}; {WEIGHTS.again}")
+        require(
+            (folder / TENSORS / name).is_dir(),
+            "tensor",
+            name,
+            f"missing from {folder}; {WEIGHTS.again}",
+        )
     filters = manifest.get("filter_layers")
-    sound = filters is None or isinstance(filters, list) and all(type(each) is int for each in filters)
-    require(sound, "filter_layers", filters, f"whole numbers are expected in {folder / MANIFEST}; {WEIGHTS.again}")
+    sound = (
+        filters is None or isinstance(filters, list) and all(type(each) is int for each in filters)
+    )
+    require(
+        sound,
+        "filter_layers",
+        filters,
+        f"whole numbers are expected in {folder / MANIFEST}; {WEIGHTS.again}",
+    )
     return Converted(
         stored={
             name: StoredTensor(
-                shape=entry.shape, dtype=entry.dtype, read=functools.partial(read_array, folder / TENSORS / name, entry)
+                shape=entry.shape,
+                dtype=entry.dtype,
+                read=functools.partial(read_array, folder / TENSORS / name, entry),
             )
             for name, entry in entries.items()
         },
-        tokenizer=_read_vocabulary(folder / VOCABULARY) if (folder / VOCABULARY).is_file() else None,
+        tokenizer=_read_vocabulary(folder / VOCABULARY)
+        if (folder / VOCABULARY).is_file()
+        else None,
         filter_layers=None if filters is None else tuple(filters),
     )
 
@@ -135,14 +153,21 @@ def require_whole(folder: Path, kind: Kind) -> None:
     require(folder.is_dir(), "path", folder, f"a file: {remedy}")
     onward = "; it goes on from here" if kind is WEIGHTS else ""
     unfinished = folder.resolve().name.endswith(UNFINISHED)
-    require(not unfinished, "path", folder, f"it has not been written to its end: {kind.again}{onward}")
+    require(
+        not unfinished, "path", folder, f"it has not been written to its end: {kind.again}{onward}"
+    )
     require((folder / MANIFEST).is_file(), "path", folder, f"no {MANIFEST} in it: {remedy}, whole")
 
 
 def require_free(folder: Path, field: str) -> None:
     """Raises ValueError if a path exists or its name is reserved; `field` is the argument's name for the error."""
-    taken = os.path.lexists(folder) or folder.name in ("", "..")  # names of folders that always exist
-    require(not taken, field, folder, "something is there already: choose another folder, or remove it")
+    taken = os.path.lexists(folder) or folder.name in (
+        "",
+        "..",
+    )  # names of folders that always exist
+    require(
+        not taken, field, folder, "something is there already: choose another folder, or remove it"
+    )
     remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
     require(not folder.name.endswith(UNFINISHED), field, folder, remedy)
 
@@ -157,7 +182,11 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
     found, version = manifest.get("format"), manifest.get("version")
     other = _KINDS.get(str(found))
     remedy = f"{folder} is no folder of {kind.format}: give one that {kind.writer} has written"
-    remedy = remedy if other is None else f"{folder} is a folder of {other.format}: read it with {other.reader}"
+    remedy = (
+        remedy
+        if other is None
+        else f"{folder} is a folder of {other.format}: read it with {other.reader}"
+    )
     require(found == kind.format, "format", found, remedy)
     remedy = f"this jaxkv reads version {kind.version} of {kind.format}, and {folder} is of another: {kind.again}"
     require(version == kind.version, "version", version, remedy)
@@ -177,7 +206,9 @@ class Entry:
     @classmethod
     def of(cls, name: str, array: np.ndarray, kind: Kind) -> Entry:
         """`Entry` of an array, with its checksum computed."""
-        return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind)
+        return cls(
+            name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind
+        )
 
     def json(self) -> dict[str, Any]:
         """Shape, dtype and CRC-32 of the entry as a dictionary for the manifest."""
@@ -191,18 +222,34 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
         ValueError: where `said`, the manifest's value, is not that.
     """
     manifest = folder / MANIFEST
-    require(isinstance(said, dict) and bool(said), kind.listed, said, f"none in {manifest}; {kind.again}")
+    require(
+        isinstance(said, dict) and bool(said),
+        kind.listed,
+        said,
+        f"none in {manifest}; {kind.again}",
+    )
     entries = {}
     for name, each in said.items():
-        require(is_plain(name), kind.one, name, f"no {kind.one} in {manifest} is called so; {kind.again}")
-        sound = isinstance(each, dict) and isinstance(each.get("shape"), list) and type(each.get("crc32")) is int
+        require(
+            is_plain(name),
+            kind.one,
+            name,
+            f"no {kind.one} in {manifest} is called so; {kind.again}",
+        )
+        sound = (
+            isinstance(each, dict)
+            and isinstance(each.get("shape"), list)
+            and type(each.get("crc32")) is int
+        )
         sound = sound and len(each["shape"]) <= _MOST_AXES
         sound = sound and all(type(size) is int and size >= 0 for size in each["shape"])
         dtype = dtype_of(each.get("dtype")) if sound else None
         if dtype is None:
             remedy = f"shape, dtype and crc32 are expected in {manifest}; {kind.again}"
             raise refusal(f"{kind.listed}.{name}", each, remedy)
-        entries[name] = Entry(name=name, shape=tuple(each["shape"]), dtype=dtype, crc32=each["crc32"], kind=kind)
+        entries[name] = Entry(
+            name=name, shape=tuple(each["shape"]), dtype=dtype, crc32=each["crc32"], kind=kind
+        )
     return entries
 
 
@@ -250,13 +297,17 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             with contextlib.suppress(FileNotFoundError):
                 folder.lstat()  # refuses a name that is too long, say
         except OSError as error:
-            raise refusal(field, folder, f"no folder can be made there ({reason(error)}): choose another") from error
+            raise refusal(
+                field, folder, f"no folder can be made there ({reason(error)}): choose another"
+            ) from error
         yield part
         require_free(folder, field)
         try:
             os.rename(part, folder)
         except OSError as error:
-            remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            remedy = (
+                f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            )
             raise refusal(field, folder, remedy) from error
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -266,7 +317,9 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
         raise
 
 
-def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+def write_folder(
+    folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
     """Writes arrays and a manifest that includes `said` as an Orbax folder, atomically; ValueError if it cannot.
 
     Raises:
@@ -276,15 +329,22 @@ def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapp
         try:
             write_arrays(part / ARRAYS, arrays)
             entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
-            write_json(part / MANIFEST, {"format": kind.format, "version": kind.version, **said, kind.listed: entries})
+            write_json(
+                part / MANIFEST,
+                {"format": kind.format, "version": kind.version, **said, kind.listed: entries},
+            )
         except (OSError, ValueError) as error:  # TensorStore raises either
-            remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            remedy = (
+                f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            )
             raise refusal("path", folder, remedy) from error
 
 
 def reason(error: Exception) -> str:
     """Text of an error in one line: its `strerror`, the first line of its message, or its class name."""
-    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+    return getattr(error, "strerror", None) or next(
+        iter(str(error).splitlines()), type(error).__name__
+    )
 
 
 def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
@@ -326,10 +386,17 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
 
 def _checksum(array: np.ndarray) -> int:
     """CRC-32 of an array's bytes, as an int."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
+    return (
+        zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
+    )
 
 
-_LISTS: dict[str, tuple[type, ...]] = {"tokens": (str,), "types": (int,), "merges": (str,), "scores": (int, float)}
+_LISTS: dict[str, tuple[type, ...]] = {
+    "tokens": (str,),
+    "types": (int,),
+    "merges": (str,),
+    "scores": (int, float),
+}
 _IDS = ("bos", "eos", "eot", "pad", "unk")
 _TEXTS, _FLAGS = ("model", "pre", "chat_template"), ("add_bos", "add_space_prefix")
 
@@ -346,9 +413,15 @@ def _read_vocabulary(path: Path) -> GgufTokenizer:
         if name in _IDS:
             return value is None or type(value) is int and 0 <= value < count
         kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_FLAGS, bool)}
-        return name in kinds and (isinstance(value, kinds[name]) or value is None and name != "model")
+        return name in kinds and (
+            isinstance(value, kinds[name]) or value is None and name != "model"
+        )
 
-    wrong = [name for name in {"model": None, "tokens": None} | said if not sound(name, said.get(name))]
+    wrong = [
+        name for name in {"model": None, "tokens": None} | said if not sound(name, said.get(name))
+    ]
     require(not wrong, "file", path, f"{wrong[:3]} are not a vocabulary's; {WEIGHTS.again}")
-    fields: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in said.items()}
+    fields: dict[str, Any] = {
+        name: tuple(value) if name in _LISTS else value for name, value in said.items()
+    }
     return GgufTokenizer(**fields)

@@ -50,7 +50,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with safetensors.safe_open(path, "np"):
             pass
     except (safetensors.SafetensorError, OSError) as error:
-        remedy = f"{path.stat().st_size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
+        remedy = (
+            f"{path.stat().st_size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
+        )
         raise refusal("file", path, remedy) from error
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -86,7 +88,9 @@ def _read(path: Path, name: str, index: Index) -> np.ndarray:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
-def _read_eight_bits(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, index: Index) -> np.ndarray:
+def _read_eight_bits(
+    path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, index: Index
+) -> np.ndarray:
     """Reads part `index` of a tensor of 8-bit floats, which the safetensors library cannot return as numpy."""
     return np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)[index]
 
@@ -99,22 +103,45 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map") or {}
-        sound = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-        require(sound and bool(weight_map), INDEX, folder, f"no weight_map of file names in it; {AGAIN}")
+        sound = isinstance(weight_map, dict) and all(
+            isinstance(file, str) for file in weight_map.values()
+        )
+        require(
+            sound and bool(weight_map), INDEX, folder, f"no weight_map of file names in it; {AGAIN}"
+        )
         found: dict[str, StoredTensor] = {}
         for file in sorted(set(weight_map.values())):
             # An index is untrusted: it may only name files in its own folder.
-            require(Path(file).name == file, "weight_map", file, "shards must lie in the folder of the index")
-            require((folder / file).is_file(), "shard", folder / file, f"{INDEX} lists it but it is missing; {AGAIN}")
+            require(
+                Path(file).name == file,
+                "weight_map",
+                file,
+                "shards must lie in the folder of the index",
+            )
+            require(
+                (folder / file).is_file(),
+                "shard",
+                folder / file,
+                f"{INDEX} lists it but it is missing; {AGAIN}",
+            )
             listed = {name for name, where in weight_map.items() if where == file}
             held = read_header(folder / file)
             absent = sorted(listed - held.keys())
-            require(not absent, "shard", folder / file, f"lacks {absent[:3]} that {INDEX} puts there; {AGAIN}")
+            require(
+                not absent,
+                "shard",
+                folder / file,
+                f"lacks {absent[:3]} that {INDEX} puts there; {AGAIN}",
+            )
             found |= {name: tensor for name, tensor in held.items() if name in listed}
         return found
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    pickles = sorted(
+        path.name
+        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
+        for path in folder.glob(pattern)
+    )
     remedy = "convert it to safetensors: unpickling runs whatever code the file holds, so pickles are never read"
     require(not pickles, "weights", folder / pickles[0] if pickles else None, remedy)
     raise refusal("folder", folder, f"no weights in it; it must hold {SINGLE} or {INDEX}")

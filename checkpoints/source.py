@@ -58,15 +58,27 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ValueError: where files are missing, truncated, corrupt, pickled or of a kind that is not read.
     """
     path = Path(path).expanduser()
-    require(path.exists(), "path", path, "no such file or folder; checkpoints.fetch finds models by name")
+    require(
+        path.exists(),
+        "path",
+        path,
+        "no such file or folder; checkpoints.fetch finds models by name",
+    )
     if path.is_dir():
         return _open_folder(path)
     require(path.is_file(), "path", path, "neither a folder nor a regular file; give one of these")
     with path.open("rb") as file:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
-    require(is_gguf, "path", path, "give a .gguf file, or the folder that holds config.json and *.safetensors")
+    require(
+        is_gguf,
+        "path",
+        path,
+        "give a .gguf file, or the folder that holds config.json and *.safetensors",
+    )
     opened = gguf_file.GgufFile(path)
-    return Checkpoint(path=path, config=opened.config, stored=opened.tensors, tokenizer_spec=opened.tokenizer)
+    return Checkpoint(
+        path=path, config=opened.config, stored=opened.tensors, tokenizer_spec=opened.tokenizer
+    )
 
 
 def _open_folder(folder: Path) -> Checkpoint:

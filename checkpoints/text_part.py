@@ -46,7 +46,12 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -65,12 +70,24 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(kind, str) or kind not in _TEXT_MODELS:
         return config
     text, found = _TEXT_MODELS[kind], config.get("text_config")
-    require(isinstance(found, Mapping), "text_config", found, f"a {kind} has the keys of its text model here")
+    require(
+        isinstance(found, Mapping),
+        "text_config",
+        found,
+        f"a {kind} has the keys of its text model here",
+    )
     given = found if isinstance(found, Mapping) else {}
     own = given.get("model_type", text[0])
-    require(own == text[0], "text_config.model_type", own, f"the text model of a {kind} is a {text[0]}")
+    require(
+        own == text[0], "text_config.model_type", own, f"the text model of a {kind} is a {text[0]}"
+    )
     unknown = sorted(map(str, set(config) - _HARMLESS - set(_SHARED)))
-    require(not unknown, "config", unknown, "these keys are not supported; remove them only if they change nothing")
+    require(
+        not unknown,
+        "config",
+        unknown,
+        "these keys are not supported; remove them only if they change nothing",
+    )
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     return {**_SIZES[text[0]], **given, **shared, "model_type": text[0], "architectures": [text[1]]}
 

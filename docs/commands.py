@@ -23,7 +23,9 @@ def text() -> str:
     found = commands()
     shared = {_policies(parser) for parser, _ in found.values()} - {""}
     if len(shared) != 1:
-        raise SystemExit("commands differ in their options of policies: give each its own list in docs/commands.py")
+        raise SystemExit(
+            "commands differ in their options of policies: give each its own list in docs/commands.py"
+        )
     return "\n".join([*(_section(name, *each) for name, each in found.items()), _HEAD, *shared])
 
 
@@ -32,11 +34,17 @@ def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
     return _commands_of(of_jaxkv()) | _commands_of(of_checkpoints())
 
 
-def _commands_of(program: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+def _commands_of(
+    program: argparse.ArgumentParser,
+) -> dict[str, tuple[argparse.ArgumentParser, str]]:
     """A program's subcommands, and those that they have."""
     found = {}
-    for subparsers in (action for action in program._actions if isinstance(action, argparse._SubParsersAction)):
-        about = {each.dest: (each.help or "").replace("%%", "%") for each in subparsers._choices_actions}
+    for subparsers in (
+        action for action in program._actions if isinstance(action, argparse._SubParsersAction)
+    ):
+        about = {
+            each.dest: (each.help or "").replace("%%", "%") for each in subparsers._choices_actions
+        }
         for name, parser in subparsers.choices.items():
             found |= {parser.prog: (parser, about[name].rstrip("."))} | _commands_of(parser)
     return found
@@ -45,7 +53,12 @@ def _commands_of(program: argparse.ArgumentParser) -> dict[str, tuple[argparse.A
 def _policies(parser: argparse.ArgumentParser) -> str:
     """A command's options of policies as a Markdown list; empty if it has none."""
     groups = [group for group in parser._action_groups if group.title == _POLICY]
-    return "\n".join(f"{_option(each, parser)}" for group in groups for each in group._group_actions if _shown(each))
+    return "\n".join(
+        f"{_option(each, parser)}"
+        for group in groups
+        for each in group._group_actions
+        if _shown(each)
+    )
 
 
 def _section(name: str, parser: argparse.ArgumentParser, about: str) -> str:

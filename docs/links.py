@@ -19,7 +19,13 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "pallas_kernels/README.md", "docs/**/*.md", "notebooks/*.ipynb")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "pallas_kernels/README.md",
+    "docs/**/*.md",
+    "notebooks/*.ipynb",
+)
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 # Some hosts refuse what does not say that it is a browser, which is no fault of the link.
 _REFUSED = {401, 403, 405, 429, 503}
@@ -37,7 +43,11 @@ def text_of(file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".ipynb":
         return text
-    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        "".join(cell["source"])
+        for cell in json.loads(text)["cells"]
+        if cell["cell_type"] == "markdown"
+    )
 
 
 def _inline(text: str) -> Iterator[tuple[int, Token]]:
@@ -97,7 +107,11 @@ def fault_of(target: str, file: Path) -> str | None:
     except ValueError as error:
         return str(error)
     if parts.scheme or parts.netloc:
-        sound = parts.scheme in ("http", "https") and "." in (parts.hostname or "") and not re.search(r"\s", target)
+        sound = (
+            parts.scheme in ("http", "https")
+            and "." in (parts.hostname or "")
+            and not re.search(r"\s", target)
+        )
         return None if sound else "no address that begins with https:// and a host"
     there = (file.parent / unquote(parts.path)).resolve() if parts.path else file
     if not there.is_file():
@@ -127,7 +141,9 @@ def answer_of(address: str) -> str | None:
     Returns:
         The fault, or None.
     """
-    asked = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (links.py of jaxkv)"})
+    asked = urllib.request.Request(
+        address, headers={"User-Agent": "Mozilla/5.0 (links.py of jaxkv)"}
+    )
     for seconds in (3, 0):
         try:
             with urllib.request.urlopen(asked, timeout=30):
@@ -156,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outside", action="store_true", help="ask other hosts, too")
     outside = parser.parse_args(argv).outside
-    files = sorted({file for pattern in PAGES for file in ROOT.glob(pattern) if "_build" not in file.parts})
+    files = sorted(
+        {file for pattern in PAGES for file in ROOT.glob(pattern) if "_build" not in file.parts}
+    )
     faults, hosts = [], dict[str, dict[str, str]]()
     for file in files:
         for line, target in links_of(text_of(file)):
@@ -168,10 +186,14 @@ def main(argv: list[str] | None = None) -> int:
     asked = sum(map(len, hosts.values()))
     if outside:
         with ThreadPoolExecutor(8) as pool:
-            answers = pool.map(lambda them: [(place, answer_of(each)) for each, place in them.items()], hosts.values())
+            answers = pool.map(
+                lambda them: [(place, answer_of(each)) for each, place in them.items()],
+                hosts.values(),
+            )
             faults += [f"{place}: {fault}" for host in answers for place, fault in host if fault]
     print(
-        "\n".join(faults) or f"links: {len(files)} files, {asked} addresses of others {'' if outside else 'not '}asked"
+        "\n".join(faults)
+        or f"links: {len(files)} files, {asked} addresses of others {'' if outside else 'not '}asked"
     )
     return int(bool(faults))
 

@@ -23,7 +23,11 @@ from jaxkv.policies.policy import Method  # noqa: E402
 from jaxkv.policies.registry import POLICIES  # noqa: E402
 
 INIT, TOP = ROOT / "jaxkv/policies/methods/__init__.py", ROOT / "jaxkv/__init__.py"
-README, TABLE, COMMANDS = ROOT / "README.md", ROOT / "docs/policies.md", ROOT / "docs/command_line.md"
+README, TABLE, COMMANDS = (
+    ROOT / "README.md",
+    ROOT / "docs/policies.md",
+    ROOT / "docs/command_line.md",
+)
 _ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*)\|$", flags=re.M)
 _HEADER = '''"""Methods of the literature, one short file each; importing them makes their names known, in this order.
 
@@ -38,9 +42,18 @@ def found() -> dict[str, type[Method]]:
     """Classes of the shipped policies by class name, in the order of the table in docs/policies.md; others behind."""
     for module in pkgutil.iter_modules(methods.__path__):
         importlib.import_module(f"{methods.__name__}.{module.name}")
-    classes = {cls.__name__: cls for cls in POLICIES.values() if cls.__module__.startswith(methods.__name__)}
+    classes = {
+        cls.__name__: cls
+        for cls in POLICIES.values()
+        if cls.__module__.startswith(methods.__name__)
+    }
     order = list(_papers())
-    return dict(sorted(classes.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    return dict(
+        sorted(
+            classes.items(),
+            key=lambda item: order.index(item[0]) if item[0] in order else len(order),
+        )
+    )
 
 
 def _papers() -> dict[str, str]:
@@ -74,7 +87,9 @@ def readme_text() -> str:
     for name, cls in found().items():
         about = (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".")
         first, _, rest = about.partition(" ")
-        rows.append(f"| `{name}` | {first.lower() if first.istitle() else first} {rest} | {papers.get(name, '')}|")
+        rows.append(
+            f"| `{name}` | {first.lower() if first.istitle() else first} {rest} | {papers.get(name, '')}|"
+        )
     head = "| Class | What it does | Paper |\n|---|---|---|\n"
     return re.sub(re.escape(head) + r"(\|.*\n)*", lambda _: head + "\n".join(rows) + "\n", text)
 

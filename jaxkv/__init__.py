@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from jaxkv.rows import Rows, append, attend
     from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
     from jaxkv.saved import load_cache
-    from jaxkv.serving import Document, Engine, EngineClosed, EngineStats, QueueFull, Request, RequestStats
+    from jaxkv.serving import (
+        Document,
+        Engine,
+        EngineClosed,
+        EngineStats,
+        QueueFull,
+        Request,
+        RequestStats,
+    )
     from jaxkv.transform import compress, compress_layers
 
 # Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
@@ -90,7 +98,11 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return globals().setdefault(name, _version())
     public = name in _MODULES
-    found = public or (name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"jaxkv.{name}"))
+    found = public or (
+        name.isidentifier()
+        and not name.startswith("_")
+        and importlib.util.find_spec(f"jaxkv.{name}")
+    )
     if not found:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     if not public:

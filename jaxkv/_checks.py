@@ -31,7 +31,9 @@ def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int 
         ValueError: for anything else.
     """
     given = plain(value)
-    require(is_whole(given, least), name, given, remedy or f"give an integer from {least} to {most}")
+    require(
+        is_whole(given, least), name, given, remedy or f"give an integer from {least} to {most}"
+    )
     require(given <= most, name, given, f"give at most {most}")
     return int(given)
 
@@ -63,7 +65,12 @@ def real(
     """
     number = as_real(value)
     fits = number is not None and low <= number <= high and not (open_low and number == low)
-    require(fits, name, value, remedy or f"give a number {'above' if open_low else 'from'} {low} to {high}")
+    require(
+        fits,
+        name,
+        value,
+        remedy or f"give a number {'above' if open_low else 'from'} {low} to {high}",
+    )
     return 0.0 if number is None else number
 
 
@@ -121,7 +128,9 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
     """
     # A 0-d array counts as Iterable by its type, but cannot be iterated.
     given = plain(value)
-    iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, type))
+    iterable = isinstance(given, Iterable) and not isinstance(
+        given, (str, bytes, bytearray, memoryview, type)
+    )
     elements = tuple(given) if iterable else ()
     require(bool(elements), name, given, remedy)
     return elements

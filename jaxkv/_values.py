@@ -77,7 +77,11 @@ def plain(value: Any) -> Any:
         return float(value) if isinstance(value, float) else float(str(value))
     if value.dtype.kind == "V":
         # bfloat16 and similar scalars can be converted to a float.
-        return float(str(value)) if hasattr(value, "__float__") and value.dtype.names is None else value
+        return (
+            float(str(value))
+            if hasattr(value, "__float__") and value.dtype.names is None
+            else value
+        )
     return value.item()
 
 

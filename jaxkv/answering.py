@@ -44,7 +44,13 @@ class Call:
 def bar(progress: bool | None, total: int, title: str) -> tqdm:
     """`tqdm` progress bar on stderr, only in the first process; with `progress` None, only on a terminal."""
     shown = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, desc=title, leave=False, disable=not (shown and hosts.speaks()), file=sys.stderr)
+    return tqdm(
+        total=total,
+        desc=title,
+        leave=False,
+        disable=not (shown and hosts.speaks()),
+        file=sys.stderr,
+    )
 
 
 def answered(call: Call) -> Generator[list[str], None, Generation]:
@@ -103,7 +109,9 @@ def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str
     axes = call.session.params.axes
     with bar(call.progress, call.max_new_tokens, "decode") as shown:
         # Only one of several processes shows the bar, but all must draw blocks of the same size.
-        look = bool(call.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
+        look = (
+            bool(call.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
+        )
         # Rows after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
         pace = 1 if call.stops and drawing.final else LOOK if look else drawing.size
         interval = call.interval or drawing.left
@@ -121,7 +129,9 @@ def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str
             wanted = wanted or interval
 
 
-def _stats(call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, drawing: Drawing) -> Stats:
+def _stats(
+    call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, drawing: Drawing
+) -> Stats:
     """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
     session, given = call.session, call.cache
     clocks, reading = session.clocks, drawing.reading
@@ -150,11 +160,16 @@ def _stats(call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, 
         filter_layers=() if reading is None else reading.filters,
         moved_rows=moved,
         cut_rows=cut,
-        raised_budgets=0 if given is not None else session.policy.parts().raised(call.encoded.lengths),
+        raised_budgets=0
+        if given is not None
+        else session.policy.parts().raised(call.encoded.lengths),
     )
 
 
 def _tallied(cache: KVCache) -> tuple[int, int]:
     """Counts (moved, cut) over all sequences: rows that `capacity` moved to other devices, rows that the budget cut."""
-    moved, cut = (0 if each is None else int(host(each)[: cache.batch].sum()) for each in (cache.moved, cache.cut))
+    moved, cut = (
+        0 if each is None else int(host(each)[: cache.batch].sum())
+        for each in (cache.moved, cache.cut)
+    )
     return moved, cut

@@ -33,7 +33,9 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
     if isinstance(params, LanguageModel):
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
-    raise TypeError(f"params={given}: give what jaxkv.load returns: params = jaxkv.load('smollm2-135m-instruct')")
+    raise TypeError(
+        f"params={given}: give what jaxkv.load returns: params = jaxkv.load('smollm2-135m-instruct')"
+    )
 
 
 def as_cache(cache: Any) -> KVCache | None:
@@ -44,24 +46,38 @@ def as_cache(cache: Any) -> KVCache | None:
     if cache is None:
         return None
     if not isinstance(cache, KVCache):
-        where = "give its .cache" if hasattr(cache, "cache") else "give what prefill or an earlier generate returned"
+        where = (
+            "give its .cache"
+            if hasattr(cache, "cache")
+            else "give what prefill or an earlier generate returned"
+        )
         raise TypeError(f"cache={type(cache).__name__}: {where}")
-    wrong = [leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))]
+    wrong = [
+        leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))
+    ]
     if wrong:
-        raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
+        raise TypeError(
+            f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew"
+        )
     cache.require_arrays()
     lies = Axes.of(cache.seen)
     remedy = f"its arrays lie on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"
     require(lies is None or cache.axes is not None, "cache.axes", cache.axes, remedy)
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
-        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back(cache.axes))
+        return (
+            cache
+            if cache.bank is None
+            else dataclasses.replace(cache, bank=cache.bank.put_back(cache.axes))
+        )
     return on_device(cache)
 
 
 def on_device(cache: KVCache) -> KVCache:
     """Cache with its arrays moved to the device, as prefill leaves it, and offloaded rows (`bank`) to the host."""
     bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
-    device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
+    device = settle_down(
+        jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes
+    )
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
@@ -70,7 +86,9 @@ def as_sampling(given: Any) -> Sampling:
     if given is None:
         return Greedy()
     if isinstance(given, type):
-        raise TypeError(f"sampling={given.__name__}: it is a class: give an instance, such as {given.__name__}(...)")
+        raise TypeError(
+            f"sampling={given.__name__}: it is a class: give an instance, such as {given.__name__}(...)"
+        )
     if not isinstance(given, Sampling):
         remedy = "give Greedy(), Temperature(0.7), TopK(40), TopP(0.9) or MinP(0.1)"
         raise TypeError(f"sampling={given!r}: {remedy}")
@@ -81,11 +99,15 @@ def as_stops(given: Any) -> tuple[str, ...]:
     """Stop strings as a tuple, from one string, several or None; ValueError for empty ones, TypeError for others."""
     if given is None:
         return ()
-    many = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping))
+    many = isinstance(given, Iterable) and not isinstance(
+        given, (str, bytes, bytearray, memoryview, Mapping)
+    )
     stops = tuple(given) if many else (given,)
     for stop in stops:
         if not isinstance(stop, str):
-            raise TypeError(f"stop={given!r}: {stop!r} is no text: give a string, or a list of strings")
+            raise TypeError(
+                f"stop={given!r}: {stop!r} is no text: give a string, or a list of strings"
+            )
     require(all(stops), "stop", given, "a stop string has at least one character")
     return tuple(str.__str__(stop) for stop in stops)
 
@@ -99,7 +121,10 @@ def as_key(given: Any) -> PRNGKeyArray | None:
     if given is None:
         return None
     if isinstance(given, (jax.Array, np.ndarray)) and given.ndim:
-        if given.dtype == jnp.uint32 and given.shape == jax.random.key_data(jax.random.key(0)).shape:
+        if (
+            given.dtype == jnp.uint32
+            and given.shape == jax.random.key_data(jax.random.key(0)).shape
+        ):
             return jax.random.wrap_key_data(jnp.asarray(given))
         raise TypeError(f"key={given.dtype}{list(given.shape)}: {remedy}")
     if isinstance(given, jax.Array) and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
@@ -139,7 +164,12 @@ def require_drawable(
     remedy = f"{sampling} draws at random: give key=jax.random.key(0), or seed=0"
     require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
-    require(not stops or params.text is not None, "stop", shown, "the checkpoint has no tokenizer: stop by eos only")
+    require(
+        not stops or params.text is not None,
+        "stop",
+        shown,
+        "the checkpoint has no tokenizer: stop by eos only",
+    )
 
 
 def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
@@ -147,17 +177,28 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
     require(policy is None or policy == cache.policy, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
-    require(ours, "cache", cache.model, f"it was made by another model than {params.name!r}: prefill with this one")
+    require(
+        ours,
+        "cache",
+        cache.model,
+        f"it was made by another model than {params.name!r}: prefill with this one",
+    )
     theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
     where, mesh = ("one device", None) if mine is None else (mine, "mesh")
     if theirs is not None and mine is not None and theirs.shape == mine.shape:
         where = f"{mine} of other devices, or in another order"
-    remedy = f"the model lies on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
+    remedy = (
+        f"the model lies on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
+    )
     require(theirs == mine, "cache", theirs, remedy)
 
 
 def require_fits(
-    config: ModelConfig, policy: Method, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None
+    config: ModelConfig,
+    policy: Method,
+    lengths: Int[np.ndarray, " B"],
+    new: int,
+    cache: KVCache | None,
 ) -> None:
     """Raises ValueError if prompts plus `new` tokens exceed the model's positions or do not match the cache's batch."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
@@ -191,7 +232,9 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
     )
 
 
-def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
+def _require_places(
+    config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None
+) -> None:
     """Raises ValueError if a policy with rolling positions would hold more rows than the model has positions."""
     limit, parts = config.max_positions, policy.parts()
     if cache is None:

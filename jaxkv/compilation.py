@@ -42,8 +42,12 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         raise TypeError(f"path={path!r}: give a folder")
     require(path is None or bool(str(path).strip()), "path", path, "give a folder")
     # JAX opens the folder at each program: the process may have gone to another working folder by then.
-    folder = (cache_dir() / "compiled" / _processor() if path is None else Path(os.path.expanduser(path))).absolute()
-    require(not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: give a folder")
+    folder = (
+        cache_dir() / "compiled" / _processor() if path is None else Path(os.path.expanduser(path))
+    ).absolute()
+    require(
+        not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: give a folder"
+    )
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Prefill and decode are dozens of small programs: the defaults, made for single large ones, would leave most out.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -77,7 +81,11 @@ def _processor() -> str:
 
 # JAX's events of compilation; tracing and lowering may lie within one another.
 _BACKEND = "/jax/core/compile/backend_compile_duration"
-_EVENTS = (_BACKEND, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
+_EVENTS = (
+    _BACKEND,
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+)
 
 
 class Clock:
@@ -104,7 +112,9 @@ class Clock:
         _RUNNING.clocks.append(self)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stops the clock, and adds its time to the sums."""
         _RUNNING.clocks.remove(self)
         self.seconds += time.perf_counter() - self._started

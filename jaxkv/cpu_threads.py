@@ -48,7 +48,9 @@ def warn_of_few_threads(mesh: Mesh) -> None:
 
 def _warn(count: int, threads: int, wanted: int) -> None:
     """Gives the RuntimeWarning about too few threads, with the variable and the value to set."""
-    name = next((each for each in _VARIABLES if _number(os.environ.get(each)) is not None), _VARIABLES[-1])
+    name = next(
+        (each for each in _VARIABLES if _number(os.environ.get(each)) is not None), _VARIABLES[-1]
+    )
     value = os.environ.get(name)
     warn_once(
         RuntimeWarning,

@@ -73,7 +73,11 @@ def prefill(
         key=key,
         implementation=implementation,
     )
-    params, raw, key = arguments.as_model(params, mesh), _checks.flag("raw", raw), arguments.as_key(key)
+    params, raw, key = (
+        arguments.as_model(params, mesh),
+        _checks.flag("raw", raw),
+        arguments.as_key(key),
+    )
     progress = arguments.as_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
@@ -104,7 +108,11 @@ class _Options(TypedDict, total=False):
 
 @overload
 def generate(
-    params: LanguageModel, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[_Options]
+    params: LanguageModel,
+    prompt: Prompt,
+    *,
+    stream: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Generation: ...
 @overload
 def generate(
@@ -186,15 +194,28 @@ def generate(
     )
     params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
     max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
-    interval = _checks.whole("stream_interval", stream_interval, "yield the text of at least 1 token at a time")
-    sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
+    interval = _checks.whole(
+        "stream_interval", stream_interval, "yield the text of at least 1 token at a time"
+    )
+    sampling, stops, key = (
+        arguments.as_sampling(sampling),
+        arguments.as_stops(stop),
+        arguments.as_key(key),
+    )
     raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
     stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
-    implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
+    implementation, progress = (
+        arguments.as_implementation(implementation),
+        arguments.as_progress(progress),
+    )
     arguments.require_drawable(params, sampling, key, stops)
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:
-        policy = None if policy is None else policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
+        policy = (
+            None
+            if policy is None
+            else policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
+        )
         arguments.require_ours(params, cache, policy)
         policy = cache.policy
     session = Session(params, policy, implementation=implementation, key=key)

@@ -59,14 +59,28 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
         return
     weights = [getattr(params, name, None) for name in ("fingerprint", "filter_layers")]
     given = {"mesh": mesh, "params": weights} | given
-    digests = {name: hashlib.sha256(_text_of(value).encode()).hexdigest()[:12] for name, value in given.items()}
+    digests = {
+        name: hashlib.sha256(_text_of(value).encode()).hexdigest()[:12]
+        for name, value in given.items()
+    }
     heard = _exchanged(mesh, call, digests)
     for name, value in given.items():
         first, *others = heard
         other = next((each for each in others if heard[each][name] != heard[first][name]), None)
-        mine = params if name == "params" else _text_of(value) if isinstance(value, jax.Array) else value
+        mine = (
+            params
+            if name == "params"
+            else _text_of(value)
+            if isinstance(value, jax.Array)
+            else value
+        )
         remedy = f"process {other} was given another one than process {first}: give all processes the same"
-        require(other is None, name, mine if len(repr(mine)) <= _SHOWN else shortened(str(mine), _SHOWN), remedy)
+        require(
+            other is None,
+            name,
+            mine if len(repr(mine)) <= _SHOWN else shortened(str(mine), _SHOWN),
+            remedy,
+        )
 
 
 @contextlib.contextmanager
@@ -92,7 +106,9 @@ def least(number: int | None, mesh: Any) -> int | None:
     """Minimum of one number per process over a mesh's processes; None is ignored, and returned if all are None."""
     if not spans(mesh):
         return number
-    numbers = [message["number"] for message in _exchanged(mesh, "least", {"number": number}).values()]
+    numbers = [
+        message["number"] for message in _exchanged(mesh, "least", {"number": number}).values()
+    ]
     return min((each for each in numbers if each is not None), default=None)
 
 
@@ -110,11 +126,21 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
     flat = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
     there = NamedSharding(flat, P("all"))
-    messages = host(jax.make_array_from_callback((len(devices), _BYTES), there, lambda index: message))
-    texts = {device.process_index: bytes(each).rstrip(b"\0") for device, each in zip(devices, messages, strict=True)}
+    messages = host(
+        jax.make_array_from_callback((len(devices), _BYTES), there, lambda index: message)
+    )
+    texts = {
+        device.process_index: bytes(each).rstrip(b"\0")
+        for device, each in zip(devices, messages, strict=True)
+    }
     heard = {process: json.loads(texts[process]) for process in sorted(texts)}
     calls = {process: each["call"] for process, each in heard.items()}
-    require(len(set(calls.values())) == 1, "call", call, f"processes are at different ones, {calls}: keep them in step")
+    require(
+        len(set(calls.values())) == 1,
+        "call",
+        call,
+        f"processes are at different ones, {calls}: keep them in step",
+    )
     return heard
 
 
@@ -128,13 +154,17 @@ def _text_of(value: Any) -> str:
     if isinstance(value, (jax.Array, np.ndarray)):
         return _array_text(value)
     if isinstance(value, Mesh):
-        return f"{value.axis_names}{value.devices.shape}{[device.id for device in value.devices.flat]}"
+        return (
+            f"{value.axis_names}{value.devices.shape}{[device.id for device in value.devices.flat]}"
+        )
     of = value if isinstance(value, type) else type(value)
     name = f"{of.__module__}.{of.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [each for each in dataclasses.fields(value) if each.compare]
         return f"{name}({','.join(f'{each.name}={_text_of(getattr(value, each.name))}' for each in fields)})"
-    known = value is None or isinstance(value, (bool, int, float, str, bytes, np.generic, enum.Enum))
+    known = value is None or isinstance(
+        value, (bool, int, float, str, bytes, np.generic, enum.Enum)
+    )
     return f"{name}:{value!r}" if known else name
 
 
@@ -144,7 +174,11 @@ def _array_text(array: jax.Array | np.ndarray) -> str:
     if isinstance(array, jax.Array):
         if array.is_deleted() or not array.is_fully_addressable:
             return shape
-        array = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+        array = (
+            jax.random.key_data(array)
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            else array
+        )
     if array.nbytes > _COMPARED or array.dtype == object:
         return shape
     return shape + hashlib.sha256(np.asarray(array).tobytes()).hexdigest()

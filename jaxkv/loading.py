@@ -52,7 +52,14 @@ class LanguageModel(nnx.Module):
         fingerprint: hash that tells these weights from others of the same shape; caches carry it.
     """
 
-    def __init__(self, decoder: Decoder, *, text: Text | None, name: str, filter_layers: tuple[int, ...] | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        text: Text | None,
+        name: str,
+        filter_layers: tuple[int, ...] | None = None,
+    ):
         self.decoder = decoder
         self.text = text
         self.name = name
@@ -95,17 +102,32 @@ class LanguageModel(nnx.Module):
         Raises:
             ValueError: for another model's cache, without a tokenizer, or for a prompt that is not the cache's.
         """
-        require(cache.model == self.fingerprint, "params", self.name, "another model made this cache: give that one")
-        require(self.text is not None, "params", self.name, "it has no tokenizer: cache.counts() gives the numbers")
+        require(
+            cache.model == self.fingerprint,
+            "params",
+            self.name,
+            "another model made this cache: give that one",
+        )
+        require(
+            self.text is not None,
+            "params",
+            self.name,
+            "it has no tokenizer: cache.counts() gives the numbers",
+        )
         assert self.text is not None
         raw, fresh = cache.turn is Turn.RAW, (Turn.START,) * cache.batch
-        encoded, held = encode(prompt, self.text, self.config, turn=fresh, raw=raw, close=False), cache.counts()
+        encoded, held = (
+            encode(prompt, self.text, self.config, turn=fresh, raw=raw, close=False),
+            cache.counts(),
+        )
         passages = []
         for ids, counts in zip(encoded.ids, held, strict=True):
             remedy = f"the cache has seen {len(counts)}: give the prompt that it was made of"
             require(len(ids) <= len(counts), "prompt", f"{len(ids)} tokens", remedy)
             passages.append(joined(pieces_of(ids, self.text).texts, counts[: len(ids)].tolist()))
-        return Shown(passages=tuple(passages), heads=len(cache.compressed_layers) * self.config.kv_heads)
+        return Shown(
+            passages=tuple(passages), heads=len(cache.compressed_layers) * self.config.kv_heads
+        )
 
     def on(self, mesh: Mesh) -> "LanguageModel":
         """Model with its parameters sharded over a mesh: a copy, cached after the first call, or this very model.
@@ -129,7 +151,9 @@ class LanguageModel(nnx.Module):
             hosts.require_same("LanguageModel.on", self, mesh)
             decoder = Decoder(self.config, dtype=self.dtype, weights=self.decoder.weights)
             _spread_over(self.decoder, decoder, axes.mesh)
-            there = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
+            there = LanguageModel(
+                decoder, text=self.text, name=self.name, filter_layers=self.filter_layers
+            )
             self.flat.on_mesh = {axes: there}
         # The filter layers may have been set since the copy was made.
         there.filter_layers = self.filter_layers
@@ -198,7 +222,9 @@ def load(
         MemoryError: naming the bytes, if parameters, or a device's part of them, do not fit.
     """
     if dtype is None:
-        platform = jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
+        platform = (
+            jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
+        )
         dtype = "float32" if platform == "cpu" else "bfloat16"
     with hosts.together("jaxkv.load", mesh):
         kind, narrow = _dtype(dtype), as_weights(weights)
@@ -243,19 +269,35 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
     missing, extra = sorted(places - names), sorted(names - places)
     # Processes of a mesh wait for one another when they check whole parameters, after each has read its part.
     with hosts.together("reading weights", mesh):
-        require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
-        require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
+        require(
+            not missing,
+            "weights",
+            missing[:4],
+            "the checkpoint lacks these tensors; it may be another model's",
+        )
+        require(
+            not extra,
+            "weights",
+            extra[:4],
+            "the config has no place for these tensors; it may be another model's",
+        )
         for of in sources.values():
             for source in of:
                 _check_stored(source, checkpoint.stored[source.name])
         if twice:
-            _check_same(*(checkpoint.stored[name] for name in (sources["embedding"][0].name, _HEAD)))
+            _check_same(
+                *(checkpoint.stored[name] for name in (sources["embedding"][0].name, _HEAD))
+            )
         _check_room({path: each.get_value() for path, each in parameters.items()}, mesh)
         for path, of in sources.items():
             parts = [(source, checkpoint.stored[source.name]) for source in of]
             beside = _beside(path, parameters)
             like = parameters[path].get_value()
-            values = [read(parts, like, path, mesh)] if not beside else read_codes(parts, like, path, beside, mesh)
+            values = (
+                [read(parts, like, path, mesh)]
+                if not beside
+                else read_codes(parts, like, path, beside, mesh)
+            )
             for each, value in zip((path, *beside), values, strict=True):
                 parameters[each].set_value(value)
     # Codes are finite; scales are not where a weight is not.
@@ -265,14 +307,18 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
 
 def _beside(path: str, parameters: Mapping[str, Any]) -> list[str]:
     """Paths of the parameters that stand beside a linear weight's codes, its scales first; none beside floats."""
-    return [each for name in ("scale", "scales", "leasts") if (each := f"{path}_{name}") in parameters]
+    return [
+        each for name in ("scale", "scales", "leasts") if (each := f"{path}_{name}") in parameters
+    ]
 
 
 def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
     """Raises MemoryError if the parameters do not fit on their devices, before any tensor is read."""
     if mesh is None:
         total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
-        memory.check_bytes(total, "the model", remedy="give a narrower dtype, or a mesh of several devices")
+        memory.check_bytes(
+            total, "the model", remedy="give a narrower dtype, or a mesh of several devices"
+        )
         return
     total = 0
     for path, each in parameters.items():
@@ -286,7 +332,9 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
 def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
     """Raises ValueError, naming the tensors, if parameters contain NaN or infinity."""
     # All computations are dispatched before the first result is awaited.
-    finite = {of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()}
+    finite = {
+        of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()
+    }
     bad: list[str] = []
     for of, rows in finite.items():
         sound = np.asarray(rows)
@@ -310,7 +358,11 @@ def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
 @functools.cache
 def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
     """Jitted form of a function, cached; on a mesh, its results are replicated on all devices."""
-    return jax.jit(fn) if mesh is None else jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return (
+        jax.jit(fn)
+        if mesh is None
+        else jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    )
 
 
 def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -323,7 +375,12 @@ def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
 def _check_stored(source: Source, tensor: StoredTensor) -> None:
     """Raises ValueError if a stored tensor is not floating point or has another shape than the config requires."""
     remedy = "weights are floating point; load the unquantised ones, or a GGUF"
-    require(jnp.issubdtype(tensor.dtype, jnp.floating), f"{source.name}.dtype", tensor.dtype.name, remedy)
+    require(
+        jnp.issubdtype(tensor.dtype, jnp.floating),
+        f"{source.name}.dtype",
+        tensor.dtype.name,
+        remedy,
+    )
     remedy = f"the config asks for {source.shape}; the weights belong to another model"
     require(tensor.shape == source.shape, source.name, tensor.shape, remedy)
 
@@ -352,7 +409,9 @@ def _fingerprint(decoder: Decoder) -> str:
     """Hash of a model as 16 hex digits: of its config, and of each parameter's first row and sum of bits."""
     digest = hashlib.sha256(_unusual(decoder.config).encode())
     # All computations are dispatched before the first result is awaited.
-    for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
+    for piece in [
+        _replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))
+    ]:
         for part in piece:
             digest.update(np.asarray(part).tobytes())
     return digest.hexdigest()[:16]
@@ -367,13 +426,17 @@ def _unusual(value: Any) -> str:
         return f"({', '.join(map(_unusual, value))})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    given = ((each.name, getattr(value, each.name), each.default) for each in dataclasses.fields(value))
+    given = (
+        (each.name, getattr(value, each.name), each.default) for each in dataclasses.fields(value)
+    )
     text = ", ".join(f"{name}={_unusual(mine)}" for name, mine, usual in given if mine != usual)
     return f"{type(value).__name__}({text})"
 
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Bits of a parameter's first row, and the uint32 sum of all its bits, which is the same in any order."""
-    bits = jax.lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize])
+    bits = jax.lax.bitcast_convert_type(
+        leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+    )
     # As bits: a mesh gathers floats by adding zeros, which makes -0.0 another number.
     return bits[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

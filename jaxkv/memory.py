@@ -10,7 +10,12 @@ _SMALLER = "lower the budget, the batch or the prompt's length"
 
 
 def check_bytes(
-    needed: int, what: str, device: jax.Device | None = None, *, detail: str = "", remedy: str = _SMALLER
+    needed: int,
+    what: str,
+    device: jax.Device | None = None,
+    *,
+    detail: str = "",
+    remedy: str = _SMALLER,
 ) -> None:
     """Raises MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
 
@@ -19,7 +24,9 @@ def check_bytes(
     device = default_device() if device is None else device
     available = available_bytes(device)
     if needed > available:
-        raise MemoryError(f"{what} needs {needed:,} bytes{detail} and {device} has {available:,} free: {remedy}")
+        raise MemoryError(
+            f"{what} needs {needed:,} bytes{detail} and {device} has {available:,} free: {remedy}"
+        )
 
 
 def available_bytes(device: jax.Device) -> int:
@@ -31,7 +38,9 @@ def available_bytes(device: jax.Device) -> int:
 def allocator_bytes(device: jax.Device) -> int | None:
     """Number of bytes that the device's allocator has left; None if it has no limit, as on a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+    return (
+        stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+    )
 
 
 def default_device() -> jax.Device:

@@ -126,8 +126,16 @@ class Completion:
 
     def __repr__(self) -> str:
         """One-line summary: text or token ids, number of tokens and reason of the end."""
-        shown = f"tokens={shortened(str(self.tokens.tolist()))}" if self.text is None else repr(shortened(self.text))
-        ended = self.finish_reason if self.stop_reason is None else f"{self.finish_reason} at {self.stop_reason!r}"
+        shown = (
+            f"tokens={shortened(str(self.tokens.tolist()))}"
+            if self.text is None
+            else repr(shortened(self.text))
+        )
+        ended = (
+            self.finish_reason
+            if self.stop_reason is None
+            else f"{self.finish_reason} at {self.stop_reason!r}"
+        )
         return f"Completion({shown}, {len(self.tokens)} tokens, {ended})"
 
 
@@ -181,7 +189,10 @@ class Generation:
         number = range(len(self))[operator.index(at)]
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Completion)}
         if isinstance(self.tokens, list):
-            fields = {name: each[number] if isinstance(each, list) else each for name, each in fields.items()}
+            fields = {
+                name: each[number] if isinstance(each, list) else each
+                for name, each in fields.items()
+            }
         return Completion(**fields)
 
     def __iter__(self) -> Iterator[Completion]:
@@ -270,7 +281,9 @@ class Answers:
     def completions(self, eos: Container[int]) -> list[Completion]:
         """List of a `Completion` for each sequence; `eos` are the ids that end one."""
         made = []
-        for ids, stop, text, decoder in zip(self.tokens, self.met, self._text, self._decoders, strict=True):
+        for ids, stop, text, decoder in zip(
+            self.tokens, self.met, self._text, self._decoders, strict=True
+        ):
             ended = stop is not None or ids[-1] in eos
             made.append(
                 Completion(
@@ -302,7 +315,10 @@ class Answers:
         end = len(text)
         if not whole and self.met[row] is None:
             # Hold back a trailing part that may be the beginning of a stop string.
-            end -= max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+            end -= max(
+                (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+                default=0,
+            )
         piece = text[self._shown[row] : end]
         self._shown[row] = max(end, self._shown[row])
         return piece

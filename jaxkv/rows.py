@@ -60,7 +60,9 @@ class Rows:
     softcap: float | None
 
     def __repr__(self) -> str:
-        pools = ", ".join(dict.fromkeys(shown(each) if hasattr(each, "dtype") else repr(each) for each in self.k))
+        pools = ", ".join(
+            dict.fromkeys(shown(each) if hasattr(each, "dtype") else repr(each) for each in self.k)
+        )
         numbers = f"seen={_numbers(self.seen)}, left_out={_numbers(self.left_out)}"
         return f"Rows({getattr(self.start, 'shape', '?')[0]} layers, k and v {pools}, {numbers}, {self.layout.value})"
 
@@ -99,7 +101,8 @@ class Rows:
         """
         layer = _held_layer(self, layer)
         pos, starts, lengths = (
-            np.asarray(each) for each in (self.pool(layer).pos, self.start[layer], self.length[layer])
+            np.asarray(each)
+            for each in (self.pool(layer).pos, self.start[layer], self.length[layer])
         )
         return [
             [held[start : start + length] for start, length in zip(*each, strict=True)]
@@ -108,7 +111,9 @@ class Rows:
 
 
 @settled
-def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Rows:
+def append(
+    rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
+) -> Rows:
     """Appends the keys and values of new tokens to one layer of `Rows`; returns the new `Rows`.
 
     Args:
@@ -132,7 +137,12 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
     fits = (batch, heads, dim) == (*rows.start.shape[1:], pool.k.shape[2])
     wanted = [*rows.start.shape[1:], "N", pool.k.shape[2]]
     require(fits, "k", list(k.shape), f"these rows take [B, K, N, D] = {wanted}")
-    require(k.dtype == pool.k.dtype, "k", str(k.dtype), f"these rows are {pool.k.dtype}: give keys and values of it")
+    require(
+        k.dtype == pool.k.dtype,
+        "k",
+        str(k.dtype),
+        f"these rows are {pool.k.dtype}: give keys and values of it",
+    )
     written, free = as_counts("count", count, batch, tokens), rows.free(layer)
     if known(written, free):
         short = int(np.max(np.asarray(written) - np.asarray(free)))
@@ -212,22 +222,41 @@ def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: A
     behind = np.arange(int(taken.max(initial=0)))
     row = np.asarray(start + length - 1)[..., None] - behind
     found = np.take_along_axis(np.asarray(pos)[:, None], np.maximum(row, 0), axis=2)
-    right = (behind < np.asarray(length)[..., None]) & (found == np.asarray(last)[:, None, None] - behind)
+    right = (behind < np.asarray(length)[..., None]) & (
+        found == np.asarray(last)[:, None, None] - behind
+    )
     wrong = (~right & (behind < np.asarray(taken)[:, None, None])).any(axis=1)
     if wrong.any():
         at = int(wrong.any(axis=1).argmax())
         held = int(wrong[at].argmax())
         remedy = f"of sequence {at} the last rows of each kv head are the last {held} positions: give that many queries"
-        raise ValueError(f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others")
+        raise ValueError(
+            f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others"
+        )
 
 
 def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
     """Validates a layer's keys and values `[B, K, S, D]` and returns them as JAX arrays; ValueError otherwise."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
-        require(rows.ndim == 4, field, list(rows.shape), "give [B, K, S, D]: batch, kv heads, tokens, head dim")
-        require(jnp.issubdtype(rows.dtype, jnp.floating), field, str(rows.dtype), "give floating-point rows")
-    require(v.shape == k.shape and v.dtype == k.dtype, "v", shown(v), f"give values as the keys are: {shown(k)}")
+        require(
+            rows.ndim == 4,
+            field,
+            list(rows.shape),
+            "give [B, K, S, D]: batch, kv heads, tokens, head dim",
+        )
+        require(
+            jnp.issubdtype(rows.dtype, jnp.floating),
+            field,
+            str(rows.dtype),
+            "give floating-point rows",
+        )
+    require(
+        v.shape == k.shape and v.dtype == k.dtype,
+        "v",
+        shown(v),
+        f"give values as the keys are: {shown(k)}",
+    )
     require(k.dtype.itemsize <= 4, "k", str(k.dtype), "give float32, bfloat16 or float16")
     return k, v
 
@@ -235,20 +264,38 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
 def order_hint(k: Array) -> str:
     """Text for errors about `[B, K, S, D]` with more heads than tokens, which may be `[B, S, K, D]`; else empty."""
     heads, tokens = k.shape[1:3]
-    return f"; {heads} heads of {tokens} tokens: give [B, S, K, D] as k.swapaxes(1, 2)" if heads > tokens else ""
+    return (
+        f"; {heads} heads of {tokens} tokens: give [B, S, K, D] as k.swapaxes(1, 2)"
+        if heads > tokens
+        else ""
+    )
 
 
-def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
+def as_grouped(
+    field: str, q: Any, batch: int, heads: int, rows: Array
+) -> Float[Array, "B K G N D"]:
     """Validates queries `[B, H, N, D]` and returns them as `[B, K, G, N, D]`; ValueError if they do not fit the keys.
 
     `field` is the argument's name in errors, `rows` are the keys.
     """
     q = jnp.asarray(q)
     dim, shape = rows.shape[-1], list(q.shape)
-    require(q.ndim == 4, field, shape, "give [B, H, N, D]; q of [B, K, G, N, D] as q.reshape(B, K * G, N, D)")
+    require(
+        q.ndim == 4,
+        field,
+        shape,
+        "give [B, H, N, D]; q of [B, K, G, N, D] as q.reshape(B, K * G, N, D)",
+    )
     fits = (q.shape[0], q.shape[3]) == (batch, dim) and q.shape[1] % heads == 0 and q.size > 0
-    require(fits, field, shape, f"give [B, H, N, D] with B = {batch}, D = {dim}, and H a multiple of K = {heads}")
-    require(q.dtype == rows.dtype, field, str(q.dtype), f"keys are {rows.dtype}: give queries of it")
+    require(
+        fits,
+        field,
+        shape,
+        f"give [B, H, N, D] with B = {batch}, D = {dim}, and H a multiple of K = {heads}",
+    )
+    require(
+        q.dtype == rows.dtype, field, str(q.dtype), f"keys are {rows.dtype}: give queries of it"
+    )
     return q.reshape(batch, heads, -1, *q.shape[2:])
 
 
@@ -257,7 +304,12 @@ def as_floats(field: str, given: Any) -> Float[Array, "..."] | None:
     if given is None:
         return None
     array = jnp.asarray(given)
-    require(jnp.issubdtype(array.dtype, jnp.floating), field, shown(array), "give floating-point numbers")
+    require(
+        jnp.issubdtype(array.dtype, jnp.floating),
+        field,
+        shown(array),
+        "give floating-point numbers",
+    )
     return array
 
 
@@ -281,11 +333,18 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
     # Host arrays are checked before conversion, which would truncate them to 32 bits.
     counts = given if isinstance(given, jax.Array) else np.asarray(given)
     fits = counts.shape == (batch,) and np.issubdtype(counts.dtype, np.integer)
-    require(fits, field, shown(counts), f"give one whole number for each of {batch} sequences, i32[B]")
+    require(
+        fits, field, shown(counts), f"give one whole number for each of {batch} sequences, i32[B]"
+    )
     if known(counts):
         numbers = np.asarray(counts)
         inside = bool(((numbers >= 0) & (numbers <= most)).all())
-        require(inside, field, numbers.tolist(), f"there are {most} tokens: give 0 to {most} for each sequence{hint}")
+        require(
+            inside,
+            field,
+            numbers.tolist(),
+            f"there are {most} tokens: give 0 to {most} for each sequence{hint}",
+        )
     return jnp.asarray(counts, jnp.int32)
 
 

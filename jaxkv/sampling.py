@@ -38,12 +38,16 @@ class Sampler:
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         if cls.__module__ == __name__:
-            jax.tree_util.register_pytree_node(cls, _numbers, lambda _, numbers: _of_numbers(cls, numbers))
+            jax.tree_util.register_pytree_node(
+                cls, _numbers, lambda _, numbers: _of_numbers(cls, numbers)
+            )
 
 
 def _numbers(sampler: Any) -> tuple[tuple[Any, ...], None]:
     """Flattens a sampler to its numbers, in 32 bits, as pytree leaves."""
-    return tuple(_narrow(getattr(sampler, field.name)) for field in dataclasses.fields(sampler)), None
+    return tuple(
+        _narrow(getattr(sampler, field.name)) for field in dataclasses.fields(sampler)
+    ), None
 
 
 def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
@@ -178,7 +182,9 @@ class TopP(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.field(self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True)
+        _checks.field(
+            self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True
+        )
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
@@ -239,7 +245,9 @@ class Mixed:
         token = nothing = Greedy()(logits, keys)
         numbers = {"temperature": self.temperature, "k": self.k, "p": self.p}
         for kind, sampler in enumerate(_KINDS[1:], start=1):
-            own = _of_numbers(sampler, [numbers[field.name][:, None] for field in dataclasses.fields(sampler)])
+            own = _of_numbers(
+                sampler, [numbers[field.name][:, None] for field in dataclasses.fields(sampler)]
+            )
             mine = self.kind == kind
             drawn = lax.cond(mine.any(), own.__call__, lambda *_: nothing, logits, keys)
             token = jnp.where(mine, drawn, token)
@@ -251,10 +259,14 @@ def mixed(samplers: Iterable[Sampling]) -> Mixed:
     given = list(samplers)
     for sampler in given:
         if type(sampler) not in _KINDS:
-            raise TypeError(f"sampling={sampler}: slots draw by jaxkv's own samplers: give one of them")
+            raise TypeError(
+                f"sampling={sampler}: slots draw by jaxkv's own samplers: give one of them"
+            )
 
     def array(name: str, default: int | float, dtype: Any) -> Array:
-        return jnp.asarray(np.asarray([_narrow(getattr(each, name, default)) for each in given], dtype))
+        return jnp.asarray(
+            np.asarray([_narrow(getattr(each, name, default)) for each in given], dtype)
+        )
 
     return Mixed(
         kind=jnp.asarray(np.asarray([_KINDS.index(type(each)) for each in given], np.int32)),

@@ -75,7 +75,12 @@ def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
     said = encoded_policy(manifest)
     made_by = _decoded(said) if given is None else given
     cache = read_cache(folder, manifest, on_host=on_host)
-    require(isinstance(cache, KVCache), "cache", type(cache).__name__, f"{folder} holds no cache: {CACHE.again}")
+    require(
+        isinstance(cache, KVCache),
+        "cache",
+        type(cache).__name__,
+        f"{folder} holds no cache: {CACHE.again}",
+    )
     if given is not None:
         made_by = _agreed(given, said, cache.config.layers)
     return dataclasses.replace(cache, policy=made_by)
@@ -86,7 +91,9 @@ def _decoded(said: Any) -> Method:
     try:
         policy = decode(said, lambda name: None)
     except UnknownClass as error:
-        raise ValueError(f"{error}, or give the policy that compressed the cache: policy=...") from error
+        raise ValueError(
+            f"{error}, or give the policy that compressed the cache: policy=..."
+        ) from error
     require(isinstance(policy, Method), "policy", said, f"no policy: {CACHE.again}")
     return policy
 
@@ -96,9 +103,14 @@ def _agreed(given: Method, said: Any, layers: int) -> Method:
     fields = said.get("fields") if isinstance(said, dict) else None
     # The manifest has the model's filter layers where the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
-    with contextlib.suppress(ValueError):  # a policy that no model of so many layers takes is another one
+    with contextlib.suppress(
+        ValueError
+    ):  # a policy that no model of so many layers takes is another one
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
-    budget, remedy = given.parts().budget, "a saved cache says how many rows they were: leave the policy out"
+    budget, remedy = (
+        given.parts().budget,
+        "a saved cache says how many rows they were: leave the policy out",
+    )
     require(not isinstance(budget, str), "policy.budget", budget, remedy)
     remedy = "another one compressed the cache: leave it out, or give that one"
     require(encode(given, None, "policy") == said, "policy", given, remedy)

@@ -67,7 +67,9 @@ def segments(cache: KVCache) -> Iterator[Segment]:
         Its segments, layer by layer.
     """
     if not isinstance(cache, KVCache):
-        raise TypeError(f"cache={shortened(brief(cache))}: give a KVCache, as prefill and Session return it")
+        raise TypeError(
+            f"cache={shortened(brief(cache))}: give a KVCache, as prefill and Session return it"
+        )
     whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
     centre = None if cache.tables.centre is None else host(cache.tables.centre)
     for layer, sequence, head, pool, rows in cache.spans():
@@ -80,7 +82,9 @@ def segments(cache: KVCache) -> Iterator[Segment]:
 
 
 @settled
-def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str = "float32") -> LanguageModel:
+def tiny_model(
+    config: ModelConfig | None = None, *, seed: int = 0, dtype: str = "float32"
+) -> LanguageModel:
     """`LanguageModel` with random weights and without a tokenizer; prompts are token ids.
 
     Args:
@@ -93,7 +97,14 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str =
     """
     if config is None:
         config = ModelConfig(
-            vocab=64, layers=3, embed=24, hidden=32, heads=6, kv_heads=2, head_dim=8, max_positions=1 << 16
+            vocab=64,
+            layers=3,
+            embed=24,
+            hidden=32,
+            heads=6,
+            kv_heads=2,
+            head_dim=8,
+            max_positions=1 << 16,
         )
     rng = np.random.default_rng(seed)
     decoder = Decoder(config, dtype=jnp.dtype(dtype))
@@ -152,19 +163,31 @@ class _Case:
         """Compressed `KVCache` of both prompts."""
         return self.prefilled(self.prompts)
 
-    def prefilled(self, prompts: Sequence[list[int]], policy: Method | None = None, *, key: int = 0) -> KVCache:
+    def prefilled(
+        self, prompts: Sequence[list[int]], policy: Method | None = None, *, key: int = 0
+    ) -> KVCache:
         """Compressed `KVCache` of some prompts, by the policy under test or another one."""
-        return prefill(self.model, list(prompts), policy=policy or self.policy, key=key, progress=False)
+        return prefill(
+            self.model, list(prompts), policy=policy or self.policy, key=key, progress=False
+        )
 
     def drawn(self, policy: Method) -> Generation:
         """`Generation` of 12 tokens after both prompts, with a policy."""
         prompts = [list(prompt) for prompt in self.prompts]
         return generate(
-            self.model, prompts, policy=policy, max_new_tokens=_NEW, stop_at_eos=False, key=0, progress=False
+            self.model,
+            prompts,
+            policy=policy,
+            max_new_tokens=_NEW,
+            stop_at_eos=False,
+            key=0,
+            progress=False,
         )
 
 
-def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0) -> None:
+def check_policy(
+    policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0
+) -> None:
     """Checks that a policy has the properties that every jaxkv policy must have; AssertionError if not.
 
     Kept rows are the prompt's own, in order and each once; sinks, window and protected spans are kept; the number of
@@ -207,8 +230,14 @@ def _rows_are_the_prompts(case: _Case) -> None:
     merges, rolls = case.parts.merge is not None, case.parts.rolling
     for part in segments(case.cache):
         where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
-        _require(len(part.pos) == 0 or (np.diff(part.pos) > 0).all(), "kept rows lie in order, each once", where)
-        inside = len(part.pos) == 0 or (part.pos[0] >= 0 and part.pos[-1] < case.lengths[part.sequence])
+        _require(
+            len(part.pos) == 0 or (np.diff(part.pos) > 0).all(),
+            "kept rows lie in order, each once",
+            where,
+        )
+        inside = len(part.pos) == 0 or (
+            part.pos[0] >= 0 and part.pos[-1] < case.lengths[part.sequence]
+        )
         _require(inside, "kept rows are rows of the prompt", where)
         _require(np.isfinite(part.k).all() and np.isfinite(part.v).all(), "rows are finite", where)
         same = whole[part[:3]]
@@ -225,7 +254,11 @@ def _what_must_stay_stays(case: _Case) -> None:
     for part in segments(case.cache):
         must = set(np.flatnonzero(mask[part.sequence]).tolist())
         missing = sorted(must - set(part.pos.tolist()))
-        _require(not missing, f"{keep} always stay", f"missing in layer {part.layer}, head {part.head}: {missing}")
+        _require(
+            not missing,
+            f"{keep} always stay",
+            f"missing in layer {part.layer}, head {part.head}: {missing}",
+        )
 
 
 def _as_many_as_planned(case: _Case) -> None:
@@ -239,12 +272,22 @@ def _as_many_as_planned(case: _Case) -> None:
         _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
     elif case.parts.threshold is not None:
         most = kept.shape[0] * case.model.config.kv_heads * needed.budget
-        _require((kept.sum(axis=0) <= most).all(), "all layers together keep the budget's rows at most", most.tolist())
+        _require(
+            (kept.sum(axis=0) <= most).all(),
+            "all layers together keep the budget's rows at most",
+            most.tolist(),
+        )
     elif case.parts.layers.exact:
         wanted = kept.shape[0] * case.model.config.kv_heads * needed.budget
-        _require((kept.sum(axis=0) == wanted).all(), "all layers together keep what the plan says", wanted.tolist())
+        _require(
+            (kept.sum(axis=0) == wanted).all(),
+            "all layers together keep what the plan says",
+            wanted.tolist(),
+        )
     weighs, planned = case.cache.nbytes, needed.cache_bytes
-    _require(weighs == planned, "the cache weighs what the plan says", f"{weighs} and {planned} bytes")
+    _require(
+        weighs == planned, "the cache weighs what the plan says", f"{weighs} and {planned} bytes"
+    )
 
 
 def _neighbours_change_nothing(case: _Case) -> None:
@@ -254,7 +297,10 @@ def _neighbours_change_nothing(case: _Case) -> None:
         ("another sequence beside it changes what is kept", (first, second[::-1]), 0, 0),
         ("padding, or a longer sequence beside it, changes what is kept", (second,), 0, 1),
     ):
-        alone, beside = case.prefilled(prompts).holds(row, _LONGEST), case.cache.holds(sequence, _LONGEST)
+        alone, beside = (
+            case.prefilled(prompts).holds(row, _LONGEST),
+            case.cache.holds(sequence, _LONGEST),
+        )
         _require((alone == beside).all(), about, f"sequence {sequence}")
 
 
@@ -263,7 +309,9 @@ def _draws_are_said(case: _Case) -> None:
     if case.parts.draws:
         return
     remedy = "another random key changes what is kept: a scorer or merger that draws has a property `draws`, True"
-    for mine, other in zip(segments(case.cache), segments(case.prefilled(case.prompts, key=1)), strict=True):
+    for mine, other in zip(
+        segments(case.cache), segments(case.prefilled(case.prompts, key=1)), strict=True
+    ):
         same = all(np.array_equal(one, two) for one, two in zip(mine[3:], other[3:], strict=True))
         _require(same, remedy, f"layer {mine.layer}, sequence {mine.sequence}, head {mine.head}")
 
@@ -273,7 +321,10 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
     if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
     roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
-    ours, whole = case.drawn(roomy), case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store)))
+    ours, whole = (
+        case.drawn(roomy),
+        case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store))),
+    )
     same = all((one == other).all() for one, other in zip(ours.tokens, whole.tokens, strict=True))
     _require(same, "a budget of the whole text changes no token")
 
@@ -285,15 +336,28 @@ def _it_grows_as_it_says(case: _Case) -> None:
     new = np.asarray(after.seen) - np.asarray(case.lengths)
     beyond = after.kept - np.asarray(after.limit)
     if parts.evicts:
-        _require((beyond <= 0).all(), "no segment holds more than its limit while rows go one by one", beyond.max())
+        _require(
+            (beyond <= 0).all(),
+            "no segment holds more than its limit while rows go one by one",
+            beyond.max(),
+        )
     elif parts.every is not None:
-        _require((beyond < parts.every).all(), "no segment grows by `every` rows beyond its limit", beyond.max())
+        _require(
+            (beyond < parts.every).all(),
+            "no segment grows by `every` rows beyond its limit",
+            beyond.max(),
+        )
     else:
-        _require((grown == new[None, :, None]).all(), "a row is added for each new token", grown.tolist())
+        _require(
+            (grown == new[None, :, None]).all(), "a row is added for each new token", grown.tolist()
+        )
     for part in segments(after):
         distinct = len(set(part.pos.tolist())) == len(part.pos)
         last = int(np.asarray(after.seen)[part.sequence])
-        _require(distinct and part.pos.max() < last, "positions stay distinct and of the text while decoding")
+        _require(
+            distinct and part.pos.max() < last,
+            "positions stay distinct and of the text while decoding",
+        )
 
 
 def _equal_policies_are_equal(case: _Case) -> None:

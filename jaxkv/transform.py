@@ -38,7 +38,17 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.rows import Rows, as_counts, as_floats, as_grouped, as_keys_values, as_sinks, known, order_hint, shown
+from jaxkv.rows import (
+    Rows,
+    as_counts,
+    as_floats,
+    as_grouped,
+    as_keys_values,
+    as_sinks,
+    known,
+    order_hint,
+    shown,
+)
 
 
 @settled
@@ -97,7 +107,9 @@ def compress(
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
     what = "budget differs" if _layers_of(parts.scorer) is None else "scores differ"
-    remedy = f"{name}'s {what} by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
+    remedy = (
+        f"{name}'s {what} by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
+    )
     same = isinstance(parts.layers, UniformLayers) and _layers_of(parts.scorer) is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
@@ -150,8 +162,15 @@ def compress_layers(
     every = {"v": v, "queries": queries, "windows": windows, "sink_logits": sink_logits}
     for field, of_layers in every.items():
         count = layers if of_layers is None else len(of_layers)
-        require(layers > 0 and count == layers, field, f"{count} layers", f"give as many as there are of k: {layers}")
-    beside = [[None] * layers if given is None else given for given in (queries, windows, sink_logits)]
+        require(
+            layers > 0 and count == layers,
+            field,
+            f"{count} layers",
+            f"give as many as there are of k: {layers}",
+        )
+    beside = [
+        [None] * layers if given is None else given for given in (queries, windows, sink_logits)
+    ]
     cap, each = _as_softcap(softcap), zip(k, v, *beside, strict=True)
     given = [_Layer(k, v, q, _as_window(width), sinks, cap) for k, v, q, width, sinks in each]
     parts, widths = _as_taken(policy).parts(), tuple(each.window for each in given)
@@ -206,8 +225,16 @@ def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     lengths, layers = np.arange(1, slots + 1), windows.count(None)
     if None not in windows:
         none = np.zeros(slots + 1, np.int32)
-        rows = np.stack([np.minimum(np.arange(slots + 1, dtype=np.int32), width or 0) for width in windows])
-        return _Sizes(capacity=tuple(rows.max(axis=1).tolist()), budget=none, forced=none, rows=rows, recent=rows)
+        rows = np.stack(
+            [np.minimum(np.arange(slots + 1, dtype=np.int32), width or 0) for width in windows]
+        )
+        return _Sizes(
+            capacity=tuple(rows.max(axis=1).tolist()),
+            budget=none,
+            forced=none,
+            rows=rows,
+            recent=rows,
+        )
     told = by_length(parts, lengths, windows, strict=False)
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
@@ -218,13 +245,19 @@ def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     if told.rows is None or told.recent is None:
         bound = parts.among(windows).layers.bound
         reach = bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
-        most = min(int(reach.max()), layers * slots) + sum(min(slots, width or 0) for width in windows)
+        most = min(int(reach.max()), layers * slots) + sum(
+            min(slots, width or 0) for width in windows
+        )
         return _Sizes(capacity=(most,), budget=budget, forced=forced)
     capacity = tuple(told.rows.max(axis=1).tolist())
     if parts.layout.one_pool:
         capacity = (sum(capacity),)
     return _Sizes(
-        capacity=capacity, budget=budget, forced=forced, rows=from_none(told.rows), recent=from_none(told.recent)
+        capacity=capacity,
+        budget=budget,
+        forced=forced,
+        rows=from_none(told.rows),
+        recent=from_none(told.recent),
     )
 
 
@@ -262,19 +295,33 @@ class _Given(Source):
 
     def candidates(self, index: int) -> Candidates:
         """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""
-        parts, scorer, length, given = self.parts, self.parts.scorer, self.length, self.given[index - self.first]
+        parts, scorer, length, given = (
+            self.parts,
+            self.parts.scorer,
+            self.length,
+            self.given[index - self.first],
+        )
         k, v = as_keys_values(given.k, given.v)
         like = self.like
-        require(k.shape == like.shape and k.dtype == like.dtype, "k", shown(k), f"the first layer's is {shown(like)}")
+        require(
+            k.shape == like.shape and k.dtype == like.dtype,
+            "k",
+            shown(k),
+            f"the first layer's is {shown(like)}",
+        )
         rows = Unpacked(k, v, self.prompts.inside)
         if scorer is None or given.window is not None:
             self.held[index] = rows
             everything = jnp.broadcast_to(self.prompts.inside, k.shape[:3])
             return last_rows(dataclasses.replace(self.prompts, inside=everything), given.window)
         seen = self._observed(index, scorer, k, v)
-        scores, mass, claim = observe(lax.stop_gradient(seen), self.forced, scorer=scorer, layers=parts.layers)
+        scores, mass, claim = observe(
+            lax.stop_gradient(seen), self.forced, scorer=scorer, layers=parts.layers
+        )
         if known(scores, length):
-            remedy = f"{scorer} gave rows of layer {index} what is not a number: mend it, or the arrays"
+            remedy = (
+                f"{scorer} gave rows of layer {index} what is not a number: mend it, or the arrays"
+            )
             require(not unordered(scores, length), "scores", "NaN", remedy)
         if parts.merge is not None:
             rows = rows._replace(k=_finite(k, length), v=_finite(v, length), mass=mass)
@@ -284,14 +331,25 @@ class _Given(Source):
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
-        queries, sums, length, (batch, heads, slots, dim) = scorer.queries, None, self.length, k.shape
+        queries, sums, length, (batch, heads, slots, dim) = (
+            scorer.queries,
+            None,
+            self.length,
+            k.shape,
+        )
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-        q, given, sinks = jnp.zeros((batch, heads, 1, 0, dim), k.dtype), self.given[index - self.first], None
+        q, given, sinks = (
+            jnp.zeros((batch, heads, 1, 0, dim), k.dtype),
+            self.given[index - self.first],
+            None,
+        )
         if queries or self.parts.needs.sums:
             q = _queries(given.queries, k, self.parts)
             sinks = as_sinks(given.sink_logits, heads, q.shape[2])
             if self.parts.needs.sums:
-                all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
+                all_q, all_k, all_v = lax.stop_gradient(
+                    [_finite(each, length) for each in (q, k, v)]
+                )
                 backend = backend_of(Implementation.XLA)
                 out, lse = backend.prefill(all_q, all_k, all_v, length, softcap=given.softcap)
                 assert lse is not None
@@ -322,7 +380,9 @@ class _Given(Source):
             return _by_claims(self.parts, sizes, self.length, claims, self.windows)
         assert sizes.rows is not None and sizes.recent is not None
         of = slice(group[0], group[-1] + 1)
-        rows, recent = (jnp.asarray(table[of])[:, self.length] for table in (sizes.rows, sizes.recent))
+        rows, recent = (
+            jnp.asarray(table[of])[:, self.length] for table in (sizes.rows, sizes.recent)
+        )
         return rows, recent
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
@@ -335,7 +395,14 @@ class _Given(Source):
 
 
 def _compressed(
-    layers_given: list[_Layer], parts: Parts, length: Any, room: Any, key: Any, *, first: int, layers: int
+    layers_given: list[_Layer],
+    parts: Parts,
+    length: Any,
+    room: Any,
+    key: Any,
+    *,
+    first: int,
+    layers: int,
 ) -> Rows:
     """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
@@ -367,15 +434,24 @@ def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Ar
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
-def _by_claims(parts: Parts, sizes: _Sizes, length, claims, windows) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
+def _by_claims(
+    parts: Parts, sizes: _Sizes, length, claims, windows
+) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
     """Numbers of rows to keep and of most recent rows, each `[L, B]`, from the layers' claims; computed on the host."""
     layers, claims = len(windows), [each for each in claims if each is not None]
 
     def on_host(claims, budget, length, forced):
-        claims, budget, length, forced = (np.asarray(each) for each in (claims, budget, length, forced))
+        claims, budget, length, forced = (
+            np.asarray(each) for each in (claims, budget, length, forced)
+        )
         return np.stack(rows_by_claims(parts, budget, length, forced, claims, windows))
 
-    given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
+    given = (
+        jnp.stack(claims),
+        jnp.asarray(sizes.budget)[length],
+        length,
+        jnp.asarray(sizes.forced)[length],
+    )
     if known(*given):
         return tuple(jnp.asarray(on_host(*given)))
     shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
@@ -392,17 +468,50 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.parts()
     for refused, remedy in (
-        (isinstance(parts.budget, str), "bytes are those of a whole model's cache: give rows, or a share"),
-        (parts.read, f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate"),
-        (parts.rolling, "it stores keys before RoPE, and here they come after it: leave rolling positions out"),
-        (parts.evicts, f"{name} drops rows for new ones, and here none go: give SnapKV, or its mode='prefill' if any"),
-        (parts.every, "it compresses while tokens are drawn, and here a prompt only: give every=None"),
-        (parts.store is not Dense, f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out"),
-        (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
-        (parts.needs.replay, f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill"),
-        (parts.needs.future, f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
-        (parts.needs.hidden, f"{name} looks at hidden states, unknown here: use KeyDiff, or jaxkv.generate"),
-        (parts.needs.blocks, f"{name} looks at keys before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
+        (
+            isinstance(parts.budget, str),
+            "bytes are those of a whole model's cache: give rows, or a share",
+        ),
+        (
+            parts.read,
+            f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate",
+        ),
+        (
+            parts.rolling,
+            "it stores keys before RoPE, and here they come after it: leave rolling positions out",
+        ),
+        (
+            parts.evicts,
+            f"{name} drops rows for new ones, and here none go: give SnapKV, or its mode='prefill' if any",
+        ),
+        (
+            parts.every,
+            "it compresses while tokens are drawn, and here a prompt only: give every=None",
+        ),
+        (
+            parts.store is not Dense,
+            f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out",
+        ),
+        (
+            parts.needs.norms,
+            f"{name} looks at values through the output projection, unknown here: use its base",
+        ),
+        (
+            parts.needs.replay,
+            f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill",
+        ),
+        (
+            parts.needs.future,
+            f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate",
+        ),
+        (
+            parts.needs.hidden,
+            f"{name} looks at hidden states, unknown here: use KeyDiff, or jaxkv.generate",
+        ),
+        (
+            parts.needs.blocks,
+            f"{name} looks at keys before RoPE, unknown here: use KeyDiff, or jaxkv.generate",
+        ),
     ):
         require(not refused, "policy", policy, remedy)
     return policy
@@ -411,10 +520,21 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     """Validates a layer's queries and returns them as `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
     slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
-    asks = "all S queries" if parts.needs.sums else f"the last {window} queries of each sequence, or all S"
-    require(given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]")
+    asks = (
+        "all S queries"
+        if parts.needs.sums
+        else f"the last {window} queries of each sequence, or all S"
+    )
+    require(
+        given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]"
+    )
     grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
     enough = count == slots or (not parts.needs.sums and window <= count < slots)
-    require(enough, "queries", f"{count} of {slots} tokens", f"{name} looks at attention: give {asks}{order_hint(k)}")
+    require(
+        enough,
+        "queries",
+        f"{count} of {slots} tokens",
+        f"{name} looks at attention: give {asks}{order_hint(k)}",
+    )
     return grouped

@@ -26,7 +26,9 @@ def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
     return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
 
 
-def read_codes(parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh: Mesh | None) -> list[jax.Array]:
+def read_codes(
+    parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh: Mesh | None
+) -> list[jax.Array]:
     """A linear weight rounded as it is read: codes, and what stands beside them; all sharded over `mesh` if given.
 
     Args:
@@ -73,20 +75,28 @@ def read_codes(parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh
     ]
     size = (*outputs, shape[-1] // GROUP) if grouped else tuple(outputs)
     for at, each in enumerate(beside, start=1):
-        made.append(jax.make_array_from_callback(size, NamedSharding(mesh, spec_of(each, mesh)), beside_at(at)))
+        made.append(
+            jax.make_array_from_callback(
+                size, NamedSharding(mesh, spec_of(each, mesh)), beside_at(at)
+            )
+        )
     return made
 
 
 def groups_of(
     weight: Float[np.ndarray, "*out E"], *, stepped: bool = False
-) -> tuple[UInt8[np.ndarray, "*out n"], Float16[np.ndarray, "*out g"], Float16[np.ndarray, "*out g"]]:
+) -> tuple[
+    UInt8[np.ndarray, "*out n"], Float16[np.ndarray, "*out g"], Float16[np.ndarray, "*out g"]
+]:
     """A weight rounded to 4 bits: bytes of two codes `[*out, E/2]`, float16 scales and least values `[*out, E/32]`.
 
     A code from 0 to 15 stands for code * scale + least, with both as they are stored: 15 steps from a group's least
     value to its largest. Values that are `stepped` already keep their own steps, of which a group may have fewer.
     """
     grouped = weight.reshape(*weight.shape[:-1], -1, GROUP)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinity are refused later
+    with np.errstate(
+        invalid="ignore", over="ignore", divide="ignore"
+    ):  # NaN and infinity are refused later
         least, span = grouped.min(axis=-1), np.ptp(grouped, axis=-1)
         scales, leasts = (span / np.float32(15)).astype(np.float16), least.astype(np.float16)
         codes, off = _steps(grouped, scales, leasts)
@@ -97,7 +107,10 @@ def groups_of(
             own = (span / np.rint(span / step).clip(1, 15)).astype(np.float16)
             theirs, closer = _steps(grouped, own, leasts)
             better = closer < off
-            codes, scales = np.where(better[..., None], theirs, codes), np.where(better, own, scales)
+            codes, scales = (
+                np.where(better[..., None], theirs, codes),
+                np.where(better, own, scales),
+            )
     packed = codes[..., :GROUP_BYTES] | (codes[..., GROUP_BYTES:] << 4)
     return packed.reshape(*weight.shape[:-1], -1), scales, leasts
 
@@ -114,7 +127,9 @@ def _steps(
     return codes.astype(np.uint8), ((codes * step - above) ** 2).sum(axis=-1)
 
 
-def codes_of(weight: Float[np.ndarray, "*out E"]) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:
+def codes_of(
+    weight: Float[np.ndarray, "*out E"],
+) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:
     """A weight rounded to int8 codes from -127 to 127, and their float32 scales per output; 0 for outputs of zeros."""
     scale = np.abs(weight).max(axis=-1) / np.float32(127)
     with np.errstate(invalid="ignore"):  # NaN and infinity are refused later, by their scales
@@ -122,7 +137,9 @@ def codes_of(weight: Float[np.ndarray, "*out E"]) -> tuple[Int8[np.ndarray, "*ou
         return codes.astype(np.int8), scale
 
 
-def _part(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+def _part(
+    parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]
+) -> np.ndarray:
     """Part `index` of a parameter as a numpy array, read from its tensors."""
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
     buffer = np.empty([len(each) for each in ranges], dtype)
@@ -135,7 +152,10 @@ def _part(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[
         mine = part.reshape([sum(last - first for first, last in axis) for axis in spans])
         for places in itertools.product(*map(_packed, spans)):
             there = tuple(slice(first, last) for first, last, _ in places)
-            whole = all((each.start, each.stop) == (0, size) for each, size in zip(there, tensor.shape, strict=True))
+            whole = all(
+                (each.start, each.stop) == (0, size)
+                for each, size in zip(there, tensor.shape, strict=True)
+            )
             mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
         if source.order:
             # Channels of a head are never parted over devices.
@@ -146,10 +166,15 @@ def _part(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[
 def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
     """(first, end, slice) for each (first, end) span: the slice it fills when the spans are concatenated."""
     ends = itertools.accumulate(last - first for first, last in spans)
-    return [(first, last, slice(end - last + first, end)) for (first, last), end in zip(spans, ends, strict=True)]
+    return [
+        (first, last, slice(end - last + first, end))
+        for (first, last), end in zip(spans, ends, strict=True)
+    ]
 
 
-def _spread(parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
+def _spread(
+    parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding
+) -> jax.Array:
     """One parameter as a sharded JAX array; devices that hold the same part share one read."""
     read: dict[tuple, np.ndarray] = {}
 

@@ -16,8 +16,14 @@ R = TypeVar("R")
 
 # Arguments of sampling that Hugging Face, OpenAI and vLLM share; of cuts, the checks and the values that cut nothing.
 _CUTS: dict[str, tuple[Callable[[Any], float], tuple[int, ...]]] = {
-    "top_k": (lambda given: whole("top_k", given, "give a whole number, 0 or -1 for no cut", least=-1), (0, -1)),
-    "top_p": (lambda given: real("top_p", given, "give a probability in (0, 1]", high=1, open_low=True), (1,)),
+    "top_k": (
+        lambda given: whole("top_k", given, "give a whole number, 0 or -1 for no cut", least=-1),
+        (0, -1),
+    ),
+    "top_p": (
+        lambda given: real("top_p", given, "give a probability in (0, 1]", high=1, open_low=True),
+        (1,),
+    ),
     "min_p": (lambda given: real("min_p", given, "give a share in [0, 1]", high=1), (0,)),
 }
 _SAMPLING = ("temperature", "do_sample", *_CUTS)
@@ -35,10 +41,16 @@ def sampler_of(
 
     Without `do_sample`, tokens are drawn at random if there is a temperature above 0. More than one cut is refused.
     """
-    heat = 0.0 if temperature is None else real("temperature", temperature, "give a number of 0 or more")
+    heat = (
+        0.0
+        if temperature is None
+        else real("temperature", temperature, "give a number of 0 or more")
+    )
     drawn = heat > 0 if do_sample is None else flag("do_sample", do_sample)
     given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    cuts: dict[str, Any] = {name: _CUTS[name][0](value) for name, value in given.items() if value is not None}
+    cuts: dict[str, Any] = {
+        name: _CUTS[name][0](value) for name, value in given.items() if value is not None
+    }
     if not drawn or (heat == 0 and temperature is not None):
         return Greedy()
     cuts = {name: value for name, value in cuts.items() if value not in _CUTS[name][1]}
@@ -82,7 +94,9 @@ def _with_sampler(options: dict[str, Any]) -> dict[str, Any]:
     name, value = next(iter(given.items()))
     _require_once("sampling", name, options)
     if not given.keys() & {"temperature", "do_sample"}:
-        remedy = "it is not said whether tokens are drawn at random: give temperature=, too, and key=0"
+        remedy = (
+            "it is not said whether tokens are drawn at random: give temperature=, too, and key=0"
+        )
         raise TypeError(f"{name}={shortened(brief(value))}: {remedy}")
     return options | {"sampling": sampler_of(**given)}
 

@@ -47,7 +47,11 @@ def ran(cells: list[dict[str, Any]]) -> tuple[dict[str, Any], list[list[dict[str
             value = _run(source, place, names)
         if warned.getvalue():
             raise RuntimeError(f"{place} wrote to stderr: {warned.getvalue()[-2000:]}")
-        text = [{"name": "stdout", "output_type": "stream", "text": _lines(said.getvalue())}] if said.tell() else []
+        text = (
+            [{"name": "stdout", "output_type": "stream", "text": _lines(said.getvalue())}]
+            if said.tell()
+            else []
+        )
         outputs.append([*text, *_result(value, number), *_open_pictures()])
     return names, outputs
 
@@ -77,7 +81,9 @@ def _run(source: str, place: str, names: dict[str, Any]) -> Any:
     tree = ast.parse(source, place)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, place, "exec"), names)
-    value = None if last is None else eval(compile(ast.Expression(last.value), place, "eval"), names)
+    value = (
+        None if last is None else eval(compile(ast.Expression(last.value), place, "eval"), names)
+    )
     return None if source.rstrip().endswith(";") else value
 
 
@@ -88,7 +94,9 @@ def _result(value: Any, number: int) -> list[dict[str, Any]]:
     picture = value._repr_png_() if hasattr(value, "_repr_png_") else None
     shown = f"<{type(value).__name__}>" if picture else repr(value)
     data = {"text/plain": _lines(shown)} | ({"image/png": _small(picture)} if picture else {})
-    return [{"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"}]
+    return [
+        {"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"}
+    ]
 
 
 def _open_pictures() -> list[dict[str, Any]]:
@@ -122,7 +130,11 @@ def _lines(text: str) -> list[str]:
 def _plain(cell: dict[str, Any], index: int, outputs: Iterator[tuple[int, list]]) -> dict[str, Any]:
     """A cell with its next outputs, and without metadata but its tags."""
     tags = cell["metadata"].get("tags")
-    kept = {"cell_type": cell["cell_type"], "id": f"cell-{index}", "metadata": {"tags": tags} if tags else {}}
+    kept = {
+        "cell_type": cell["cell_type"],
+        "id": f"cell-{index}",
+        "metadata": {"tags": tags} if tags else {},
+    }
     if cell["cell_type"] == "code":
         kept["execution_count"], kept["outputs"] = next(outputs)
     return kept | {"source": _lines("".join(cell["source"]))}
@@ -130,9 +142,13 @@ def _plain(cell: dict[str, Any], index: int, outputs: Iterator[tuple[int, list]]
 
 def main() -> None:
     """Runs one notebook."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("notebook", type=Path)
-    parser.add_argument("--out", type=Path, help="the file to write; by default the notebook itself")
+    parser.add_argument(
+        "--out", type=Path, help="the file to write; by default the notebook itself"
+    )
     options = parser.parse_args()
     # Figures are drawn without a screen.
     os.environ["MPLBACKEND"] = "agg"

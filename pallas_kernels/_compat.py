@@ -151,7 +151,9 @@ def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) ->
 
 def log2_of(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Computes the logarithm to base 2 of positive normal float32 inside a kernel in one instruction."""
-    return jnp.log2(x) if interpret else _asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+    return (
+        jnp.log2(x) if interpret else _asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+    )
 
 
 def inverse_of(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -220,15 +222,28 @@ def halves_of_nibbles(
         interpret: True computes it by JAX operations.
     """
     if interpret:
-        code, scale, least = (each.astype(jnp.float32) for each in ((words >> 4 * index) & 15, scale, least))
+        code, scale, least = (
+            each.astype(jnp.float32) for each in ((words >> 4 * index) & 15, scale, least)
+        )
         return (code * scale + least).astype(jnp.float16)
     # A code is the end of a mantissa on top of 1024, or four bits before it, on top of 64.
-    shift, (mask, top) = index // 2 * 8, ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2]
+    shift, (mask, top) = (
+        index // 2 * 8,
+        ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2],
+    )
     ends = "sub.rn.f16x2 {0}, {0}, m; fma.rn.f16x2 {0}, {0}, ${1}, ${2};"
     text = f"{{ .reg .b32 u, a, b, m; mov.b32 m, {top:#010x};"
     if words.dtype == jnp.uint16:
         text += f"shr.u32 u, $1, {shift}; lop3.b32 a, u, {mask:#010x}, m, 0xEA;"
-        return _asm(text + ends.format("a", 2, 3) + "mov.b32 $0, a; }", "=r,r,r,r", 2, jnp.float16, words, scale, least)
+        return _asm(
+            text + ends.format("a", 2, 3) + "mov.b32 $0, a; }",
+            "=r,r,r,r",
+            2,
+            jnp.float16,
+            words,
+            scale,
+            least,
+        )
     text += f"and.b32 u, $2, {0xF0F0F0F0 if index else 0x0F0F0F0F:#010x};"
     text += "prmt.b32 a, u, m, 0x7170; prmt.b32 b, u, m, 0x7372;"
     text += ends.format("a", 3, 5) + ends.format("b", 4, 6) + "mov.b32 $0, a; mov.b32 $1, b; }"
@@ -258,7 +273,9 @@ _ADD_4 = (
 )
 
 
-def add_products_8(total: jax.Array, codes: jax.Array, x: jax.Array, *, interpret: bool) -> jax.Array:
+def add_products_8(
+    total: jax.Array, codes: jax.Array, x: jax.Array, *, interpret: bool
+) -> jax.Array:
     """Computes total + codes * x inside a kernel, element by element, for int8 codes, in three instructions each.
 
     Args:
@@ -273,7 +290,13 @@ def add_products_8(total: jax.Array, codes: jax.Array, x: jax.Array, *, interpre
 
 
 def add_products_4(
-    total: jax.Array, codes: jax.Array, low: jax.Array, high: jax.Array, factor: jax.Array, *, interpret: bool
+    total: jax.Array,
+    codes: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    factor: jax.Array,
+    *,
+    interpret: bool,
 ) -> jax.Array:
     """Computes total + ((1 + a / 128) * low + (1 + b / 128) * high) * factor for bytes a + 16 b of two 4-bit codes.
 
@@ -304,7 +327,9 @@ def pad_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any) -> jax.Array:
+def take_rows(
+    ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any
+) -> jax.Array:
     """Loads rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; masked rows and padding columns are 0.
 
     Args:
@@ -325,7 +350,9 @@ def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *le
     return load(at) if mask is None else load(at, mask=mask, other=zero)
 
 
-def put_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array) -> None:
+def put_rows(
+    ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
+) -> None:
     """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
     padded = pad_dim(dim)
     columns = jnp.arange(padded, dtype=jnp.int32)

@@ -88,7 +88,9 @@ def _simulated() -> Any:
 def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False) -> Any:
     """Scratch spec of an array in shared memory; `tiled` lays its last two dimensions out for tensor cores."""
     columns = _SWIZZLE // jnp.dtype(dtype).itemsize
-    transforms = (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
+    transforms = (
+        (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
+    )
     return _mosaic.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
@@ -175,4 +177,6 @@ def product(
 def _transpose(ref: Any) -> Any:
     """Transposed view of a two-dimensional ref."""
     # JAX 0.12 deprecates the function, 0.10.2 has no method.
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else _mosaic.transpose_ref(ref, (1, 0))
+    return (
+        ref.transpose((1, 0)) if hasattr(ref, "transpose") else _mosaic.transpose_ref(ref, (1, 0))
+    )

@@ -23,7 +23,9 @@ vmem = _tpu.VMEM
 smem = _tpu.SMEM
 # Programs share scratch, and copies begun by one are awaited by the next. Checks of each copy's bounds would take more
 # scalar instructions than the copies.
-_SEQUENTIAL = _tpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True)
+_SEQUENTIAL = _tpu.CompilerParams(
+    dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+)
 
 
 def semaphores(shape: Sequence[int]) -> Any:
@@ -83,7 +85,9 @@ def call(
     if not interpret:
         # Else XLA brings an array that fits VMEM there as a whole, and writes it back.
         arrays = [
-            _tpu.with_memory_space_constraint(each, _tpu.HBM) if spec.memory_space is _tpu.HBM else each
+            _tpu.with_memory_space_constraint(each, _tpu.HBM)
+            if spec.memory_space is _tpu.HBM
+            else each
             for each, spec in zip(arrays, given, strict=True)
         ]
     return pl.pallas_call(

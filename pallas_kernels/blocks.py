@@ -50,28 +50,40 @@ class NibbleBlocks:
         dtype: of decoded groups.
     """
 
-    def __init__(self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
+    def __init__(
+        self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool
+    ) -> None:
         self.refs, self.name, self.sequence, self.interpret = refs, name, sequence, interpret
         self.words, self.word = getattr(refs, name), jnp.arange(GROUP, dtype=jnp.int32)
         self.blocks, self.groups = self.words.shape[-1] // GROUP, dim // GROUP
         self.dtype = jnp.float32 if dtype == jnp.float32 else jnp.float16
-        groups = (group for block in range(self.blocks) for group in groups_of_block(block, self.blocks, self.groups))
+        groups = (
+            group
+            for block in range(self.blocks)
+            for group in groups_of_block(block, self.blocks, self.groups)
+        )
         self.columns = tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
     def decoded(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
         """Dequantised rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 where mask `inside` is False."""
-        scales, leasts = (self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least"))
+        scales, leasts = (
+            self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least")
+        )
         mask = jnp.broadcast_to(inside[:, None], (at.shape[0], GROUP))
         found = []
         for block in range(self.blocks):
             place = self.words.at[self.sequence, at[:, None], (block * GROUP + self.word)[None, :]]
             words = load(place, mask=mask, other=0)
             for index, group in enumerate(groups_of_block(block, self.blocks, self.groups)):
-                scale, least = (jnp.broadcast_to(each[group][:, None], mask.shape) for each in (scales, leasts))
+                scale, least = (
+                    jnp.broadcast_to(each[group][:, None], mask.shape) for each in (scales, leasts)
+                )
                 found.append(self._decoded(words, scale, least, index))
         return tuple(found)
 
-    def _decoded(self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int) -> jax.Array:
+    def _decoded(
+        self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int
+    ) -> jax.Array:
         """Code `index` of each word, times its scale, plus its least value."""
         if self.dtype == jnp.float16:
             return halves_of_nibbles(words, scale, least, index=index, interpret=self.interpret)
@@ -81,5 +93,8 @@ class NibbleBlocks:
     def _of_groups(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
         """List of each group's scales or least values `f16[rows]`, which are packed in pairs."""
         ref = getattr(self.refs, name)
-        pairs = [load(ref.at[self.sequence, at, pair], mask=inside, other=0) for pair in range(self.groups // 2)]
+        pairs = [
+            load(ref.at[self.sequence, at, pair], mask=inside, other=0)
+            for pair in range(self.groups // 2)
+        ]
         return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]

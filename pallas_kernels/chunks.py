@@ -101,7 +101,12 @@ def _size(length, *, programs, block):
     # Smaller sizes might overflow the table: each segment adds less than one chunk to the full ones.
     least = jnp.maximum(_up(total, (most(programs, segments) - segments) * block), 1)
     even = total.astype(jnp.float32) / programs
-    sizes = jnp.maximum(jnp.ceil(even * (jnp.asarray(_SHARES, jnp.float32) / block)).astype(jnp.int32), least) * block
+    sizes = (
+        jnp.maximum(
+            jnp.ceil(even * (jnp.asarray(_SHARES, jnp.float32) / block)).astype(jnp.int32), least
+        )
+        * block
+    )
     chunks = jnp.maximum(_up(length[:, None, :], sizes[..., None]), 1).sum(axis=-1, dtype=jnp.int32)
     waves, rows = _up(chunks, programs).astype(jnp.float32), sizes.astype(jnp.float32)
     # Time in rows: in equal waves, or handed out as programs become free, plus the start and end of each wave.

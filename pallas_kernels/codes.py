@@ -68,7 +68,9 @@ def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
     if isinstance(rows, Nibbles):
         groups, dim = rows.scale.shape[2], shape_of(rows)[2]
         if groups % 2 or dim != groups * GROUP:
-            raise ValueError(f"{name}: 4-bit codes of {dim} columns in {groups} groups: kernels read pairs of {GROUP}")
+            raise ValueError(
+                f"{name}: 4-bit codes of {dim} columns in {groups} groups: kernels read pairs of {GROUP}"
+            )
         return {
             name: rows.code,
             f"{name}_scale": _words(rows.scale, jnp.int32),
@@ -77,7 +79,9 @@ def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
     if not isinstance(rows, Coded):
         return {name: rows}
     if rows.code.shape[2] % 2:
-        raise ValueError(f"{name}: codes of {rows.code.shape[2]} columns: kernels read two at a time, pad them")
+        raise ValueError(
+            f"{name}: codes of {rows.code.shape[2]} columns: kernels read two at a time, pad them"
+        )
     return {name: _words(rows.code, jnp.uint16), f"{name}_scale": rows.scale}
 
 
@@ -96,7 +100,8 @@ def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
     if isinstance(like, Nibbles):
         words = (found[f"{name}_{each}"] for each in ("scale", "least"))
         return Nibbles(
-            found[name], *(lax.bitcast_convert_type(w, jnp.float16).reshape(like.scale.shape) for w in words)
+            found[name],
+            *(lax.bitcast_convert_type(w, jnp.float16).reshape(like.scale.shape) for w in words),
         )
     if not isinstance(like, Coded):
         return found[name]
@@ -110,7 +115,9 @@ def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
     return jnp.where(scale > 0, jnp.maximum(scale, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
-def codes_of(numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST) -> jax.Array:
+def codes_of(
+    numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST
+) -> jax.Array:
     """Numbers over their scale, rounded half to even and clipped to [low, high]; still float32, 0 for a scale of 0."""
     wide = scale.astype(jnp.float32)
     code = jnp.where(wide == 0, 0.0, numbers / jnp.where(wide == 0, 1.0, wide))
@@ -121,24 +128,37 @@ def codes_of(numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: i
 
 
 def put_bytes(
-    refs: Any, name: str, at: tuple[Any, Any], parts: tuple[jax.Array, ...], exists: jax.Array, writes: jax.Array
+    refs: Any,
+    name: str,
+    at: tuple[Any, Any],
+    parts: tuple[jax.Array, ...],
+    exists: jax.Array,
+    writes: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Encodes a key or value in 8 bits, writes it to row `at` of the pool if `writes`; returns its codes and its scale.
 
     Parts are the even- and the odd-indexed columns, float32; `exists` masks those that exist. Codes are float32, too.
     """
-    scale = scale_of(reduce(jnp.maximum, (jnp.where(exists, jnp.abs(each), 0.0).max() for each in parts)))
+    scale = scale_of(
+        reduce(jnp.maximum, (jnp.where(exists, jnp.abs(each), 0.0).max() for each in parts))
+    )
     codes = tuple(codes_of(each, scale) for each in parts)
     low, high = (each.astype(jnp.int32) & 255 for each in codes)
     word = jnp.arange(exists.shape[0], dtype=jnp.int32)
-    store(getattr(refs, f"pool_{name}").at[*at, word], (low | (high << 8)).astype(jnp.uint16), mask=exists & writes)
+    store(
+        getattr(refs, f"pool_{name}").at[*at, word],
+        (low | (high << 8)).astype(jnp.uint16),
+        mask=exists & writes,
+    )
     store(getattr(refs, f"pool_{name}_scale").at[at], scale, mask=writes)
     return codes, scale.astype(jnp.float32)
 
 
 def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
     """Indices of the groups that are packed in a block of `GROUP` words, those in the lowest bits first."""
-    return (block, block + blocks) if groups == 2 * blocks else tuple(range(4 * block, 4 * block + 4))
+    return (
+        (block, block + blocks) if groups == 2 * blocks else tuple(range(4 * block, 4 * block + 4))
+    )
 
 
 def put_nibbles(
@@ -159,7 +179,9 @@ def put_nibbles(
         # Rounding may have moved the least value up: what lies below it becomes code 0.
         scales[group] = scale_of(jnp.maximum(off.max(), 0.0), _LARGEST_4)
         codes[group] = codes_of(off, scales[group], 0, _LARGEST_4)
-        stored.append(codes[group] * scales[group].astype(jnp.float32) + leasts[group].astype(jnp.float32))
+        stored.append(
+            codes[group] * scales[group].astype(jnp.float32) + leasts[group].astype(jnp.float32)
+        )
     for block, groups in enumerate(order):
         bits = (codes[group].astype(jnp.int32) << 4 * index for index, group in enumerate(groups))
         store(
@@ -170,7 +192,11 @@ def put_nibbles(
     for each, halves in (("scale", scales), ("least", leasts)):
         for pair in range(len(parts) // 2):
             first, second = (_bits(halves[2 * pair + index]) for index in (0, 1))
-            store(getattr(refs, f"pool_{name}_{each}").at[*at, jnp.int32(pair)], first | (second << 16), mask=writes)
+            store(
+                getattr(refs, f"pool_{name}_{each}").at[*at, jnp.int32(pair)],
+                first | (second << 16),
+                mask=writes,
+            )
     return tuple(stored)
 
 

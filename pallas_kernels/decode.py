@@ -71,7 +71,9 @@ def attend(
     """
     tiles, tile = _tiles(q, itemsize_of(k, v, q.dtype), q.dtype, tiles)
     if chunks is None:
-        programs = tuning.programs(dim=q.shape[3], itemsize=itemsize_of(k, v, q.dtype), interpret=interpret)
+        programs = tuning.programs(
+            dim=q.shape[3], itemsize=itemsize_of(k, v, q.dtype), interpret=interpret
+        )
         # Each tile of many queries has programs of its own.
         programs = max(1, programs // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
@@ -82,7 +84,9 @@ def attend(
     if score is None or logits is None or passed.logits is None:
         return out, lse
     counted = None if counts is None else counts.astype(jnp.int32)
-    out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, counted, None, how=how)
+    out, score = add_mass(
+        passed.logits, logits, lse, chunks, layer, out, score, counted, None, how=how
+    )
     return out, lse, score
 
 
@@ -155,21 +159,36 @@ def decode_token(
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")
     if score is not None and picks is not None:
-        raise ValueError("picks: rows that are not read get no attention to be added: leave the score out")
+        raise ValueError(
+            "picks: rows that are not read get no attention to be added: leave the score out"
+        )
     logits = None if score is None else _logits(start, widest, shape_of(k)[1])
     how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret, softcap=softcap)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
     passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
-    out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=dtype, how=how, sequences=q.shape[1])
+    out, lse = merge(
+        passed.out,
+        passed.lse,
+        chunks,
+        layer,
+        sink_logits,
+        dtype=dtype,
+        how=how,
+        sequences=q.shape[1],
+    )
     if score is None or logits is None or passed.logits is None:
         return out, *passed.pool
-    out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, counts, begin, how=how)
+    out, score = add_mass(
+        passed.logits, logits, lse, chunks, layer, out, score, counts, begin, how=how
+    )
     return out, *passed.pool, score
 
 
 def _tiles(q, itemsize, dtype, tiles):
     """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
-    tiles = tiles or tuning.decode_tiles(dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32)
+    tiles = tiles or tuning.decode_tiles(
+        dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32
+    )
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 

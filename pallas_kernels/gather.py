@@ -12,7 +12,12 @@ from .tuning import GatherTiles
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
 def compact(
-    k: jax.Array, v: jax.Array, source: jax.Array, *, tiles: GatherTiles | None = None, interpret: bool = False
+    k: jax.Array,
+    v: jax.Array,
+    source: jax.Array,
+    *,
+    tiles: GatherTiles | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gathers one layer's chosen rows into a pool; returns its keys, values and positions.
 

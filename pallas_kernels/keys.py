@@ -23,7 +23,13 @@ class Reader:
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
-        self.refs, self.sequence, self.dim, self.dtype, self.interpret = refs, sequence, dim, dtype, interpret
+        self.refs, self.sequence, self.dim, self.dtype, self.interpret = (
+            refs,
+            sequence,
+            dim,
+            dtype,
+            interpret,
+        )
         self.columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
 
 
@@ -35,7 +41,11 @@ class PlainKeys(Reader):
         if len(self.columns) == 1:
             return (take_rows(ref, rows, real, self.dim),)
         return tuple(
-            load(ref.at[rows[:, None], column[None, :]], mask=real[:, None] & exists[None, :], other=0.0)
+            load(
+                ref.at[rows[:, None], column[None, :]],
+                mask=real[:, None] & exists[None, :],
+                other=0.0,
+            )
             for column, exists in self.columns
         )
 
@@ -48,7 +58,9 @@ class PlainKeys(Reader):
         keys = take_rows(self.refs.k, at, inside, self.dim, self.sequence).astype(self.dtype)
         return dot(queries, keys, transpose_b=True) * scale
 
-    def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
+    def put_new(
+        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Writes a new key to row `at` of the pool if `writes`; returns its parts as stored, in float32."""
         (column, real), key = self.columns[0], parts[0].astype(self.dtype)
         store(self.refs.pool_k.at[*at, column], key, mask=real & writes)
@@ -80,10 +92,18 @@ class CodedKeys(PlainKeys):
         both, unit, added = queries
         factor = self.blocks.scales(at, inside)
         keys = self.blocks.halves(at, inside)
-        products = (dot(half, key, transpose_b=True) for each, key in zip(both, keys, strict=True) for half in each)
-        return (reduce(jnp.add, products) - added[:, None]) * (unit * scale)[:, None] * factor[None, :]
+        products = (
+            dot(half, key, transpose_b=True)
+            for each, key in zip(both, keys, strict=True)
+            for half in each
+        )
+        return (
+            (reduce(jnp.add, products) - added[:, None]) * (unit * scale)[:, None] * factor[None, :]
+        )
 
-    def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
+    def put_new(
+        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
         rounded = tuple(each.astype(self.dtype).astype(jnp.float32) for each in parts)
         codes, scale = put_bytes(self.refs, "k", at, rounded, self.blocks.exists, writes)
@@ -107,12 +127,18 @@ class NibbleKeys(PlainKeys):
         """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
         parts, unit = queries
         keys = self.blocks.decoded(at, inside)
-        products = (dot(query, key, transpose_b=True) for query, key in zip(parts, keys, strict=True))
+        products = (
+            dot(query, key, transpose_b=True) for query, key in zip(parts, keys, strict=True)
+        )
         return reduce(jnp.add, products) * (unit * scale)[:, None]
 
-    def put_new(self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array) -> tuple[jax.Array, ...]:
+    def put_new(
+        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
-        return put_nibbles(self.refs, "k", at, tuple(each.astype(self.dtype) for each in parts), writes)
+        return put_nibbles(
+            self.refs, "k", at, tuple(each.astype(self.dtype) for each in parts), writes
+        )
 
 
 def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -124,14 +150,20 @@ def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.A
     largest = reduce(jnp.maximum, (jnp.abs(each).max(axis=1) for each in wide))
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     bits = jnp.where(bits == 0, jnp.int32(0x3F800000), jnp.minimum(bits, 0x7F000000))
-    unit, inverse = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in (bits, 0x7F000000 - bits))
+    unit, inverse = (
+        jax.lax.bitcast_convert_type(each, jnp.float32) for each in (bits, 0x7F000000 - bits)
+    )
     return tuple(each * inverse[:, None] for each in wide), unit
 
 
 def split_halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
     """Numbers below 2 as float16; for a float32 model's `dtype` as a high and a low float16, whose sum they are."""
     first = x.astype(jnp.float16)
-    return (first, (x - first.astype(jnp.float32)).astype(jnp.float16)) if dtype == jnp.float32 else (first,)
+    return (
+        (first, (x - first.astype(jnp.float32)).astype(jnp.float16))
+        if dtype == jnp.float32
+        else (first,)
+    )
 
 
 KEYS: dict[type, type[PlainKeys]] = {Coded: CodedKeys, Nibbles: NibbleKeys}

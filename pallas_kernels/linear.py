@@ -69,8 +69,14 @@ def multiply_codes(
 
         def taken(step):
             piece, inside = places(step)
-            at = refs.codes.at[output[:, None, None], (piece * _PIECE)[None, :, None] + byte[None, None, :]]
-            mask = None if inside is None else jnp.broadcast_to(inside[:, :, None], (tile, at_once, _PIECE))
+            at = refs.codes.at[
+                output[:, None, None], (piece * _PIECE)[None, :, None] + byte[None, None, :]
+            ]
+            mask = (
+                None
+                if inside is None
+                else jnp.broadcast_to(inside[:, :, None], (tile, at_once, _PIECE))
+            )
             return _loaded(at, mask)
 
         def elements(vector, piece, first):
@@ -87,17 +93,21 @@ def multiply_codes(
             if not narrow:
                 given = [of(elements(m, piece, 0)[None]) for m in range(vectors)]
                 return ahead, [
-                    add_products_8(total, held, x, interpret=interpret) for total, x in zip(sums, given, strict=True)
+                    add_products_8(total, held, x, interpret=interpret)
+                    for total, x in zip(sums, given, strict=True)
                 ]
             of_group = output[:, None], piece[None, :]
             factor, least = (
-                _loaded(ref.at[of_group], inside).astype(jnp.float32) for ref in (refs.scales, refs.leasts)
+                _loaded(ref.at[of_group], inside).astype(jnp.float32)
+                for ref in (refs.scales, refs.leasts)
             )
             wide, sums = of((128 * factor)[:, :, None]), list(sums)
             for m in range(vectors):
                 low, high = elements(m, piece, 0), elements(m, piece, _PIECE)
                 rest = (low + high).sum(axis=1)[None] * (least - 128 * factor)
-                added = add_products_4(sums[2 * m], held, of(low[None]), of(high[None]), wide, interpret=interpret)
+                added = add_products_4(
+                    sums[2 * m], held, of(low[None]), of(high[None]), wide, interpret=interpret
+                )
                 sums[2 * m], sums[2 * m + 1] = added, sums[2 * m + 1] + rest
             return ahead, sums
 
@@ -134,7 +144,11 @@ def multiply_codes(
 def _parts(tiles, pieces, at_once):
     """Number of parts into which the summed axis is split, so that every multiprocessor has programs enough."""
     parts = 1
-    while parts < _MOST_PARTS and tiles * parts < cores() * _RESIDENT and pieces % (2 * parts * at_once) == 0:
+    while (
+        parts < _MOST_PARTS
+        and tiles * parts < cores() * _RESIDENT
+        and pieces % (2 * parts * at_once) == 0
+    ):
         parts *= 2
     return parts
 

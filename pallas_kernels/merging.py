@@ -48,7 +48,9 @@ def merge(
     # Number of chunks merged at a time: as many as a segment has if all segments are equally long.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
     # Eight chunks of a warp at most: then all loads are issued before the first result is used.
-    launch = dataclasses.replace(how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8))
+    launch = dataclasses.replace(
+        how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8)
+    )
 
     def kernel(refs):
         query = program_id(1)
@@ -73,7 +75,11 @@ def merge(
             shrink = jnp.exp2(top - new_top)
             # A chunk without rows has weight 0, even if it is the segment's only one.
             weight = jnp.where(lse > MASKED, jnp.exp2(lse - new_top), 0.0)
-            return new_top, total * shrink + weight.sum(), acc * shrink + (part * weight[:, None]).sum(axis=0)
+            return (
+                new_top,
+                total * shrink + weight.sum(),
+                acc * shrink + (part * weight[:, None]).sum(axis=0),
+            )
 
         top, total = jnp.float32(MASKED), jnp.float32(0.0)
         if sink_logits is not None:
@@ -161,14 +167,18 @@ def add_mass(
         @when((end > 0) & (segment >= 0) & (row >= 0))
         def _():
             sequence = segment // heads
-            counted = end if counts is None else jnp.where(load(refs.counts.at[sequence]) > 0, end, 0)
+            counted = (
+                end if counts is None else jnp.where(load(refs.counts.at[sequence]) > 0, end, 0)
+            )
             query = jnp.arange(padded, dtype=jnp.int32)
             real = query < rows
             total = load(refs.lse.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
             cell = row
             if logits.widest is not None:
                 cell = (
-                    (segment - sequence * heads) * logits.widest + row - load(refs.start.at[refs.layer[...], segment])
+                    (segment - sequence * heads) * logits.widest
+                    + row
+                    - load(refs.start.at[refs.layer[...], segment])
                 )
 
             def step(index, carry):
@@ -176,8 +186,13 @@ def add_mass(
                 inside = offset < counted
                 wanted = real[:, None] & inside[None, :]
                 at = refs.logits.at[sequence, query[:, None], (cell + offset)[None, :]]
-                weights = jnp.exp2(load(at, mask=wanted, other=MASKED) - total[:, None]).sum(axis=0) / rows
-                old = load(refs.old.at[sequence, row + offset], mask=inside & (offset < here), other=0.0)
+                weights = (
+                    jnp.exp2(load(at, mask=wanted, other=MASKED) - total[:, None]).sum(axis=0)
+                    / rows
+                )
+                old = load(
+                    refs.old.at[sequence, row + offset], mask=inside & (offset < here), other=0.0
+                )
                 if begin is not None:
                     old = jnp.where(offset < here, old, load(refs.begin.at[segment]))
                 store(refs.score.at[sequence, row + offset], old + weights, mask=inside)
@@ -185,7 +200,11 @@ def add_mass(
 
             lax.fori_loop(0, (counted + block - 1) // block, step, jnp.int32(0))
 
-    inputs = {"logits": whole(kept), "lse": whole(lse.reshape(segments, rows)), **of_chunks(chunks, layer)}
+    inputs = {
+        "logits": whole(kept),
+        "lse": whole(lse.reshape(segments, rows)),
+        **of_chunks(chunks, layer),
+    }
     if counts is not None:
         inputs["counts"] = whole(counts)
     if begin is not None:

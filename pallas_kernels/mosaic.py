@@ -77,7 +77,9 @@ def flash(
     """
     batch, heads, group, queries, dim = q.shape
     if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"dtype is {q.dtype}, {k.dtype}, {v.dtype}: Mosaic's flash takes one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"dtype is {q.dtype}, {k.dtype}, {v.dtype}: Mosaic's flash takes one of {', '.join(DTYPES)}"
+        )
     if dim not in DIMS:
         raise ValueError(f"head dim is {dim}: Mosaic's flash takes 64 and 128")
     if not interpret and (version := refused_cuda()):
@@ -100,7 +102,10 @@ def flash(
         name="flash_prefill",
         # Heads of one group, which read the same keys, run side by side.
         grid={"head": heads * group, "tile": q.shape[2] // rows, "batch": batch},
-        shapes=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
+        shapes=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+        ],
         scratch=(
             mosaic.shared((_COMPUTE, tiles.queries, dim), q.dtype, tiled=True),
             mosaic.shared(stage, q.dtype, tiled=True),
@@ -129,7 +134,21 @@ def _padded(array: jax.Array, multiple: int) -> jax.Array:
 # Refs of a program (head, tile, batch), head over H query heads, all in global memory: q, out [B, H, T', D]; k, v
 # [B, K, S', D]; first, length [B]; lse [B, H, T']. In shared memory: q and out [2, 64, D], k and v [stages, keys, D],
 # lse [2, 64], and barriers: q has arrived; k, v have arrived; k, v may be overwritten; turns of the warpgroups.
-def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memory, *, queries, group, tiles, interpret):
+def _program(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    length_ref,
+    out_ref,
+    lse_ref,
+    memory,
+    *,
+    queries,
+    group,
+    tiles,
+    interpret,
+):
     _, k_smem, v_smem, _, _, k_ready, v_ready, k_free, v_free, _ = memory
     head, batch, me = (mosaic.axis_index(name) for name in ("head", "batch", "warpgroup"))
     rows = tiles.queries * _COMPUTE
@@ -157,8 +176,13 @@ def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memor
         def load(index, _):
             slot = lax.rem(index, tiles.stages)
             at = (batch, kv, mosaic.ds(index * tiles.keys, tiles.keys))
-            for source, target, ready, free in ((k_ref, k_smem, k_ready, k_free), (v_ref, v_smem, v_ready, v_free)):
-                mosaic.when(index >= tiles.stages)(lambda free=free: mosaic.barrier_wait(free.at[slot]))
+            for source, target, ready, free in (
+                (k_ref, k_smem, k_ready, k_free),
+                (v_ref, v_smem, v_ready, v_free),
+            ):
+                mosaic.when(index >= tiles.stages)(
+                    lambda free=free: mosaic.barrier_wait(free.at[slot])
+                )
                 mosaic.copy_in(source.at[at], target.at[slot], ready.at[slot])
 
         def drain(index, _):
@@ -195,7 +219,9 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
     def step(index, carry, *, masked):
         acc, top, total = carry
         slot = lax.rem(index, tiles.stages)
-        s = mosaic.product(q_smem, k_smem.at[slot], transposed=True, meanwhile=pass_on, interpret=interpret)
+        s = mosaic.product(
+            q_smem, k_smem.at[slot], transposed=True, meanwhile=pass_on, interpret=interpret
+        )
         mosaic.barrier_arrive(k_free.at[slot])
         if masked:
             # A query that counts lies before the padding, so no key that it may see is padding.
@@ -206,7 +232,9 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
         shrink = jnp.exp2(top - new_top)
         acc = acc * mosaic.by_row(shrink, acc)
         total = total * shrink + weights.sum(axis=1)
-        acc, total, top, weights = lax.optimization_barrier((acc, total, new_top, weights.astype(kind)))
+        acc, total, top, weights = lax.optimization_barrier(
+            (acc, total, new_top, weights.astype(kind))
+        )
         mosaic.barrier_arrive(turns)
         mosaic.barrier_wait(v_ready.at[slot])
         mosaic.barrier_wait(turns)
@@ -215,7 +243,9 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
             after = lax.rem(index + 1, tiles.stages)
             mosaic.when(index + 1 < steps)(lambda: mosaic.barrier_wait(k_ready.at[after]))
 
-        acc = mosaic.product(weights, v_smem.at[slot], start=acc, meanwhile=next_keys, interpret=interpret)
+        acc = mosaic.product(
+            weights, v_smem.at[slot], start=acc, meanwhile=next_keys, interpret=interpret
+        )
         mosaic.barrier_arrive(v_free.at[slot])
         return acc, top, total
 

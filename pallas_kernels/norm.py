@@ -64,7 +64,10 @@ def add_norm(
         grid=(rows,),
         inputs=[row, BlockSpec((parts, None, width), lambda r: (0, r, 0)), whole],
         outputs=[row, row],
-        shapes=[jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows, width), scale.dtype)],
+        shapes=[
+            jax.ShapeDtypeStruct((rows, width), dtype),
+            jax.ShapeDtypeStruct((rows, width), scale.dtype),
+        ],
         # About sixteen columns for each thread.
         launch=Launch(warps=min(16, max(4, padded // 512)), stages=1),
         interpret=interpret,

@@ -114,14 +114,23 @@ def flash(
             inside = jnp.minimum(jnp.maximum(inside, reach), whole)
             carry = lax.fori_loop(reach, inside, partial(step, masked=True), carry)
         carry = lax.fori_loop(inside, whole, partial(step, masked=False), carry)
-        top, total, acc = lax.fori_loop(whole, (end + block_k - 1) // block_k, partial(step, masked=True), carry)
+        top, total, acc = lax.fori_loop(
+            whole, (end + block_k - 1) // block_k, partial(step, masked=True), carry
+        )
         empty = (position < 0) | (position >= tokens)
         total = jnp.where(empty, 1.0, total)
         put_rows(out_ref, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
-        store(lse_ref.at[row], jnp.where(empty, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E), mask=mine)
+        store(
+            lse_ref.at[row],
+            jnp.where(empty, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E),
+            mask=mine,
+        )
 
     def query(*shape):
-        return BlockSpec((None, None, None, *shape), lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape))
+        return BlockSpec(
+            (None, None, None, *shape),
+            lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape),
+        )
 
     keys = BlockSpec((None, None, slots, dim), lambda i, h, b: (b, h // group, 0, 0))
     scalar = BlockSpec((None,), lambda i, h, b: (b,))
@@ -137,7 +146,10 @@ def flash(
             grid=(-(-queries // block_q), heads * group, batch),
             inputs=[query(queries, dim), keys, keys, scalar, scalar],
             outputs=[query(queries, dim), query(queries)],
-            shapes=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)],
+            shapes=[
+                jax.ShapeDtypeStruct(q.shape, q.dtype),
+                jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
+            ],
             launch=tiles.launch,
             interpret=interpret,
         )
@@ -197,7 +209,11 @@ def column_sums(
             position = begin + row
             counts = (row < queries) & (position >= 0) & (position < tokens)
             rows = take_rows(q_ref, row, counts if masked else None, dim)
-            shift = load(shift_ref.at[row], mask=counts, other=0.0) if masked else load(shift_ref.at[row])
+            shift = (
+                load(shift_ref.at[row], mask=counts, other=0.0)
+                if masked
+                else load(shift_ref.at[row])
+            )
             # Keys down, queries across: a key's sum stays with the threads that hold its row.
             s = capped(dot(keys, rows, transpose_b=True), cap, interpret=interpret)
             if masked:
@@ -219,7 +235,10 @@ def column_sums(
         store(out_ref.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
 
     def query(*shape):
-        return BlockSpec((None, None, None, *shape), lambda j, h, b: (b, h // group, h % group) + (0,) * len(shape))
+        return BlockSpec(
+            (None, None, None, *shape),
+            lambda j, h, b: (b, h // group, h % group) + (0,) * len(shape),
+        )
 
     scalar = BlockSpec((None,), lambda j, h, b: (b,))
     (out,) = call(

@@ -135,12 +135,17 @@ def evict_rows(
             latest = jnp.where(free & (ranks == low), mine, -1).max()
             row = jnp.where(free & (mine == latest), at, -1).max()
             better = (low < best[0]) | ((low == best[0]) & (latest > best[1]))
-            return tuple(jnp.where(better, new, old) for new, old in zip((low, latest, row), best, strict=True))
+            return tuple(
+                jnp.where(better, new, old)
+                for new, old in zip((low, latest, row), best, strict=True)
+            )
 
         none = (jnp.float32(jnp.inf), jnp.int32(-1), jnp.int32(-1))
         over = rows > refs.limit[...]
         # Segments within their limit are not read.
-        _, _, place = lax.fori_loop(0, jnp.where(over, (rows + _BLOCK - 1) // _BLOCK, 0), step, none)
+        _, _, place = lax.fori_loop(
+            0, jnp.where(over, (rows + _BLOCK - 1) // _BLOCK, 0), step, none
+        )
         moves = over & (place >= 0)
         refs.moved[...] = moves.astype(jnp.int32)
 
@@ -150,7 +155,10 @@ def evict_rows(
             _move(out, place, first + rows - 1, dim)
 
     pools = {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
-    scalar, of_sequence = BlockSpec((None, None), lambda h, b: (b, h)), BlockSpec((None,), lambda h, b: (b,))
+    scalar, of_sequence = (
+        BlockSpec((None, None), lambda h, b: (b, h)),
+        BlockSpec((None,), lambda h, b: (b,)),
+    )
     tables = {"start": start, "length": length, "limit": limit, "recent": recent}
     inputs = {name: (each, scalar) for name, each in tables.items()}
     inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}

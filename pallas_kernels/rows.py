@@ -179,12 +179,18 @@ def pass_rows(
             cell = row
             if packed:
                 cell = (
-                    (segment - sequence * heads) * logits.widest + row - load(refs.start.at[refs.layer[...], segment])
+                    (segment - sequence * heads) * logits.widest
+                    + row
+                    - load(refs.start.at[refs.layer[...], segment])
                 )
 
             def keep(cells, s, mask):
                 if logits is not None:
-                    store(refs.logits.at[sequence, query[:, None], cells[None, :]], s, mask=mask & real[:, None])
+                    store(
+                        refs.logits.at[sequence, query[:, None], cells[None, :]],
+                        s,
+                        mask=mask & real[:, None],
+                    )
 
             of = (refs, sequence, dim, how.dtype, how.interpret)
             keys, values = KEYS.get(type(k), PlainKeys)(*of), VALUES.get(type(v), PlainValues)(*of)
@@ -193,15 +199,24 @@ def pass_rows(
                 none = jnp.full((tile,), MASKED, jnp.float32), jnp.zeros((tile,), jnp.float32)
                 carry = (*none, values.begin((), tile, None))
             else:
-                row_new = _NewRow(refs, segment, heads, last, dim, of_parts, keys.columns, values.columns)
+                row_new = _NewRow(
+                    refs, segment, heads, last, dim, of_parts, keys.columns, values.columns
+                )
                 turned = row_new.turned(refs.q, segment * rows + query, real, heads * rows)
                 rotated = tuple(each.astype(how.dtype) for each in turned)
-                new_key, new_value, of_value = row_new.put(refs, lies(row + here), tile_index == 0, keys, values)
-                own = capped(row_new.product(rotated, new_key) * scale, cap, interpret=how.interpret)
+                new_key, new_value, of_value = row_new.put(
+                    refs, lies(row + here), tile_index == 0, keys, values
+                )
+                own = capped(
+                    row_new.product(rotated, new_key) * scale, cap, interpret=how.interpret
+                )
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
                 own, weight = values.lifted_new(own, of_value)
                 queries = keys.queries(rotated)
-                own = jnp.where(row_new.joins, own, MASKED), jnp.where(row_new.joins, weight, jnp.zeros_like(weight))
+                own = (
+                    jnp.where(row_new.joins, own, MASKED),
+                    jnp.where(row_new.joins, weight, jnp.zeros_like(weight)),
+                )
                 carry = (*own, values.begin(new_value, tile, row_new.joins))
 
             def step(index, carry):
@@ -231,10 +246,15 @@ def pass_rows(
 
     outputs = {"part": per_chunk(rows, dim), "lse": per_chunk(rows)}
     if logits is not None:
-        outputs["logits"] = whole(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
+        outputs["logits"] = whole(
+            jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32)
+        )
     pools = {} if token is None else {**operands("k", k), **operands("v", v), "pos": token.pos}
     aliases = {name: f"pool_{name}" for name in pools}
-    outputs |= {aliases[name]: whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for name, leaf in pools.items()}
+    outputs |= {
+        aliases[name]: whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        for name, leaf in pools.items()
+    }
     found = call_named(
         kernel,
         name="ragged_decode",
@@ -245,7 +265,11 @@ def pass_rows(
         interpret=how.interpret,
         aliases=aliases,
     )
-    pool = () if token is None else (rebuilt("pool_k", found, k), rebuilt("pool_v", found, v), found["pool_pos"])
+    pool = (
+        ()
+        if token is None
+        else (rebuilt("pool_k", found, k), rebuilt("pool_v", found, v), found["pool_pos"])
+    )
     return Passed(out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool)
 
 
@@ -280,14 +304,20 @@ def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
 def _inputs(q, k, v, chunks, layer, token, packed, picks):
     """Inputs of the first decode kernel: (array, block spec) by name."""
     rows = operands("k", k) | operands("v", v)
-    inputs = {name: whole(each) for name, each in ({"q": q.reshape(-1, q.shape[-1])} | rows).items()}
+    inputs = {
+        name: whole(each) for name, each in ({"q": q.reshape(-1, q.shape[-1])} | rows).items()
+    }
     inputs |= of_chunks(chunks, layer)
     if token is not None:
         inputs |= {name: whole(each) for name, each in token._asdict().items()}
     if packed is not None:
         inputs["start"] = by_segment(packed.start)
     if picks is not None:
-        inputs |= {"picks": whole(picks.rows), "dealt": whole(picks.dealt), "held": whole(picks.held)}
+        inputs |= {
+            "picks": whole(picks.rows),
+            "dealt": whole(picks.dealt),
+            "held": whole(picks.held),
+        }
         inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
     return inputs
 
@@ -349,7 +379,10 @@ class _NewRow:
 
     def _sum(self, of):
         """Sum of a value's split-K parts, in float32; `of` loads one part."""
-        return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
+        return sum(
+            (of(part).astype(jnp.float32) for part in range(1, self.parts)),
+            start=of(0).astype(jnp.float32),
+        )
 
     def turned(self, ref, rows, inside, of_sequence):
         """Loads queries, sums split-K parts, applies RoPE; returns `f32[n, columns]` for each part of a key."""
@@ -361,7 +394,11 @@ class _NewRow:
 
             def take(column):
                 return self._sum(
-                    lambda part: load(ref.at[(part * of_part + rows)[:, None], column[None, :]], mask=mask, other=0.0)
+                    lambda part: load(
+                        ref.at[(part * of_part + rows)[:, None], column[None, :]],
+                        mask=mask,
+                        other=0.0,
+                    )
                 )
 
             return take(column) * cos[None, :] + take(partner) * sin[None, :]
@@ -371,13 +408,17 @@ class _NewRow:
     def product(self, queries, key):
         """Products `f32[n]` of queries and the new key, both in parts."""
         each = (
-            (query.astype(jnp.float32) * part[None, :]).sum(axis=1) for query, part in zip(queries, key, strict=True)
+            (query.astype(jnp.float32) * part[None, :]).sum(axis=1)
+            for query, part in zip(queries, key, strict=True)
         )
         return reduce(jnp.add, each)
 
     def put(self, refs, row, writes, keys, values):
         """Writes the new token's row to the pool if `writes`; returns its key's and value's parts, and their scale."""
         at, writes = (self.sequence, row), self.joins & writes
-        key, (value, of_value) = keys.put_new(at, self.key, writes), values.put_new(at, self.values, writes)
+        key, (value, of_value) = (
+            keys.put_new(at, self.key, writes),
+            values.put_new(at, self.values, writes),
+        )
         store(refs.pool_pos.at[at], self.position, mask=writes)
         return key, value, of_value

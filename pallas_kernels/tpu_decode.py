@@ -114,7 +114,9 @@ def append_and_attend(
     if isinstance(k, tuple):
         tables = _tables(start, length, counts, tpu_codes.tile_of(k[0]))
         end = jnp.where(counts[:, None] > 0, start + length, k[0].shape[1])
-        (k, new_k), (v, new_v) = (tpu_codes.joined(*each, end) for each in zip((k, v), new, strict=True))
+        (k, new_k), (v, new_v) = (
+            tpu_codes.joined(*each, end) for each in zip((k, v), new, strict=True)
+        )
         out, lse, *codes = _run(q, (new_k, new_v), k, v, tables, how)
         return out, lse, (codes[0], k[1]), (codes[1], v[1])
     tables = _tables(start, length, counts)
@@ -163,7 +165,9 @@ def append_and_score(
     """
     token = _narrowed(new, k.dtype)
     if sink_logits is not None:
-        wide = jnp.pad(sink_logits.astype(jnp.float32), ((0, 0), (0, -sink_logits.shape[1] % _SUBLANES)))
+        wide = jnp.pad(
+            sink_logits.astype(jnp.float32), ((0, 0), (0, -sink_logits.shape[1] % _SUBLANES))
+        )
         token = (*token, jnp.broadcast_to(wide[..., None], (*wide.shape, LANES)))
     how = _How(softcap, interpret, widest, windows)
     out, _, k, v, received = _run(q, token, k, v, _tables(start, length, counts), how)
@@ -209,7 +213,9 @@ def _run(q, new, k, v, tables, how):
     coded, beside = isinstance(k, tuple), ()
     if coded:
         beside, (k, v) = (tpu_codes.scales_of(k[1]), tpu_codes.scales_of(v[1])), (k[0], v[0])
-    scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(tpu_codes.numbers_of(q.dtype) if coded else k.dtype)
+    scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(
+        tpu_codes.numbers_of(q.dtype) if coded else k.dtype
+    )
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
     appends, size = bool(new), (tpu_codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
@@ -248,7 +254,12 @@ def _run(q, new, k, v, tables, how):
         shapes += [jax.ShapeDtypeStruct((batch, lines, lanes), jnp.float32)]
         made += [tpu.block((1, lines, lanes), lambda b, h: (b, 0, 0))]
         scratch += [tpu.vmem((padded, count * size), jnp.float32)]
-    static = {"appends": appends, "sinks": bool(sinks), "scores": how.widest is not None, "queries": rows}
+    static = {
+        "appends": appends,
+        "sinks": bool(sinks),
+        "scores": how.widest is not None,
+        "queries": rows,
+    }
     static |= {"windows": how.windows, "coded": coded}
     first = len(new) + len(beside) + 1
     out, lse, *pool = tpu.call(
@@ -257,7 +268,14 @@ def _run(q, new, k, v, tables, how):
         (scaled, *new, *beside, k, v),
         name="tpu_decode" if appends else "tpu_attend",
         grid=(batch, heads),
-        given=[tpu.block((1, 1, padded, dim), one), *token, *sinks, *scales, tpu.in_hbm(), tpu.in_hbm()],
+        given=[
+            tpu.block((1, 1, padded, dim), one),
+            *token,
+            *sinks,
+            *scales,
+            tpu.in_hbm(),
+            tpu.in_hbm(),
+        ],
         made=made,
         shapes=shapes,
         scratch=scratch,
@@ -292,7 +310,9 @@ def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softc
     b, h = tpu.program_id(0), tpu.program_id(1)
     batch, heads = start.shape
     ring = (kbuf, vbuf), arrived, numbers
-    copies = Copies(start, length, (k_hbm, v_hbm), ring, chunk=chunk, unit=tpu_codes.UNIT if coded else TILE)
+    copies = Copies(
+        start, length, (k_hbm, v_hbm), ring, chunk=chunk, unit=tpu_codes.UNIT if coded else TILE
+    )
     stored = new_k, new_v
     if coded and appends:
         stored = tuple(each.at[:, :, tpu.ds(1, 1)] for each in stored)
@@ -320,7 +340,11 @@ def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softc
 
     q = q_ref[0, 0]
     shape = (q.shape[0], 1)
-    carry = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32)
+    carry = (
+        jnp.full(shape, _MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
     if appends:
         joins = counts[b] > 0
         logit = _capped((q.astype(jnp.float32) * new_k[0, h]).sum(axis=1, keepdims=True), softcap)
@@ -345,7 +369,9 @@ def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softc
         slot = copies.awaited(b, h, index)
         logits = product(q, kbuf[slot].astype(q.dtype), (((1,), (1,)), ((), ())))
         if coded:
-            key_scales, value_scales = (tpu_codes.of_block(each, copies, b, h, index) for each in scales)
+            key_scales, value_scales = (
+                tpu_codes.of_block(each, copies, b, h, index) for each in scales
+            )
             logits = logits * key_scales
         logits = _capped(logits, softcap)
         inside = copies.inside(b, h, index, logits.shape)
@@ -366,7 +392,9 @@ def _kernel(*refs, appends, sinks, scores, windows, coded, queries, chunk, softc
     lse_ref[0, 0] = jnp.broadcast_to(lse, lse_ref.shape[2:])
     if scores:
         line, origin = (h, window_at(start[b, h], copies.rows)) if windows else (0, 0)
-        tpu.when(joins)(lambda: _receive(received, *kept, copies, b, h, logit, lse, queries, line, origin))
+        tpu.when(joins)(
+            lambda: _receive(received, *kept, copies, b, h, logit, lse, queries, line, origin)
+        )
     if appends:
 
         @tpu.when((b == batch - 1) & (h == heads - 1))
@@ -381,7 +409,9 @@ def _receive(received, kept, copies, b, h, logit, lse, queries, line, origin):
 
     def step(index, _):
         """Loop body: a block's attention goes to its rows, chunk by chunk."""
-        shares = jnp.exp(kept[:, tpu.ds(copies.at(index), copies.size)] - total).sum(axis=0, keepdims=True)
+        shares = jnp.exp(kept[:, tpu.ds(copies.at(index), copies.size)] - total).sum(
+            axis=0, keepdims=True
+        )
         for number, (row, some) in enumerate(copies.chunks(b, h, index)):
 
             @tpu.when(some)

@@ -70,7 +70,9 @@ def evict_rows(
     (batch, heads), rows = start.shape, pos.shape[1]
     leaves = (pos,) if score is None else (pos, score)
     some = min(batch, _SEQUENCES)
-    by_head, column, by_row = (tpu.block((some, width), lambda b, _: (b, 0)) for width in (heads, 1, rows))
+    by_head, column, by_row = (
+        tpu.block((some, width), lambda b, _: (b, 0)) for width in (heads, 1, rows)
+    )
     table = jax.ShapeDtypeStruct(start.shape, jnp.int32)
     *moved, place, went = tpu.call(
         partial(_rank, weigh=weigh, leaves=len(leaves)),
@@ -123,7 +125,9 @@ def replace_rows(
         """Array of positions or scores with each last row's cell moved, and `empty` in its old place."""
         newest = jnp.take_along_axis(leaf, last, axis=1)
         for row, new in ((place, newest), (last, jnp.full_like(newest, empty))):
-            leaf = leaf.at[index, jnp.where(over, row, leaf.shape[1])].set(new, mode="drop", unique_indices=True)
+            leaf = leaf.at[index, jnp.where(over, row, leaf.shape[1])].set(
+                new, mode="drop", unique_indices=True
+            )
         return leaf
 
     return k, v, cells(pos, -1), None if score is None else cells(score, 0)
@@ -158,7 +162,11 @@ def _moved(k, v, place, last, over, interpret):
 def _rank(*refs, weigh, leaves):
     """Finds the row that each segment over its limit loses, and moves position and score of the newest row there."""
     start, length, limit, recent, seen, prompt, *refs = refs
-    given, moved, (place_ref, went_ref) = refs[:leaves], refs[leaves : 2 * leaves], refs[2 * leaves :]
+    given, moved, (place_ref, went_ref) = (
+        refs[:leaves],
+        refs[leaves : 2 * leaves],
+        refs[2 * leaves :],
+    )
     for old, new in zip(given, moved, strict=True):
         new[...] = old[...]
     place_ref[...] = jnp.full(place_ref.shape, -1, jnp.int32)
@@ -178,28 +186,43 @@ def _rank(*refs, weigh, leaves):
         def chosen(at, size, found):
             """Loop body: of each lane the lowest rank of some rows or of those before, its position and row; newest."""
             values = [leaf[:, tpu.ds(at, size)] for leaf in moved]
-            pos, scores = values[0], values[1] if leaves > 1 else jnp.zeros(values[0].shape, jnp.float32)
+            pos, scores = (
+                values[0],
+                values[1] if leaves > 1 else jnp.zeros(values[0].shape, jnp.float32),
+            )
             row = at + lax.broadcasted_iota(jnp.int32, pos.shape, 1)
             ranks, may = weigh(scores, pos, seen[...], prompt[...])
             free = (row >= first) & (row <= last) & may & (pos < until) & limited
             rank, latest, place, *newest = found
             wins = free & ((ranks < rank) | ((ranks == rank) & (pos > latest)))
             best = (
-                jnp.where(wins, new, old) for new, old in zip((ranks, pos, row), (rank, latest, place), strict=True)
+                jnp.where(wins, new, old)
+                for new, old in zip((ranks, pos, row), (rank, latest, place), strict=True)
             )
-            return *best, *(jnp.where(row == last, new, old) for new, old in zip(values, newest, strict=True))
+            return *best, *(
+                jnp.where(row == last, new, old) for new, old in zip(values, newest, strict=True)
+            )
 
         def none(size):
             """Start of the search: infinite ranks, no position, no row; zeros for the newest row's."""
             shape = (start.shape[0], size)
             integers = (jnp.full(shape, -1, jnp.int32),) * 2
-            return jnp.full(shape, jnp.inf), *integers, *(jnp.zeros(shape, leaf.dtype) for leaf in moved)
+            return (
+                jnp.full(shape, jnp.inf),
+                *integers,
+                *(jnp.zeros(shape, leaf.dtype) for leaf in moved),
+            )
 
         found = [_each(begin, end, size, chosen, none(size)) for begin, end, size in parts]
         low = reduce(jnp.minimum, (rank.min(axis=1, keepdims=True) for rank, *_ in found))
         latest = _most(jnp.where(rank == low, pos, -1) for rank, pos, *_ in found)
-        place = _most(jnp.where((rank == low) & (pos == latest), row, -1) for rank, pos, row, *_ in found)
-        newest = [sum(each[3 + leaf].sum(axis=1, keepdims=True) for each in found) for leaf in range(leaves)]
+        place = _most(
+            jnp.where((rank == low) & (pos == latest), row, -1) for rank, pos, row, *_ in found
+        )
+        newest = [
+            sum(each[3 + leaf].sum(axis=1, keepdims=True) for each in found)
+            for leaf in range(leaves)
+        ]
         goes = place >= 0
 
         def write(at, size, _):
@@ -208,7 +231,9 @@ def _rank(*refs, weigh, leaves):
             for leaf, new, empty in zip(moved, newest, (-1, 0), strict=False):
                 values = jnp.where(goes & (row == place), new, leaf[:, tpu.ds(at, size)])
                 # Last, because the newest row may itself be the evicted one.
-                leaf[:, tpu.ds(at, size)] = jnp.where(goes & (row == last), empty, values).astype(leaf.dtype)
+                leaf[:, tpu.ds(at, size)] = jnp.where(goes & (row == last), empty, values).astype(
+                    leaf.dtype
+                )
 
         for begin, end, size in parts:
             _each(begin, end, size, write, None)
@@ -291,10 +316,16 @@ def _move(place, last, over, k_in, v_in, k_out, v_out, tiles, owner, done, *, so
         def _():
             owner[index] = slot
             for leaf in range(2):
-                old, new = (tiles[end, leaf, at].astype(jnp.float32) for end, at in ((0, slot), (1, index)))
+                old, new = (
+                    tiles[end, leaf, at].astype(jnp.float32) for end, at in ((0, slot), (1, index))
+                )
                 row = lax.broadcasted_iota(jnp.int32, old.shape, 0)
-                newest = jnp.where(row == last[b, h] & (TILE - 1), new, 0.0).sum(axis=0, keepdims=True)
-                tiles[0, leaf, slot] = jnp.where(row == place[b, h] & (TILE - 1), newest, old).astype(tiles.dtype)
+                newest = jnp.where(row == last[b, h] & (TILE - 1), new, 0.0).sum(
+                    axis=0, keepdims=True
+                )
+                tiles[0, leaf, slot] = jnp.where(
+                    row == place[b, h] & (TILE - 1), newest, old
+                ).astype(tiles.dtype)
 
         return jnp.where(moves, slot, other), jnp.where(moves, mine, tile)
 

@@ -46,8 +46,15 @@ def blocks_of(widest: int, pool_rows: int) -> tuple[int, int]:
 class Copies:
     """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order in which they are multiplied."""
 
-    def __init__(self, start: Any, length: Any, pools: Any, ring: Any, *, chunk: int, unit: int = TILE):
-        self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = start, length, pools, ring
+    def __init__(
+        self, start: Any, length: Any, pools: Any, ring: Any, *, chunk: int, unit: int = TILE
+    ):
+        self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = (
+            start,
+            length,
+            pools,
+            ring,
+        )
         self.chunk, self.unit, buffers = chunk, unit, self.buffers
         self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
 
@@ -58,7 +65,9 @@ class Copies:
     def blocks(self, b, h):
         """Number of blocks that hold a segment's rows, i32; 0 for an empty one."""
         rows = self.start[b, h] - self.first(b, h) + self.length[b, h]
-        return jnp.where(self.length[b, h] > 0, lax.div(rows + (self.size - 1), jnp.int32(self.size)), 0)
+        return jnp.where(
+            self.length[b, h] > 0, lax.div(rows + (self.size - 1), jnp.int32(self.size)), 0
+        )
 
     def end(self, b, h):
         """Row behind a segment, i32."""
@@ -90,7 +99,9 @@ class Copies:
         within = lax.rem(column, jnp.int32(self.chunk))
         begin = self.first(b, h) + index * self.size + (column - within)
         row = jnp.minimum(begin, self.rows - self.chunk) + within
-        return (row >= jnp.maximum(begin, self.start[b, h])) & (row < self.start[b, h] + self.length[b, h])
+        return (row >= jnp.maximum(begin, self.start[b, h])) & (
+            row < self.start[b, h] + self.length[b, h]
+        )
 
     def _point_at(self, b, h):
         """Points the ring at the first segment with rows from the one of (b, h) on; at none, behind all sequences."""
@@ -113,14 +124,18 @@ class Copies:
 
         @tpu.when(b < batch)
         def _():
-            self._each(b, h, index, lax.rem(copied, jnp.int32(AHEAD + 1)), lambda copy: copy.start())
+            self._each(
+                b, h, index, lax.rem(copied, jnp.int32(AHEAD + 1)), lambda copy: copy.start()
+            )
             self.numbers[3] = copied + 1
             more = index + 1 < self.blocks(b, h)
             self.numbers[2] = jnp.where(more, index + 1, 0)
 
             @tpu.when(~more)
             def _():
-                self._point_at(jnp.where(h + 1 < heads, b, b + 1), jnp.where(h + 1 < heads, h + 1, 0))
+                self._point_at(
+                    jnp.where(h + 1 < heads, b, b + 1), jnp.where(h + 1 < heads, h + 1, 0)
+                )
 
     def chunks(self, b, h, index):
         """Pool row at which each chunk of a block begins, and whether the segment has rows there: a list of pairs.
@@ -140,13 +155,27 @@ class Copies:
             def _(row=row, number=number):
                 for pool, buffer in zip(self.pools, self.buffers, strict=True):
                     target = buffer.at[slot, tpu.ds(number * self.chunk, self.chunk)]
-                    act(tpu.async_copy(pool.at[b, tpu.ds(row, self.chunk)], target, self.arrived.at[slot]))
+                    act(
+                        tpu.async_copy(
+                            pool.at[b, tpu.ds(row, self.chunk)], target, self.arrived.at[slot]
+                        )
+                    )
 
 
 class NewRows:
     """New rows of sequences: their tiles are read, changed and written while other rows are multiplied."""
 
-    def __init__(self, start: Any, length: Any, tables: Any, new: Any, pools: Any, tiles: Any, read: Any, wrote: Any):
+    def __init__(
+        self,
+        start: Any,
+        length: Any,
+        tables: Any,
+        new: Any,
+        pools: Any,
+        tiles: Any,
+        read: Any,
+        wrote: Any,
+    ):
         self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
         self.counts, self.before, self.last = tables
         self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]

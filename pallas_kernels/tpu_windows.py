@@ -29,12 +29,16 @@ _MOST_NUMBERS = 1 << 19
 
 def takes(pool_rows: int, batch: int, segments: int, widest: int) -> bool:
     """True if VMEM holds a sequence's positions or scores and some windows, and scalar memory all segments' tables."""
-    fits = pool_rows <= _MOST_ROWS and _at_once(segments) * width(widest, pool_rows) <= _MOST_NUMBERS
+    fits = (
+        pool_rows <= _MOST_ROWS and _at_once(segments) * width(widest, pool_rows) <= _MOST_NUMBERS
+    )
     return fits and batch * segments <= _MOST_SEGMENTS
 
 
 @partial(jax.jit, static_argnames=("widest", "interpret"))
-def take(leaf: jax.Array, start: jax.Array, *, widest: int, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def take(
+    leaf: jax.Array, start: jax.Array, *, widest: int, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Copies windows out of a pool's positions or scores; returns first rows, and windows.
 
     Args:
@@ -98,7 +102,13 @@ def add(leaf: jax.Array, start: jax.Array, new: jax.Array, *, interpret: bool = 
 
 @partial(jax.jit, static_argnames=("widest", "interpret"))
 def cosines(
-    rows: jax.Array, of: jax.Array, start: jax.Array, length: jax.Array, *, widest: int, interpret: bool = False
+    rows: jax.Array,
+    of: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    *,
+    widest: int,
+    interpret: bool = False,
 ) -> jax.Array:
     """Compares a vector per segment with the segment's rows; returns windows of their cosines.
 
@@ -125,7 +135,11 @@ def cosines(
         given=[tpu.block((1, 1, 1, dim), lambda b, s: (b, s, 0, 0)), tpu.in_hbm()],
         made=[tpu.block((1, some, lanes), lambda b, s: (b, lax.div(s, jnp.int32(some)), 0))],
         shapes=[jax.ShapeDtypeStruct((batch, segments, lanes), jnp.float32)],
-        scratch=[tpu.vmem((AHEAD + 1, size, dim), rows.dtype), tpu.semaphores((AHEAD + 1,)), tpu.smem((5,), jnp.int32)],
+        scratch=[
+            tpu.vmem((AHEAD + 1, size, dim), rows.dtype),
+            tpu.semaphores((AHEAD + 1,)),
+            tpu.smem((5,), jnp.int32),
+        ],
         in_place={},
         interpret=interpret,
     )
@@ -154,7 +168,9 @@ def _take(start, leaf, found, line, done, *, rows):
         first = window_at(start[b, part * heads + h], rows)
         ahead = first & (LANES - 1)
         wide = line[0, :, tpu.ds(tpu.multiple_of(first - ahead, LANES), size + LANES)]
-        found[0, tpu.ds(h, 1)] = tpu.roll(wide, lax.rem(size + LANES - ahead, jnp.int32(size + LANES)), 1)[:, :size]
+        found[0, tpu.ds(h, 1)] = tpu.roll(
+            wide, lax.rem(size + LANES - ahead, jnp.int32(size + LANES)), 1
+        )[:, :size]
 
     lax.fori_loop(0, heads, one, None)
 
@@ -202,7 +218,11 @@ def _compare(start, length, of_ref, pool, found, buffer, arrived, numbers, *, ch
     def dots(left, right):
         """Inner products f32[1, rows] of a vector, given in all sublanes, with rows."""
         found = lax.dot_general(
-            left, right, (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
+            left,
+            right,
+            (((1,), (1,)), ((), ())),
+            precision=exact,
+            preferred_element_type=jnp.float32,
         )
         return found[:1]
 
@@ -224,7 +244,9 @@ def _compare(start, length, of_ref, pool, found, buffer, arrived, numbers, *, ch
             def _(number=number, row=row):
                 rows = buffer[slot, number * chunk : (number + 1) * chunk]
                 cosine = dots(of, rows) / (norm * jnp.maximum(jnp.sqrt(squares(rows)), 1e-6))
-                inside = copies.inside(b, s, index, (1, copies.size))[:, number * chunk : (number + 1) * chunk]
+                inside = copies.inside(b, s, index, (1, copies.size))[
+                    :, number * chunk : (number + 1) * chunk
+                ]
                 cosine = jnp.where(inside, cosine, 0.0)
                 tpu.add_lanes(found, row - origin, jnp.pad(cosine, ((0, 0), (0, LANES))), mine)
 

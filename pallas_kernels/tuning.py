@@ -120,7 +120,9 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
     if itemsize < 1:
         return _tuned("decode", _narrow_tiles(dim, itemsize), dim, itemsize)
     width = round(pad_dim(dim) * itemsize)
-    wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
+    wide = (
+        itemsize == 4
+    )  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
     tiles = DecodeTiles(
         block=block,
@@ -142,7 +144,9 @@ def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
     # Keys and values of unlike codes take more registers: on an A100 a fourth stage spills some.
     most = {_AMPERE: {0.5: (6, 4), 0.75: (5, 3)}}.get(shared_memory(), {0.5: (8, 4), 0.75: (6, 4)})
     resident, stages = most[itemsize]
-    return DecodeTiles(block=32, queries=16, resident=resident, launch=Launch(warps=2, stages=stages))
+    return DecodeTiles(
+        block=32, queries=16, resident=resident, launch=Launch(warps=2, stages=stages)
+    )
 
 
 def _before_hopper() -> bool:
@@ -183,7 +187,10 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
     if itemsize == 4:
         launch = Launch(warps=8, stages=2)
         tiles = PrefillTiles(
-            queries=64 if width <= 256 else 32, keys=32 if width <= 256 else 16, launch=launch, scores_launch=launch
+            queries=64 if width <= 256 else 32,
+            keys=32 if width <= 256 else 16,
+            launch=launch,
+            scores_launch=launch,
         )
         return _tuned("prefill", tiles, dim, itemsize)
     # The largest tiles that leave room for the next blocks of keys and values in flight. From Hopper on queries lie in
@@ -203,7 +210,9 @@ def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
-    tiles = WindowTiles(rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys, launch=Launch(warps=8, stages=2))
+    tiles = WindowTiles(
+        rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys, launch=Launch(warps=8, stages=2)
+    )
     return _tuned("window", tiles, dim, itemsize)
 
 
@@ -234,12 +243,20 @@ def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
-        entries = [entry for kernel in ("decode", "gather", "prefill", "window") for entry in table.get(kernel, [])]
+        entries = [
+            entry
+            for kernel in ("decode", "gather", "prefill", "window")
+            for entry in table.get(kernel, [])
+        ]
         good = all({"dim", "itemsize"} <= entry.keys() for entry in entries)
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"tuning table {path}: {error}: write one with benchmarks/tune.py") from error
+        raise ValueError(
+            f"tuning table {path}: {error}: write one with benchmarks/tune.py"
+        ) from error
     if not good:
-        raise ValueError(f"tuning table {path}: an entry lacks dim or itemsize: write one with benchmarks/tune.py")
+        raise ValueError(
+            f"tuning table {path}: an entry lacks dim or itemsize: write one with benchmarks/tune.py"
+        )
     return table
 
 
@@ -257,7 +274,9 @@ def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int | float) -> Any:
     table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
     for entry in table.get(kernel, ()):
         if (entry["dim"], entry["itemsize"]) == (dim, itemsize):
-            fields = {name: value for name, value in entry.items() if name not in ("dim", "itemsize")}
+            fields = {
+                name: value for name, value in entry.items() if name not in ("dim", "itemsize")
+            }
             return from_fields(tiles, fields)
     return tiles
 
@@ -271,7 +290,13 @@ def from_fields(tiles: Any, fields: Mapping[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(tiles)}
     unknown = sorted(set(fields) - known)
     if unknown:
-        raise ValueError(f"{unknown[0]}: no field of {type(tiles).__name__}: use {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{unknown[0]}: no field of {type(tiles).__name__}: use {', '.join(sorted(known))}"
+        )
     return dataclasses.replace(
-        tiles, **{name: Launch(**value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+        tiles,
+        **{
+            name: Launch(**value) if isinstance(value, Mapping) else value
+            for name, value in fields.items()
+        },
     )

@@ -29,7 +29,9 @@ from .keys import Reader, split_halves
 class PlainValues(Reader):
     """Reads one sequence's values, in the model's dtype, in a decode kernel: weighted sums, and new rows."""
 
-    def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def lifted(
+        self, s: jax.Array, at: jax.Array, inside: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Logits for the softmax, plus log2 of the values' scales if they have any; and 1 / scale per row, or None."""
         return s, None
 
@@ -47,12 +49,16 @@ class PlainValues(Reader):
         wide = (rows, pad_dim(self.dim))
         return jnp.zeros(wide, jnp.float32) if joins is None else _where(joins, values[0], wide)
 
-    def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
+    def add(
+        self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array
+    ) -> Any:
         """Accumulators times `shrink` (of the online softmax), plus weights times the values of pool rows `at`."""
         values = take_rows(self.refs.v, at, inside, self.dim, self.sequence).astype(self.dtype)
         return sums * shrink[:, None] + dot(weights.astype(self.dtype), values)
 
-    def put_sums(self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array) -> None:
+    def put_sums(
+        self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array
+    ) -> None:
         """Writes the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
         put_rows(ref, query, real, self.dim, sums / total[:, None])
 
@@ -83,7 +89,9 @@ class CodedValues(PlainValues):
         self.blocks = ByteBlocks(refs, "v", sequence, dim, interpret)
         self.columns = self.blocks.columns
 
-    def lifted(self, s: jax.Array, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def lifted(
+        self, s: jax.Array, at: jax.Array, inside: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Logits plus the base-2 logarithm of the values' scales, and one over these scales."""
         logs, factors = self._of_scales(self.blocks.scales(at, inside))
         return s + logs[None, :], factors
@@ -100,9 +108,15 @@ class CodedValues(PlainValues):
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
         """Sums of the two parts of values before any row was read."""
         zeros = (jnp.zeros((rows, self.blocks.words), jnp.float32),) * 2
-        return zeros if joins is None else tuple(_where(joins, each, zeros[0].shape) for each in values)
+        return (
+            zeros
+            if joins is None
+            else tuple(_where(joins, each, zeros[0].shape) for each in values)
+        )
 
-    def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
+    def add(
+        self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array
+    ) -> Any:
         """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
         factors = self.blocks.halves(at, inside)
         parts = split_halves(weights, self.dtype)
@@ -116,7 +130,9 @@ class CodedValues(PlainValues):
             for each, factor in zip(begun, factors, strict=True)
         )
 
-    def put_sums(self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array) -> None:
+    def put_sums(
+        self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array
+    ) -> None:
         """Writes sums over the total weight to the queries' rows of a ref."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
             mask = real[:, None] & exists[None, :]
@@ -135,7 +151,9 @@ class CodedValues(PlainValues):
     def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Base-2 logarithms of the values' scales, and their reciprocals; scales are at least `SMALLEST_SCALE`."""
         scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
-        return log2_of(scales, interpret=self.interpret), inverse_of(scales, interpret=self.interpret)
+        return log2_of(scales, interpret=self.interpret), inverse_of(
+            scales, interpret=self.interpret
+        )
 
 
 class NibbleValues(PlainValues):
@@ -153,15 +171,24 @@ class NibbleValues(PlainValues):
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
         """Sums of each group before any row was read."""
         zeros = (jnp.zeros((rows, GROUP), jnp.float32),) * len(self.columns)
-        return zeros if joins is None else tuple(_where(joins, each, (rows, GROUP)) for each in values)
+        return (
+            zeros if joins is None else tuple(_where(joins, each, (rows, GROUP)) for each in values)
+        )
 
-    def add(self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array) -> Any:
+    def add(
+        self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array
+    ) -> Any:
         """Sums times `shrink`, plus softmax weights times the values of pool rows `at`."""
         weights = weights.astype(self.blocks.dtype)
         values = self.blocks.decoded(at, inside)
-        return tuple(each * shrink[:, None] + dot(weights, new) for each, new in zip(sums, values, strict=True))
+        return tuple(
+            each * shrink[:, None] + dot(weights, new)
+            for each, new in zip(sums, values, strict=True)
+        )
 
-    def put_sums(self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array) -> None:
+    def put_sums(
+        self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array
+    ) -> None:
         """Writes sums over the total weight to the queries' rows of a ref."""
         for (column, _), each in zip(self.columns, sums, strict=True):
             mask = jnp.broadcast_to(real[:, None], each.shape)
@@ -171,7 +198,9 @@ class NibbleValues(PlainValues):
         self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Quantises a new value and writes it if `writes`; returns its dequantised groups, float32, and None."""
-        return put_nibbles(self.refs, "v", at, tuple(each.astype(self.dtype) for each in values), writes), None
+        return put_nibbles(
+            self.refs, "v", at, tuple(each.astype(self.dtype) for each in values), writes
+        ), None
 
 
 def _where(joins: jax.Array, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -7,7 +7,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import tuning
-from ._compat import LOG2E, MASKED, BlockSpec, call, capped, dot, exp2_of, load, program_id, store, take_rows
+from ._compat import (
+    LOG2E,
+    MASKED,
+    BlockSpec,
+    call,
+    capped,
+    dot,
+    exp2_of,
+    load,
+    program_id,
+    store,
+    take_rows,
+)
 from .tuning import WindowTiles
 
 
@@ -99,7 +111,9 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
         top, total = lax.fori_loop(whole, end, partial(step, masked=True), carry)
         nothing = (at < 0) | (top <= MASKED)
         total = jnp.where(nothing, 1.0, total)
-        store(out_ref.at[row], jnp.where(nothing, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E))
+        store(
+            out_ref.at[row], jnp.where(nothing, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E)
+        )
 
     across = count // block_q
     (parts,) = call(
@@ -144,7 +158,9 @@ def _sums(q, k, position, shift, length, cap, tiles, interpret):
             queries = take_rows(q_ref, row, row < rows, dim)
             s = capped(dot(keys, queries, transpose_b=True), cap, interpret=interpret)
             s = jnp.where(key[:, None] <= load(position_ref.at[row])[None, :], s, MASKED)
-            return acc + exp2_of(s, scale, load(shift_ref.at[row])[None, :], interpret=interpret).sum(axis=1)
+            return acc + exp2_of(
+                s, scale, load(shift_ref.at[row])[None, :], interpret=interpret
+            ).sum(axis=1)
 
         acc = lax.fori_loop(0, count // block_q, step, jnp.zeros((block_k,), jnp.float32))
         store(out_ref.at[key], jnp.where(real, acc, 0.0), mask=mine)

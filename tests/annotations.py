@@ -97,5 +97,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def check(package: str) -> None:
     """From now on, modules of the package are imported with checks."""
     if package in sys.modules:
-        raise RuntimeError(f"{package} is imported already, so that nothing would check its annotations")
+        raise RuntimeError(
+            f"{package} is imported already, so that nothing would check its annotations"
+        )
     sys.meta_path.insert(0, _Finder(package))

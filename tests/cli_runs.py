@@ -89,7 +89,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def shell(redirection: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(
+    redirection: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A process of its own, whose standard streams a shell redirects."""
     command = [sys.executable, "-W", "error", "-c", _SCRIPT, str(Path(__file__).parent), *arguments]
     return subprocess.run(

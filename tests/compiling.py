@@ -39,7 +39,11 @@ def _sharing(compile_):
     """`compile_`, which gives the executable of an earlier module of the same text, options and devices."""
 
     def compiled(backend, module, executable_devices, options, host_callbacks):
-        key = _key(module, executable_devices, options) if backend.platform == "cpu" and not host_callbacks else None
+        key = (
+            _key(module, executable_devices, options)
+            if backend.platform == "cpu" and not host_callbacks
+            else None
+        )
         if key is None:
             return compile_(backend, module, executable_devices, options, host_callbacks)
         if key not in _programs:
@@ -59,7 +63,9 @@ def _key(module, devices, options) -> bytes | None:
     if b"callback" in text.getvalue():
         return None
     return hashlib.sha256(
-        b"|".join([text.getvalue(), options.SerializeAsString(), repr([d.id for d in devices]).encode()])
+        b"|".join(
+            [text.getvalue(), options.SerializeAsString(), repr([d.id for d in devices]).encode()]
+        )
     ).digest()
 
 

@@ -31,7 +31,15 @@ from transformers import (
 )
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import DynamicRope, LinearRope, Llama3Rope, LongRope, NoRope, Rope, YarnRope
+from jaxkv.models.values import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NoRope,
+    Rope,
+    YarnRope,
+)
 
 CLASSES = (
     Cohere2Config,
@@ -106,7 +114,9 @@ def theirs_rope(config: Any) -> Rope:
         given["long"] = most > original
     kinds = {"default": Rope, "dynamic": DynamicRope, "linear": LinearRope, "llama3": Llama3Rope}
     kinds |= {"longrope": LongRope, "yarn": YarnRope}
-    return kinds[kind](**values, **{key: value for key, value in given.items() if value is not None})
+    return kinds[kind](
+        **values, **{key: value for key, value in given.items() if value is not None}
+    )
 
 
 SCALED = {
@@ -146,7 +156,9 @@ def theirs_ids(name: str) -> Callable[[Any], tuple[int, ...]]:
 
 def rotated(config: ModelConfig) -> list[int]:
     """A 1 for each layer with rotary embeddings, a 0 for each without."""
-    return [int(not isinstance(config.spec_of(layer).rope, NoRope)) for layer in range(config.layers)]
+    return [
+        int(not isinstance(config.spec_of(layer).rope, NoRope)) for layer in range(config.layers)
+    ]
 
 
 def windows(config: ModelConfig) -> list[str]:
@@ -189,7 +201,9 @@ ALL: dict[str, Verdict] = {
     "num_attention_heads": Required(lambda c: c.heads, 64),
     "num_hidden_layers": Required(lambda c: c.layers, 3),
     "pad_token_id": NoEffect("padding is masked", 0),
-    "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
+    "rope_parameters": Read(
+        lambda c: c.spec_of(0).rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope
+    ),
     "tie_word_embeddings": Read(lambda c: c.tied, True),
     "use_cache": NoEffect(WAY, False),
     "vocab_size": Required(lambda c: c.vocab, 500),
@@ -202,7 +216,9 @@ GATED: dict[str, Verdict] = {
 }
 # The class computes head_dim, or leaves it to the network, which then computes it so.
 HEAD_DIM = Read(
-    lambda c: c.head_dim, 24, lambda c: getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    lambda c: c.head_dim,
+    24,
+    lambda c: getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
 )
 BIAS = Read(lambda c: c.qkv_bias and c.out_bias, True)
 # Windows are switched on together: `test_windows` has the rest.
@@ -210,7 +226,9 @@ QWEN: dict[str, Verdict] = {
     "head_dim": HEAD_DIM,
     "sliding_window": NoEffect("off, until use_sliding_window is true", 64),
     "use_sliding_window": Read(
-        lambda c: any(c.windows), True, lambda c: c.use_sliding_window and c.sliding_window is not None
+        lambda c: any(c.windows),
+        True,
+        lambda c: c.use_sliding_window and c.sliding_window is not None,
     ),
 }
 LAYERED: dict[str, Verdict] = {
@@ -248,7 +266,9 @@ CAPPED: dict[str, Verdict] = (
         "head_dim": HEAD_DIM,
         "hidden_activation": Refused("silu"),
         "layer_types": Read(windows, ["full_attention", "sliding_attention"]),
-        "query_pre_attn_scalar": Read(lambda c: c.spec_of(0).scale, 64, lambda c: c.query_pre_attn_scalar**-0.5),
+        "query_pre_attn_scalar": Read(
+            lambda c: c.spec_of(0).scale, 64, lambda c: c.query_pre_attn_scalar**-0.5
+        ),
         "sliding_window": Read(widths, 64),
         "tie_word_embeddings": Read(lambda c: c.tied, False),
         "use_bidirectional_attention": Refused(True),
@@ -276,7 +296,9 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "multi_query": Read(lambda c: c.kv_heads == 1, False),
         # As `test_falcons_switches` has it with the switches on that make it matter.
         "new_decoder_architecture": Read(lambda c: c.parallel and not c.shared_norm, True),
-        "num_kv_heads": NoEffect("one kv head, until multi_query is false or new_decoder_architecture is true", 4),
+        "num_kv_heads": NoEffect(
+            "one kv head, until multi_query is false or new_decoder_architecture is true", 4
+        ),
         "num_labels": Refused(3),
         "num_ln_in_parallel_attn": Refused(2),
         "output_attentions": NoEffect(BACK, True),
@@ -294,7 +316,9 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "use_bidirectional_attention": Refused(True),
     },
     "gemma2": CAPPED,
-    "gemma3_text": {key: verdict for key, verdict in CAPPED.items() if key != "_attn_implementation"}
+    "gemma3_text": {
+        key: verdict for key, verdict in CAPPED.items() if key != "_attn_implementation"
+    }
     | {"rope_parameters": Read(two_ropes, SCALED, theirs_two_ropes)},
     "glm4": BASE
     | ALL
@@ -369,7 +393,9 @@ FIELDS: dict[str, dict[str, Verdict]] = {
         "head_dim": HEAD_DIM,
         "original_max_position_embeddings": NoEffect("of longrope alone", 1024),
         "resid_pdrop": NoEffect(TRAINING, 0.5),
-        "rope_parameters": Read(lambda c: c.spec_of(0).rope, {"rope_type": "default", "rope_theta": 7e4}, theirs_rope),
+        "rope_parameters": Read(
+            lambda c: c.spec_of(0).rope, {"rope_type": "default", "rope_theta": 7e4}, theirs_rope
+        ),
         "sliding_window": Read(widths, 64),
     },
     "qwen2": BASE | ALL | GATED | QWEN | LAYERED,

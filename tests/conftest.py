@@ -33,7 +33,9 @@ _QUICK = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of `make test-gpu`."""
-    parser.addoption("--gpu", action="store_true", help="compile the kernels for this machine's GPU to test them")
+    parser.addoption(
+        "--gpu", action="store_true", help="compile the kernels for this machine's GPU to test them"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -41,7 +41,9 @@ def checked(policy, count=COUNT):
     """
     model, rng = tiny.tiny(tiny.TWO_LAYERS), np.random.default_rng(8)
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(11, count, sampled=True)]
-    options = [{"max_new_tokens": each.new, "sampling": each.sampling, "key": each.seed} for each in given]
+    options = [
+        {"max_new_tokens": each.new, "sampling": each.sampling, "key": each.seed} for each in given
+    ]
     texts = [rng.permutation(64)[:50].tolist() for _ in range(3)]
     with jaxkv.Engine(model, policy=policy, **LIMITS) as engine:
         documents = [engine.document(text) for text in texts]
@@ -56,7 +58,10 @@ def checked(policy, count=COUNT):
                 expected.append((prompt, on, each))
                 if at % 7 == 3:
                     requests[at - 2].cancel()
-            answers = [None if request.cancelled else request.result().tokens.tolist() for request in requests]
+            answers = [
+                None if request.cancelled else request.result().tokens.tolist()
+                for request in requests
+            ]
         stats = engine.stats
         assert stats.waiting == stats.ready == stats.running == 0
     caches = [jaxkv.prefill(model, text, policy=policy) for text in texts]
@@ -64,7 +69,11 @@ def checked(policy, count=COUNT):
     for answer, (prompt, on, each) in zip(answers, expected, strict=True):
         if answer is not None:
             alone = {"policy": policy} if on is None else {"cache": caches[on]}
-            assert answer == jaxkv.generate(model, prompt, **alone, **each).tokens.tolist(), (prompt, on, each)
+            assert answer == jaxkv.generate(model, prompt, **alone, **each).tokens.tolist(), (
+                prompt,
+                on,
+                each,
+            )
             told += 1
     return told, clock.programs
 

@@ -38,7 +38,12 @@ class Soak:
     """An engine with three documents, and counts of what became of its requests."""
 
     def __init__(self, engine, model, policy):
-        self.engine, self.model, self.policy, self.rng = engine, model, policy, np.random.default_rng(0)
+        self.engine, self.model, self.policy, self.rng = (
+            engine,
+            model,
+            policy,
+            np.random.default_rng(0),
+        )
         self.documents = [engine.document(self._text()) for _ in range(3)]
         self.counts = dict.fromkeys(("answered", "cancelled", "late", "alone", "equally likely"), 0)
 
@@ -51,7 +56,9 @@ class Soak:
         if tokens == alone:
             self.counts["alone"] += 1
             return
-        first = next(at for at, pair in enumerate(zip(tokens, alone, strict=True)) if pair[0] != pair[1])
+        first = next(
+            at for at, pair in enumerate(zip(tokens, alone, strict=True)) if pair[0] != pair[1]
+        )
         session = jaxkv.Session(self.model, self.policy, key=asked.seed)
         cache = session.prefill(asked.prompt, new=slot_runs.NEW)
         cache = session.draw(cache, first, new=slot_runs.NEW, donate=True)[0] if first else cache
@@ -62,7 +69,10 @@ class Soak:
 
     def round(self, seed):
         """Submits a round of requests, waits for all, and compares one with its tokens alone."""
-        given = [dataclasses.replace(each, eos=()) for each in slot_runs.requests(seed, ROUND, sampled=True)]
+        given = [
+            dataclasses.replace(each, eos=())
+            for each in slot_runs.requests(seed, ROUND, sampled=True)
+        ]
         asked = []
         for at, each in enumerate(given):
             document = self.documents[at % 3] if at % 5 == 4 else None
@@ -98,7 +108,10 @@ def main(minutes=30.0, name="adakv"):
             if passed >= next_look:
                 next_look += 60 if float(minutes) > 5 else 5
                 sizes.append((passed, resident()))
-                print(f"{passed / 60:5.1f} min: {sizes[-1][1] / 1e6:,.1f} MB, {soak.counts}", flush=True)
+                print(
+                    f"{passed / 60:5.1f} min: {sizes[-1][1] / 1e6:,.1f} MB, {soak.counts}",
+                    flush=True,
+                )
         stats = engine.stats
         engine.submit(list(range(17)), max_new_tokens=4).result()
         free = engine.stats.slots - engine.stats.running
@@ -106,7 +119,9 @@ def main(minutes=30.0, name="adakv"):
     third = max(1, len(settled) // 3)
     first, last = statistics.median(settled[:third]), statistics.median(settled[-third:])
     print(f"{name}, {seed} rounds of {ROUND}: {soak.counts}")
-    print(f"memory: {first / 1e6:,.1f} MB -> {last / 1e6:,.1f} MB ({last / first - 1:+.2%}); {free} slots free")
+    print(
+        f"memory: {first / 1e6:,.1f} MB -> {last / 1e6:,.1f} MB ({last / first - 1:+.2%}); {free} slots free"
+    )
     print(f"queue: {stats.waiting} waiting, {stats.ready} ready, {stats.running} running")
     assert stats.waiting == stats.ready == stats.running == 0 and free == engine.stats.slots
     assert last <= (1 + MOST_GROWTH) * first

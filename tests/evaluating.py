@@ -15,13 +15,19 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies import Method
 from jaxkv.text.tokenizer import Text
 
-POLICIES = {"full": jaxkv.FullKV(), "knorm@9": jaxkv.KNorm(budget=9), "streamingllm@9": jaxkv.StreamingLLM(budget=9)}
+POLICIES = {
+    "full": jaxkv.FullKV(),
+    "knorm@9": jaxkv.KNorm(budget=9),
+    "streamingllm@9": jaxkv.StreamingLLM(budget=9),
+}
 
 
 @functools.cache
 def words() -> LanguageModel:
     """A tiny random model whose tokens are words: w0, w1, ..."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{each}": each for each in range(64)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{each}": each for each in range(64)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     given = tiny(TWO_LAYERS)
     return LanguageModel(given.decoder, text=Text(tokenizer, origin="words"), name="words")
@@ -44,7 +50,14 @@ class Words(QuestionTask):
         lengths = [20 + at for at in range(self.count)]
         drawn = [" ".join(f"w{each}" for each in rng.integers(1, 64, length)) for length in lengths]
         return [
-            Sample(id=f"text-{at}", group="words", context=text, question=" w1 w2", answers=("w3",), new_tokens=3)
+            Sample(
+                id=f"text-{at}",
+                group="words",
+                context=text,
+                question=" w1 w2",
+                answers=("w3",),
+                new_tokens=3,
+            )
             for at, text in enumerate(drawn)
         ]
 
@@ -91,7 +104,9 @@ class Told(Task):
             for group in range(self.groups)
         ]
 
-    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
         return [self.outcome(policy, sample, how) for sample in samples]
 
     def outcome(self, policy: Method, sample: Sample, how: How) -> Outcome:
@@ -102,7 +117,12 @@ class Told(Task):
         figures = {"losses": losses, "some": np.float32(0.5)}
         text = f"{drawn.hex()[:6]} ö\u2028\r{self.hostile}"
         return Outcome(
-            score=float(drawn[1] % 2), prediction=text, figures=figures, tokens=9, rows=drawn[2] / 2, nbytes=8
+            score=float(drawn[1] % 2),
+            prediction=text,
+            figures=figures,
+            tokens=9,
+            rows=drawn[2] / 2,
+            nbytes=8,
         )
 
 

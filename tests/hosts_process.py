@@ -28,7 +28,9 @@ def policy_of(name):
     if name == "every":
         return BY_NAME["snapkv"].make(BUDGET, every=4)
     if name == "chunks":
-        return dataclasses.replace(BY_NAME["omnikv"].make(BUDGET), prefill_ratio=0.5, prefill_chunk=32)
+        return dataclasses.replace(
+            BY_NAME["omnikv"].make(BUDGET), prefill_ratio=0.5, prefill_chunk=32
+        )
     return BY_NAME[name].make(BUDGET)
 
 
@@ -58,7 +60,9 @@ def answers(model, name, **options):
         progress=False,
         **options,
     )
-    return [each.tolist() for each in made.tokens], [sorted(part.pos.tolist()) for part in segments(made.cache)]
+    return [each.tolist() for each in made.tokens], [
+        sorted(part.pos.tolist()) for part in segments(made.cache)
+    ]
 
 
 def questions(model):
@@ -84,10 +88,16 @@ def answering(rank, folder):
         say("tokens", [shape, name], answers(whole_model(), name, mesh=mesh))
     model = jaxkv.load(LOADED, mesh=mesh)
     say("questions", model.fingerprint, questions(model))
-    shown = jaxkv.generate(model, prompts(8, (60,)), max_new_tokens=NEW, stop_at_eos=False, stream=True, progress=True)
+    shown = jaxkv.generate(
+        model, prompts(8, (60,)), max_new_tokens=NEW, stop_at_eos=False, stream=True, progress=True
+    )
     pieces = sum(1 for _ in shown)
     # Its repr asks no other process for anything.
-    say("stream", repr(shown.result.cache) if rank else "", [pieces, shown.result.tokens[0].tolist()])
+    say(
+        "stream",
+        repr(shown.result.cache) if rank else "",
+        [pieces, shown.result.tokens[0].tolist()],
+    )
 
 
 def refused(rank, folder):
@@ -111,7 +121,9 @@ def refused(rank, folder):
         "call": lambda: jaxkv.prefill(model, good) if rank else jaxkv.generate(model, good),
         "path": lambda: jaxkv.load(LOADED / "nowhere" if rank else LOADED, mesh=mesh),
         "cache": lambda: jaxkv.load_cache(folder / ("nowhere" if rank else "cache"), mesh=mesh),
-        "mesh": lambda: jaxkv.load(LOADED, mesh=jax.make_mesh((1, 8) if rank else (2, 4), ("data", "model"))),
+        "mesh": lambda: jaxkv.load(
+            LOADED, mesh=jax.make_mesh((1, 8) if rank else (2, 4), ("data", "model"))
+        ),
     }
     for name, call in calls.items():
         try:
@@ -121,7 +133,10 @@ def refused(rank, folder):
     say("in step", "", answers(model, "full")[0])
     back = jaxkv.load_cache(folder / "cache", model)
     options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
-    asked = [jaxkv.generate(model, prompts(9, (5, 3)), cache=each, **options).tokens for each in (cache, back)]
+    asked = [
+        jaxkv.generate(model, prompts(9, (5, 3)), cache=each, **options).tokens
+        for each in (cache, back)
+    ]
     say("saved", "", [[each.tolist() for each in tokens] for tokens in asked])
 
 

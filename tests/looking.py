@@ -24,9 +24,13 @@ def shown(row):
     padded = jnp.asarray([ids + [0] * (slots - len(ids))], jnp.int32)
     out = []
     for index, layer in enumerate(
-        read_layers(model.flat, padded, jnp.asarray([len(ids)], jnp.int32), needs=Needs(queries=slots))
+        read_layers(
+            model.flat, padded, jnp.asarray([len(ids)], jnp.int32), needs=Needs(queries=slots)
+        )
     ):
-        q = np.asarray(layer.q, np.float64)[0, :, :, slots - len(ids) :].reshape(HEADS, len(ids), -1)
+        q = np.asarray(layer.q, np.float64)[0, :, :, slots - len(ids) :].reshape(
+            HEADS, len(ids), -1
+        )
         k, v = (np.asarray(each, np.float64)[0, :, : len(ids)] for each in (layer.k, layer.v))
         weight = np.asarray(model.decoder.blocks[index].attention.out[...], np.float64)
         out.append((q, k, v, weight.T.reshape(HEADS, CONFIG.head_dim, -1)))

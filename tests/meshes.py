@@ -45,7 +45,9 @@ def roomy(name: str, **options):
         return policy
     if getattr(policy, "safeguard", None) is None:
         return dataclasses.replace(policy, capacity=8.0)
-    return dataclasses.replace(policy, safeguard=dataclasses.replace(policy.safeguard, capacity=8.0))
+    return dataclasses.replace(
+        policy, safeguard=dataclasses.replace(policy.safeguard, capacity=8.0)
+    )
 
 
 def positions(cache):
@@ -79,10 +81,18 @@ def check_planned(session, cache) -> None:
     axes_of, config = session.params.axes, session.params.config
     room = first_room(session.policy.parts(), config.windows, np.asarray(LENGTHS), NEW)
     mesh = None if axes_of is None else axes_of.mesh
-    planned = plan_prefill(config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh)
-    leaves = jax.tree.leaves(dataclasses.replace(cache, bank=None, logits=None, moved=None, cut=None))
+    planned = plan_prefill(
+        config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh
+    )
+    leaves = jax.tree.leaves(
+        dataclasses.replace(cache, bank=None, logits=None, moved=None, cut=None)
+    )
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) == planned.cache_bytes
-    waiting = 0 if cache.bank is None else sum(each.addressable_shards[0].data.nbytes for each in cache.bank.rows)
+    waiting = (
+        0
+        if cache.bank is None
+        else sum(each.addressable_shards[0].data.nbytes for each in cache.bank.rows)
+    )
     assert waiting == planned.host_bytes
 
 
@@ -100,7 +110,15 @@ def ran(model, policy, *, asks: bool = False) -> Ran:
 
 
 @functools.cache
-def run(name: str, kv_heads: int, group: int = 2, *, mesh: tuple[int, int] | None = None, asks=False, every=None):
+def run(
+    name: str,
+    kv_heads: int,
+    group: int = 2,
+    *,
+    mesh: tuple[int, int] | None = None,
+    asks=False,
+    every=None,
+):
     """`ran` for a row of the policy table, once; a look into the programs follows those of a mesh."""
     policy = roomy(name, **({} if every is None else {"every": every}))
     of = model_of(kv_heads, group)
@@ -169,10 +187,16 @@ def new_programs(mesh: tuple[int, int]) -> list[Compiled]:
     fresh = [
         each
         for each in jax.devices()[0].client.live_executables()
-        if each.fingerprint not in _read and len(each.local_devices()) > 1 and not any(each is old for old in _older)
+        if each.fingerprint not in _read
+        and len(each.local_devices()) > 1
+        and not any(each is old for old in _older)
     ]
     _read.update(each.fingerprint for each in fresh)
-    return [compiled(module.name, mesh, module.to_string()) for each in fresh for module in each.hlo_modules()]
+    return [
+        compiled(module.name, mesh, module.to_string())
+        for each in fresh
+        for module in each.hlo_modules()
+    ]
 
 
 def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:
@@ -180,8 +204,17 @@ def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:
     head, _, body = text.partition("\n")
     of_heads = lambda shape: len(shape) == 3 and shape[-1] == DIM  # noqa: E731
     sent = [(kind, shape) for found, kind in _COLLECTIVE.findall(body) for shape in shapes(found)]
-    copied = [shape for found in re.findall(r"= (.*?) copy\(", body) for shape in shapes(found) if of_heads(shape)]
-    given = shapes(re.sub(r"/\*.*?\*/", "", head).partition("entry_computation_layout={(")[2].partition(")->")[0])
+    copied = [
+        shape
+        for found in re.findall(r"= (.*?) copy\(", body)
+        for shape in shapes(found)
+        if of_heads(shape)
+    ]
+    given = shapes(
+        re.sub(r"/\*.*?\*/", "", head)
+        .partition("entry_computation_layout={(")[2]
+        .partition(")->")[0]
+    )
     written = {int(at) for at in re.findall(r"\((\d+), \{\}, (?:may|must)-alias\)", head)}
     fresh = [at for at, shape in enumerate(given) if of_heads(shape) and at not in written]
     return Compiled(name.removeprefix("jit_"), mesh, tuple(sent), len(copied), len(fresh))
@@ -192,7 +225,11 @@ _put = placing.put
 
 def watched(leaf, there):
     """`put` of jaxkv.sharding.mesh, which notes what has to move from device to device."""
-    on_mesh = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and len(leaf.devices()) > 1
+    on_mesh = (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and len(leaf.devices()) > 1
+    )
     if on_mesh and leaf.size and not leaf.sharding.is_equivalent_to(there, leaf.ndim):
         MOVED.add(leaf.shape)
     return _put(leaf, there)

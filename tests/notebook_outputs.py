@@ -16,7 +16,9 @@ _NUMBER = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)")
 
 
 def code_cells(path: Path) -> list[dict]:
-    return [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    return [
+        cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"
+    ]
 
 
 def run(notebook: Path, out: Path) -> list[dict]:
@@ -28,7 +30,9 @@ def run(notebook: Path, out: Path) -> list[dict]:
 
 
 def text_of(output: dict) -> str:
-    return "".join(output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"])
+    return "".join(
+        output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"]
+    )
 
 
 def png_of(output: dict) -> bytes | None:
@@ -45,7 +49,12 @@ def pixels(png: bytes) -> tuple[int, int]:
 def kind_of(output: dict) -> tuple:
     """What two outputs of a cell have in common, whatever they say."""
     png = png_of(output)
-    return output["output_type"], output.get("name"), sorted(output.get("data", ())), png and pixels(png)
+    return (
+        output["output_type"],
+        output.get("name"),
+        sorted(output.get("data", ())),
+        png and pixels(png),
+    )
 
 
 def near(stored: str, fresh: str) -> bool:
@@ -71,14 +80,19 @@ def differences(stored: list[dict], fresh: list[dict]) -> list[str]:
     """Where the outputs of two runs of a notebook's code cells differ, as text for people."""
     found = []
     for number, (cell, again) in enumerate(zip(stored, fresh, strict=True), start=1):
-        kinds, fresh_kinds = ([kind_of(output) for output in each["outputs"]] for each in (cell, again))
+        kinds, fresh_kinds = (
+            [kind_of(output) for output in each["outputs"]] for each in (cell, again)
+        )
         if kinds != fresh_kinds:
             found.append(f"code cell {number}: stored are {kinds}, a run gives {fresh_kinds}")
         elif VARIES not in cell["metadata"].get("tags", ()):
             pairs = [
-                (text_of(one), text_of(other)) for one, other in zip(cell["outputs"], again["outputs"], strict=True)
+                (text_of(one), text_of(other))
+                for one, other in zip(cell["outputs"], again["outputs"], strict=True)
             ]
             found += [
-                f"code cell {number}:\n{one}\na run gives:\n{other}" for one, other in pairs if text_differs(one, other)
+                f"code cell {number}:\n{one}\na run gives:\n{other}"
+                for one, other in pairs
+                if text_differs(one, other)
             ]
     return found

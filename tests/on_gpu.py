@@ -15,7 +15,9 @@ def compile_kernels() -> None:
         RuntimeError: without a GPU.
     """
     if jax.default_backend() != "gpu":
-        raise RuntimeError("--gpu: JAX finds no GPU here; leave it out to interpret the kernels on a CPU")
+        raise RuntimeError(
+            "--gpu: JAX finds no GPU here; leave it out to interpret the kernels on a CPU"
+        )
     # A GPU's products of float32 round to 10 bits by default, in XLA's formulation as elsewhere.
     jax.config.update("jax_default_matmul_precision", "highest")
     for name in pallas_kernels.__all__:
@@ -30,6 +32,8 @@ def _compiled(function):
 
     @functools.wraps(function)
     def call(*args, **options):
-        return function(*args, **{name: value for name, value in options.items() if name != "interpret"})
+        return function(
+            *args, **{name: value for name, value in options.items() if name != "interpret"}
+        )
 
     return call

@@ -72,7 +72,9 @@ def _snap(**options):
 
 
 def _pyramid(allocation, **options):
-    return lambda budget, **kw: PyramidKV(budget=budget, window=WINDOW, allocation=allocation, **options, **kw)
+    return lambda budget, **kw: PyramidKV(
+        budget=budget, window=WINDOW, allocation=allocation, **options, **kw
+    )
 
 
 def _ada(base, **options):
@@ -106,7 +108,9 @@ TABLE = (
     ),
     Row(
         name="streaming-rolling",
-        make=lambda budget, **kw: StreamingLLM(budget=budget, sinks=2, rolling_positions=True, **kw),
+        make=lambda budget, **kw: StreamingLLM(
+            budget=budget, sinks=2, rolling_positions=True, **kw
+        ),
         oracle=t.each(lambda layer, q, k, budget: o.streaming_llm(*k.shape[:2], budget, sinks=2)),
         sinks=2,
         window=1,
@@ -129,12 +133,36 @@ TABLE = (
         oracle=t.each(lambda layer, q, k, budget: o.knorm(k, budget, protect=SPANS)),
         protect=SPANS,
     ),
-    Row(name="random", make=lambda budget, **kw: Random(budget=budget, **kw), oracle=t.each(t.random)),
+    Row(
+        name="random",
+        make=lambda budget, **kw: Random(budget=budget, **kw),
+        oracle=t.each(t.random),
+    ),
     Row(name="snapkv", make=_snap(), oracle=t.window(), window=WINDOW),
-    Row(name="snapkv-avg", make=_snap(pooling=AvgPool(5)), oracle=t.window(pool="avg", kernel=5), window=WINDOW),
-    Row(name="snapkv-nopool", make=_snap(pooling=NoPool()), oracle=t.window(pool=None), window=WINDOW),
-    Row(name="snapkv-max", make=_snap(group=GroupReduce.MAX), oracle=t.window(group="max"), window=WINDOW),
-    Row(name="snapkv-first", make=_snap(order=PoolOrder.FIRST), oracle=t.window(order="pool_first"), window=WINDOW),
+    Row(
+        name="snapkv-avg",
+        make=_snap(pooling=AvgPool(5)),
+        oracle=t.window(pool="avg", kernel=5),
+        window=WINDOW,
+    ),
+    Row(
+        name="snapkv-nopool",
+        make=_snap(pooling=NoPool()),
+        oracle=t.window(pool=None),
+        window=WINDOW,
+    ),
+    Row(
+        name="snapkv-max",
+        make=_snap(group=GroupReduce.MAX),
+        oracle=t.window(group="max"),
+        window=WINDOW,
+    ),
+    Row(
+        name="snapkv-first",
+        make=_snap(order=PoolOrder.FIRST),
+        oracle=t.window(order="pool_first"),
+        window=WINDOW,
+    ),
     Row(
         name="snapkv-sinks",
         make=_snap(sinks=3, protect=SPANS),
@@ -150,8 +178,16 @@ TABLE = (
     _pyramid_row("gini", GiniLayers(), like="pyramidkv-entropy"),
     _pyramid_row("official", OfficialLayers(), exact=False, like="pyramidkv-linear"),
     # A small beta: with 20 the top layer would fall below the window, where kvpress goes uniform.
-    _pyramid_row("kvpress", KVPressLayers(beta=1.5), beta=1.5, exact=False, like="pyramidkv-linear"),
-    Row(name="adakv", make=_ada(_snap()), oracle=t.window(oracle=o.adakv), window=WINDOW, uniform=False),
+    _pyramid_row(
+        "kvpress", KVPressLayers(beta=1.5), beta=1.5, exact=False, like="pyramidkv-linear"
+    ),
+    Row(
+        name="adakv",
+        make=_ada(_snap()),
+        oracle=t.window(oracle=o.adakv),
+        window=WINDOW,
+        uniform=False,
+    ),
     Row(
         name="adakv-alpha0",
         make=_ada(_snap(pooling=NoPool()), safeguard=AdaptiveHeads(alpha=0.0)),
@@ -199,7 +235,13 @@ TABLE += (
         window=1,
         evicts=True,
     ),
-    Row(name="h2o", make=lambda budget, **kw: H2O(budget=budget, **kw), oracle=t.heavy(), window=1, evicts=True),
+    Row(
+        name="h2o",
+        make=lambda budget, **kw: H2O(budget=budget, **kw),
+        oracle=t.heavy(),
+        window=1,
+        evicts=True,
+    ),
     Row(
         name="h2o-prefill",
         make=lambda budget, **kw: H2O(budget=budget, mode="prefill", sinks=2, recent=0.25, **kw),
@@ -215,7 +257,13 @@ TABLE += (
         window=1,
         evicts=True,
     ),
-    Row(name="tova", make=lambda budget, **kw: TOVA(budget=budget, **kw), oracle=t.each(t.tova), window=1, evicts=True),
+    Row(
+        name="tova",
+        make=lambda budget, **kw: TOVA(budget=budget, **kw),
+        oracle=t.each(t.tova),
+        window=1,
+        evicts=True,
+    ),
     Row(
         name="adakv-h2o",
         make=_ada(lambda budget, **kw: H2O(budget=budget, **kw)),
@@ -236,7 +284,9 @@ TABLE += (
     ),
     Row(
         name="d2o-raw",
-        make=lambda budget, **kw: D2O(budget=budget, merge=None, allocation=VarianceLayers(statistic="raw"), **kw),
+        make=lambda budget, **kw: D2O(
+            budget=budget, merge=None, allocation=VarianceLayers(statistic="raw"), **kw
+        ),
         oracle=t.d2o("raw"),
         sinks=4,
         window=1,
@@ -280,7 +330,9 @@ TABLE += (
     Row(
         name="simlayerkv",
         make=lambda budget, **kw: SimLayerKV(budget=budget, window=3, sinks=2, recent=WINDOW, **kw),
-        oracle=lambda qs, ks, budget: o.simlayerkv(qs, ks, budget, window=3, sinks=2, recent=WINDOW),
+        oracle=lambda qs, ks, budget: o.simlayerkv(
+            qs, ks, budget, window=3, sinks=2, recent=WINDOW
+        ),
         sinks=2,
         window=WINDOW,
         level=False,
@@ -310,7 +362,9 @@ TABLE += (
     ),
     Row(
         name="criticalkv-rolling",
-        make=lambda budget, **kw: CriticalKV(base=StreamingLLM(budget=budget, sinks=2, rolling_positions=True, **kw)),
+        make=lambda budget, **kw: CriticalKV(
+            base=StreamingLLM(budget=budget, sinks=2, rolling_positions=True, **kw)
+        ),
         oracle=t.each(t.critical_streaming),
         sinks=2,
         window=1,
@@ -383,7 +437,9 @@ TABLE += (
     ),
     Row(
         name="expected-mean",
-        make=lambda budget, **kw: ExpectedAttention(budget=budget, covariance=False, value_norms=False, **kw),
+        make=lambda budget, **kw: ExpectedAttention(
+            budget=budget, covariance=False, value_norms=False, **kw
+        ),
         oracle=t.expected(covariance=False, value_norms=False),
         sinks=4,
         like="knorm",
@@ -414,7 +470,9 @@ TABLE += (
     ),
     Row(
         name="layerdefensivekv-mass",
-        make=lambda budget, **kw: LayerDefensiveKV(budget=budget, window=WINDOW, stage="mass", **kw),
+        make=lambda budget, **kw: LayerDefensiveKV(
+            budget=budget, window=WINDOW, stage="mass", **kw
+        ),
         oracle=t.defensive(over_layers=True, stage="mass"),
         window=WINDOW,
         uniform=False,
@@ -437,7 +495,9 @@ TABLE += (
     ),
     Row(
         name="chunkkv",
-        make=lambda budget, **kw: ChunkKV(base=SnapKV(budget=budget, window=WINDOW, sinks=2, **kw), chunk=5),
+        make=lambda budget, **kw: ChunkKV(
+            base=SnapKV(budget=budget, window=WINDOW, sinks=2, **kw), chunk=5
+        ),
         oracle=t.each(t.chunkkv),
         sinks=2,
         window=WINDOW,
@@ -446,7 +506,10 @@ TABLE += (
     Row(
         name="chunkkv-entropy",
         make=lambda budget, **kw: ChunkKV(
-            base=SnapKV(budget=budget, window=WINDOW, pooling=NoPool(), **kw), chunk=5, gated=True, peaks=2
+            base=SnapKV(budget=budget, window=WINDOW, pooling=NoPool(), **kw),
+            chunk=5,
+            gated=True,
+            peaks=2,
         ),
         oracle=t.each(t.chunkkv_entropy),
         window=WINDOW,
@@ -454,7 +517,9 @@ TABLE += (
     ),
     Row(
         name="compactor",
-        make=lambda budget, **kw: Compactor(budget=budget, sinks=2, window=4, block=16, sketch=6, **kw),
+        make=lambda budget, **kw: Compactor(
+            budget=budget, sinks=2, window=4, block=16, sketch=6, **kw
+        ),
         oracle=t.each(t.compactor),
         sinks=2,
         window=4,

@@ -27,10 +27,22 @@ GQA = tiny.MODELS["gqa3"]
 
 # What both of them take.
 OPTIONS = (
-    ({"params": "smollm2"}, TypeError, r"params='smollm2': give what jaxkv\.load returns: params = jaxkv\.load"),
+    (
+        {"params": "smollm2"},
+        TypeError,
+        r"params='smollm2': give what jaxkv\.load returns: params = jaxkv\.load",
+    ),
     ({"params": None}, TypeError, r"params=NoneType: give what jaxkv\.load returns"),
-    ({"params": tiny.tiny(GQA).decoder}, TypeError, r"params=Decoder: give what jaxkv\.load returns"),
-    ({"cache": "cache.npz"}, TypeError, "cache=str: give what prefill or an earlier generate returned"),
+    (
+        {"params": tiny.tiny(GQA).decoder},
+        TypeError,
+        r"params=Decoder: give what jaxkv\.load returns",
+    ),
+    (
+        {"cache": "cache.npz"},
+        TypeError,
+        "cache=str: give what prefill or an earlier generate returned",
+    ),
     ({"cache": object()}, TypeError, "cache=object: give what prefill"),
     ({"max_new_tokens": True}, "max_new_tokens=True: draw at least 1 token"),
     ({"max_new_tokens": 0}, "max_new_tokens=0: draw at least 1 token"),
@@ -38,9 +50,16 @@ OPTIONS = (
     ({"max_new_tokens": None}, "max_new_tokens=None: draw at least 1 token"),
     ({"max_new_tokens": "8"}, "max_new_tokens='8': draw at least 1 token"),
     ({"sampling": "greedy"}, TypeError, r"sampling='greedy': give Greedy\(\), Temperature"),
-    ({"sampling": Greedy}, TypeError, r"sampling=Greedy: it is a class: give an instance, such as Greedy\("),
+    (
+        {"sampling": Greedy},
+        TypeError,
+        r"sampling=Greedy: it is a class: give an instance, such as Greedy\(",
+    ),
     ({"sampling": 0.7}, TypeError, r"sampling=0\.7: give Greedy\(\), Temperature"),
-    ({"sampling": Temperature()}, r"key=None: Temperature\(.* draws at random: give key=jax\.random\.key"),
+    (
+        {"sampling": Temperature()},
+        r"key=None: Temperature\(.* draws at random: give key=jax\.random\.key",
+    ),
     ({"stop": b"x"}, TypeError, "stop=b'x': b'x' is no text: give a string"),
     ({"stop": 5}, TypeError, "stop=5: 5 is no text: give a string"),
     ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]: 5 is no text"),
@@ -49,8 +68,16 @@ OPTIONS = (
     ({"key": 1.5}, TypeError, r"key=float: give jax\.random\.key\(0\), or a seed"),
     ({"key": True}, TypeError, r"key=bool: give jax\.random\.key\(0\)"),
     ({"key": "0"}, TypeError, r"key=str: give jax\.random\.key\(0\)"),
-    ({"key": jnp.zeros((2, 2), jnp.uint32)}, TypeError, r"key=uint32\[2, 2\]: give jax\.random\.key"),
-    ({"key": jax.random.split(jax.random.key(0))}, TypeError, r"key=key<.*\[2\]: give jax\.random\.key"),
+    (
+        {"key": jnp.zeros((2, 2), jnp.uint32)},
+        TypeError,
+        r"key=uint32\[2, 2\]: give jax\.random\.key",
+    ),
+    (
+        {"key": jax.random.split(jax.random.key(0))},
+        TypeError,
+        r"key=key<.*\[2\]: give jax\.random\.key",
+    ),
     ({"key": -1}, r"key=-1: a seed lies in \[0, 4294967296\)"),
     ({"key": 2**32}, r"key=4294967296: a seed lies in"),
     ({"key": 2**70}, r"key=\d+: a seed lies in"),
@@ -68,15 +95,32 @@ WORDS = (
     ({"max_length": 64}, TypeError, "max_length"),
     ({"max_tokens": 4}, TypeError, "max_tokens"),
     ({"seed": 1, "key": 1}, TypeError, "seed: key= says it already"),
-    ({"temperature": 0.7}, r"key=None: Temperature\(temperature=0\.7\) draws at random: give .*, or seed=0"),
-    ({"temperature": 0.7, "sampling": Greedy()}, TypeError, "temperature: sampling= says it already"),
+    (
+        {"temperature": 0.7},
+        r"key=None: Temperature\(temperature=0\.7\) draws at random: give .*, or seed=0",
+    ),
+    (
+        {"temperature": 0.7, "sampling": Greedy()},
+        TypeError,
+        "temperature: sampling= says it already",
+    ),
     ({"temperature": -1, "seed": 0}, "temperature=-1: give a number of 0 or more"),
     ({"temperature": "hot"}, "temperature='hot': give a number of 0 or more"),
-    ({"temperature": 1, "top_k": 5, "top_p": 0.9}, r"sampling=\{'top_k': 5, 'top_p': 0\.9\}: one cut at a time"),
+    (
+        {"temperature": 1, "top_k": 5, "top_p": 0.9},
+        r"sampling=\{'top_k': 5, 'top_p': 0\.9\}: one cut at a time",
+    ),
     ({"do_sample": "false"}, "do_sample='false': give True or False"),
     ({"temperature": 1, "top_p": True}, r"top_p=True: give a probability in \(0, 1\]"),
-    ({"temperature": 1, "top_k": [1, 2]}, r"top_k=\[1, 2\]: give a whole number, 0 or -1 for no cut"),
-    ({"top_p": 0.9}, TypeError, r"top_p=0\.9: it is not said whether tokens are drawn at random: give temperature="),
+    (
+        {"temperature": 1, "top_k": [1, 2]},
+        r"top_k=\[1, 2\]: give a whole number, 0 or -1 for no cut",
+    ),
+    (
+        {"top_p": 0.9},
+        TypeError,
+        r"top_p=0\.9: it is not said whether tokens are drawn at random: give temperature=",
+    ),
     ({"num_beams": 4}, TypeError, "num_beams"),
     ({"compression_ratio": 0.25}, TypeError, r"compression_ratio: .*SnapKV\(budget=0\.75\)"),
     ({"budget": 64}, TypeError, "budget"),
@@ -94,7 +138,9 @@ def encoded(prompt, **options):
 
 def drawn_by(draw):
     prompt, key = tiny.prompts(0, (46,))[0], jax.random.key(0)
-    return jaxkv.generate(speaking(), prompt, sampling=draw, key=key, stop_at_eos=False, max_new_tokens=12)
+    return jaxkv.generate(
+        speaking(), prompt, sampling=draw, key=key, stop_at_eos=False, max_new_tokens=12
+    )
 
 
 CALLS = [
@@ -106,7 +152,11 @@ CALLS = [
         ({"temperature": 1}, TypeError, "temperature"),
         ({"compression_ratio": 0.9}, TypeError, r"compression_ratio: .*SnapKV\(budget=0\.1\)"),
     ),
-    *door("prefill", lambda options: jaxkv.prefill(**given(options)), *(row for row in OPTIONS if {*row[0]} <= BOTH)),
+    *door(
+        "prefill",
+        lambda options: jaxkv.prefill(**given(options)),
+        *(row for row in OPTIONS if {*row[0]} <= BOTH),
+    ),
     *door(
         "a prompt",
         encoded,
@@ -120,16 +170,28 @@ CALLS = [
         (np.bytes_(b"Hello"), TypeError, r"prompt=bytes_?: .*decode|prompt=\|S5"),
         (np.asarray([b"Hello"]), TypeError, r"prompt=\|S5: token ids are integers"),
         ([b"Hello", b"Hi"], TypeError, r"prompt=bytes: .*decode"),
-        (pathlib.Path("question.txt"), TypeError, r"prompt=PosixPath: give the file's text: prompt\.read_text"),
+        (
+            pathlib.Path("question.txt"),
+            TypeError,
+            r"prompt=PosixPath: give the file's text: prompt\.read_text",
+        ),
         ([pathlib.Path("question.txt")], TypeError, r"prompt=PosixPath: .*read_text"),
         ((word for word in ["a"]), TypeError, r"prompt=generator: .*list\(prompt\)"),
         (iter([5, 6]), TypeError, r"prompt=list_iterator: .*list\(prompt\)"),
         ({5, 6}, TypeError, r"prompt=set: .*list\(prompt\)"),
-        ({"role": "user", "content": "Hi"}, TypeError, r"prompt=dict: .*one message goes into a list: \[message\]"),
+        (
+            {"role": "user", "content": "Hi"},
+            TypeError,
+            r"prompt=dict: .*one message goes into a list: \[message\]",
+        ),
         ({"input_ids": [5, 6]}, TypeError, r"prompt=dict: give its ids: prompt\['input_ids'\]"),
         ([[[5, 6]]], TypeError, "prompt=list: give text, chat messages.*this is a list of list"),
         ([5, "six"], TypeError, "prompt=list: give text.*a list of int, str"),
-        ([{"role": "user", "content": "Hi"}, "Hi"], TypeError, "prompt=list: give text.*a list of dict, str"),
+        (
+            [{"role": "user", "content": "Hi"}, "Hi"],
+            TypeError,
+            "prompt=list: give text.*a list of dict, str",
+        ),
         ([5, 6.5], TypeError, "prompt=list: give text.*a list of float, int"),
         ([5, True], TypeError, "prompt=list: give text.*a list of bool, int"),
         ([True, False], TypeError, "prompt=bool: give text"),
@@ -140,15 +202,24 @@ CALLS = [
         ([2**80], "token ids lie in"),
         (5, TypeError, "prompt=int: give text"),
         (object(), TypeError, "prompt=object: give text"),
-        ("half \ud83d a face", r"prompt='half \\ud83d': half a character at 5: decode with errors='replace'"),
+        (
+            "half \ud83d a face",
+            r"prompt='half \\ud83d': half a character at 5: decode with errors='replace'",
+        ),
     ),
     *calls(
         "a prompt that is raw",
-        (lambda: encoded(CHAT, raw=True), "raw=True: messages are no plain text: leave it out, or give text"),
+        (
+            lambda: encoded(CHAT, raw=True),
+            "raw=True: messages are no plain text: leave it out, or give text",
+        ),
     ),
     *calls(
         "a sampler",
-        (lambda: Temperature(temperature=0.0), r"temperature=0\.0: give a positive number; Greedy\(\)"),
+        (
+            lambda: Temperature(temperature=0.0),
+            r"temperature=0\.0: give a positive number; Greedy\(\)",
+        ),
         (lambda: TopK(k=0), "k=0: draw from at least 1 token"),
         (lambda: TopK(k=2, temperature=-1.0), r"temperature=-1\.0: give"),
         (lambda: TopP(p=0.0), r"p=0\.0: give a probability in \(0, 1\]"),
@@ -167,7 +238,11 @@ CALLS = [
         (lambda logits, keys: jnp.full(len(logits), 999, jnp.int32), r"outside of \[0, 96\)"),
         (lambda logits, keys: jnp.full(len(logits), -1, jnp.int32), r"outside of \[0, 96\)"),
         (lambda logits, keys: logits[:, 0], TypeError, r"gives float32\[1\]: give one token id"),
-        (lambda logits, keys: jnp.zeros((len(logits), 1), jnp.int32), TypeError, r"gives int32\[1, 1\]: give"),
+        (
+            lambda logits, keys: jnp.zeros((len(logits), 1), jnp.int32),
+            TypeError,
+            r"gives int32\[1, 1\]: give",
+        ),
         (lambda logits, keys: jnp.int32(3), TypeError, r"gives int32\[\]: give one token id"),
     ),
     *door(
@@ -182,7 +257,10 @@ CALLS = [
         (("mosaic", {"platform": "cpu", "capability": None}), "needs a GPU, this is cpu"),
         (("mosaic", {"capability": (8, 0)}), r"9\.0, Hopper's, not 8\.0"),
         (("mosaic", {"capability": (10, 0)}), r"not 10\.0"),
-        (("mosaic", {"capability": (9, 0), "dtype": jnp.float32}), "bfloat16 and float16, not float32"),
+        (
+            ("mosaic", {"capability": (9, 0), "dtype": jnp.float32}),
+            "bfloat16 and float16, not float32",
+        ),
         (("mosaic", {"capability": (9, 0), "head_dim": 96}), "64 or 128, not 96"),
     ),
 ]
@@ -211,7 +289,12 @@ def extended(chunk):
 
 
 SESSIONS = [
-    *door("plan_prefill", lambda lengths: plan_prefill(WIDE, EQUAL, lengths), ([], EMPTY), ([5, 0], EMPTY)),
+    *door(
+        "plan_prefill",
+        lambda lengths: plan_prefill(WIDE, EQUAL, lengths),
+        ([], EMPTY),
+        ([5, 0], EMPTY),
+    ),
     *door(
         "plan_prefill",
         lambda lengths: plan_prefill(GQA, "full", lengths),
@@ -227,7 +310,10 @@ SESSIONS = [
     *door(
         "a session",
         lambda call: call(*prefilled()),
-        (lambda session, cache: session.draw(dataclasses.replace(cache, logits=None), 3), "without logits"),
+        (
+            lambda session, cache: session.draw(dataclasses.replace(cache, logits=None), 3),
+            "without logits",
+        ),
         (lambda session, cache: Session(session.params).draw(cache, 3), "policy=FullKV"),
         (lambda session, cache: other().extend(cache, MORE), "another model"),
         (lambda session, cache: session.draw(cache, 512), "the model was made for 512"),
@@ -236,7 +322,9 @@ SESSIONS = [
         (lambda session, cache: other().drawing(cache, new=3), "made by another model"),
     ),
     *door(
-        "a session's chunks", extended, *((chunk, f"chunk={chunk}: read at least 1 token") for chunk in (0, -4, True))
+        "a session's chunks",
+        extended,
+        *((chunk, f"chunk={chunk}: read at least 1 token") for chunk in (0, -4, True)),
     ),
 ]
 
@@ -265,52 +353,107 @@ ARRAYS = [
         *(
             (changed, f"^{told}")
             for changed, told in (
-                ({"queries": None}, "queries=None: WindowAttention looks at attention: give the last 8 queries"),
-                ({"queries": jnp.zeros((2, 6, 4, 8))}, "queries='4 of 64 tokens': .*last 8 queries"),
+                (
+                    {"queries": None},
+                    "queries=None: WindowAttention looks at attention: give the last 8 queries",
+                ),
+                (
+                    {"queries": jnp.zeros((2, 6, 4, 8))},
+                    "queries='4 of 64 tokens': .*last 8 queries",
+                ),
                 (
                     {"queries": jnp.zeros((2, 2, 3, 64, 8))},
                     r"queries=\[2, 2, 3, 64, 8\]: .*q.reshape\(B, K \* G, N, D\)",
                 ),
-                ({"queries": jnp.zeros((2, 5, 64, 8))}, r"queries=\[2, 5, 64, 8\]: .*a multiple of K = 2"),
-                ({"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)}, "queries='bfloat16': keys are float32"),
-                ({"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None}, "queries=None: .*all S queries"),
                 (
-                    {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": jnp.zeros((2, 6, 8, 8))},
+                    {"queries": jnp.zeros((2, 5, 64, 8))},
+                    r"queries=\[2, 5, 64, 8\]: .*a multiple of K = 2",
+                ),
+                (
+                    {"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)},
+                    "queries='bfloat16': keys are float32",
+                ),
+                (
+                    {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None},
+                    "queries=None: .*all S queries",
+                ),
+                (
+                    {
+                        "policy": jaxkv.H2O(budget=16, mode="prefill"),
+                        "queries": jnp.zeros((2, 6, 8, 8)),
+                    },
                     "queries=.*all S",
                 ),
                 ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every"),
-                ({"policy": PyramidKV(budget=16)}, "layers=None: PyramidKV's budget differs by layer"),
-                ({"policy": PyramidKV(budget=16), "layer": 3, "layers": 3}, "layer=3: .*below layers=3"),
+                (
+                    {"policy": PyramidKV(budget=16)},
+                    "layers=None: PyramidKV's budget differs by layer",
+                ),
+                (
+                    {"policy": PyramidKV(budget=16), "layer": 3, "layers": 3},
+                    "layer=3: .*below layers=3",
+                ),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
-                ({"policy": jaxkv.PyramidInfer(budget=64), "layers": 3}, "policy=.*compress_layers"),
-                ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1: .*clamp"),
+                (
+                    {"policy": jaxkv.PyramidInfer(budget=64), "layers": 3},
+                    "policy=.*compress_layers",
+                ),
+                (
+                    {"policy": SnapKV(budget=0.1, window=8, min_budget="raise")},
+                    "budget=0.1: .*clamp",
+                ),
                 ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
                 ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
                 ({"v": jnp.zeros((2, 2, 63, 8))}, r"v='float32\[2, 2, 63, 8\]'"),
                 ({"v": jnp.zeros((2, 2, 64, 8), jnp.bfloat16)}, "v='bfloat16"),
                 ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
-                ({"length": jnp.asarray([64])}, r"length='int32\[1\]': give one whole number for each of 2"),
+                (
+                    {"length": jnp.asarray([64])},
+                    r"length='int32\[1\]': give one whole number for each of 2",
+                ),
                 ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
                 ({"room": -1}, "room=-1"),
                 ({"layer": -1}, "layer=-1"),
             )
         ),
-        ({"k": jnp.full((2, 2, 64, 8), jnp.nan), "policy": KNorm(budget=8), "layer": 2}, "^scores='NaN': .*layer 2"),
+        (
+            {"k": jnp.full((2, 2, 64, 8), jnp.nan), "policy": KNorm(budget=8), "layer": 2},
+            "^scores='NaN': .*layer 2",
+        ),
     ),
     *door(
         "append",
         on_rows,
-        (lambda rows, k, v, q: jaxkv.append(rows, k[:, :1], v[:, :1]), r"^k=\[2, 1, 2, 8\]: these rows take"),
-        (lambda rows, k, v, q: jaxkv.append(rows, *(x.astype(jnp.bfloat16) for x in (k, v))), "^k='bfloat16': "),
-        (lambda rows, k, v, q: jaxkv.append(rows, k, v, count=jnp.asarray([3, 0])), r"^count=\[3, 0\]"),
+        (
+            lambda rows, k, v, q: jaxkv.append(rows, k[:, :1], v[:, :1]),
+            r"^k=\[2, 1, 2, 8\]: these rows take",
+        ),
+        (
+            lambda rows, k, v, q: jaxkv.append(rows, *(x.astype(jnp.bfloat16) for x in (k, v))),
+            "^k='bfloat16': ",
+        ),
+        (
+            lambda rows, k, v, q: jaxkv.append(rows, k, v, count=jnp.asarray([3, 0])),
+            r"^count=\[3, 0\]",
+        ),
     ),
     *door(
         "attend",
         on_rows,
-        (lambda rows, k, v, q: jaxkv.attend(q, rows, layer=1), "^layer=1: these rows hold layers 0 to 0"),
-        (lambda rows, k, v, q: jaxkv.attend(q.reshape(2, 2, 3, 2, 8), rows), r"^q=\[2, 2, 3, 2, 8\]: "),
+        (
+            lambda rows, k, v, q: jaxkv.attend(q, rows, layer=1),
+            "^layer=1: these rows hold layers 0 to 0",
+        ),
+        (
+            lambda rows, k, v, q: jaxkv.attend(q.reshape(2, 2, 3, 2, 8), rows),
+            r"^q=\[2, 2, 3, 2, 8\]: ",
+        ),
         (lambda rows, k, v, q: jaxkv.attend(q[:1], rows), r"^q=\[1, 6, 2, 8\]: "),
-        (lambda rows, k, v, q: jaxkv.attend(rows, q), TypeError, r"^rows=.*: give the Rows of .*: attend\(q, rows\)"),
+        (
+            lambda rows, k, v, q: jaxkv.attend(rows, q),
+            TypeError,
+            r"^rows=.*: give the Rows of .*: attend\(q, rows\)",
+        ),
     ),
     *door(
         "compress_layers",

@@ -51,7 +51,9 @@ from tests.ruler_cases import model
 
 
 def evaluated(options):
-    return evaluate(**{"params": words(), "task": Told(), "policies": POLICIES, "out": "out"} | options)
+    return evaluate(
+        **{"params": words(), "task": Told(), "policies": POLICIES, "out": "out"} | options
+    )
 
 
 def told(name, **said):
@@ -82,7 +84,10 @@ RUNS = [
     *door(
         "a seed of an evaluation",
         lambda seed: How(seed=seed),
-        *((seed, f"seed={seed}: give (an integer from 0 to|at most) 4294967295") for seed in (-1, 2**32, True)),
+        *(
+            (seed, f"seed={seed}: give (an integer from 0 to|at most) 4294967295")
+            for seed in (-1, 2**32, True)
+        ),
     ),
     *door(
         "a sample",
@@ -115,7 +120,10 @@ RUNS = [
         "an interval",
         interval,
         *((scores, "scores=.*give a list") for scores in ([], 0.5, [[0.5]])),
-        *((scores, "scores=.*give shares=False") for scores in ([2.0, 2.0], [0.5, -0.1], [0.5, float("nan")])),
+        *(
+            (scores, "scores=.*give shares=False")
+            for scores in ([2.0, 2.0], [0.5, -0.1], [0.5, float("nan")])
+        ),
     ),
 ]
 
@@ -134,14 +142,31 @@ TASKS = [
         ({"count": 0}, "count=0: make at least 1"),
         ({"seed": -1}, "seed=-1"),
         ({"wording": "tiny"}, "wording='tiny': take 'official' or 'small'"),
-        ({"wording": "small", "haystack": "x.txt"}, "haystack='x.txt': the small wording makes its own"),
+        (
+            {"wording": "small", "haystack": "x.txt"},
+            "haystack='x.txt': the small wording makes its own",
+        ),
         ({"lengths": (1 << 20,)}, "lengths=1048576: the model was made for 65536 tokens"),
         ({"lengths": (100,)}, "length=100: Needles takes [0-9]+ tokens at least"),
-        ({"tasks": ("qa_1",), "wording": "small", "data": "x"}, "the small wording has no documents"),
-        ({"tasks": ("cwe",), "wording": "small", "lengths": (32768,)}, "the small wording has no more words"),
+        (
+            {"tasks": ("qa_1",), "wording": "small", "data": "x"},
+            "the small wording has no documents",
+        ),
+        (
+            {"tasks": ("cwe",), "wording": "small", "lengths": (32768,)},
+            "the small wording has no more words",
+        ),
         ({"haystack": "nowhere.txt"}, FileNotFoundError, "haystack='nowhere.txt': no such file"),
-        ({"tasks": ("qa_1",)}, FileNotFoundError, r"data=None: qa_1 .* put https://rajpurkar.* as squad.json"),
-        ({"tasks": ("qa_2",), "data": "."}, FileNotFoundError, r"put http://curtis.*v1.json into .*hotpotqa.json"),
+        (
+            {"tasks": ("qa_1",)},
+            FileNotFoundError,
+            r"data=None: qa_1 .* put https://rajpurkar.* as squad.json",
+        ),
+        (
+            {"tasks": ("qa_2",), "data": "."},
+            FileNotFoundError,
+            r"put http://curtis.*v1.json into .*hotpotqa.json",
+        ),
     ),
     *door(
         "Needle",
@@ -153,8 +178,14 @@ TASKS = [
         ({"new_tokens": 0}, "new_tokens=0: draw at least 1"),
         ({"needle": " "}, "needle=' ': say it in words"),
         ({"needle": "A stone.", "wording": "small"}, "the small wording has its own"),
-        ({"needle": "A stone."}, r"question='What is the best .* belongs to another needle than 'A stone.': give"),
-        ({"needle": "A stone.", "question": "What?", "prefix": ""}, "answer='eat a sandwich .* belongs to another"),
+        (
+            {"needle": "A stone."},
+            r"question='What is the best .* belongs to another needle than 'A stone.': give",
+        ),
+        (
+            {"needle": "A stone.", "question": "What?", "prefix": ""},
+            "answer='eat a sandwich .* belongs to another",
+        ),
         ({"lengths": (64,)}, "length=64: Story takes [0-9]+ tokens at least"),
         ({"lengths": (1 << 20,)}, "the model was made for 65536 tokens"),
     ),
@@ -177,11 +208,15 @@ TASKS = [
             "policy='OmniKV'",
         ),
         (
-            lambda: visible_attention(tiny.tiny(CONFIG), Quest(dense_layers=1), TEXTS[0][:-4], TEXTS[0][-4:]),
+            lambda: visible_attention(
+                tiny.tiny(CONFIG), Quest(dense_layers=1), TEXTS[0][:-4], TEXTS[0][-4:]
+            ),
             "policy='Quest': Quest chooses pages",
         ),
         (
-            lambda: visible_attention(tiny.tiny(CONFIG), AdaKV(base=SnapKV(budget=12, window=4)), TEXTS[0][:-4], []),
+            lambda: visible_attention(
+                tiny.tiny(CONFIG), AdaKV(base=SnapKV(budget=12, window=4)), TEXTS[0][:-4], []
+            ),
             r"answer=\[\]: give at least 1 token",
         ),
     ),
@@ -290,12 +325,18 @@ ANALYSES = [
         ((recall, {"policies": ["snapkv", "snapkv"]}), "policies=.*the same"),
         ((recall, {"budgets": ()}), "budgets="),
         ((recall, {"budgets": (4,)}), "budget=4: below sinks"),
-        ((recall, {"budgets": (0.5,), "policies": [SnapKV(min_budget="raise")]}), "budget=0.5: prompt 0"),
+        (
+            (recall, {"budgets": (0.5,), "policies": [SnapKV(min_budget="raise")]}),
+            "budget=0.5: prompt 0",
+        ),
         ((recall, {"following": 0}), "following=0"),
         ((recall, {"following": 60}), "texts='60 tokens'"),
         ((budgets, {"texts": []}), "texts="),
         ((eviction_loss, {"policies": [D2O()]}), "policies='D2O.*merges"),
-        ((eviction_loss, {"policies": [StreamingLLM(rolling_positions=True)]}), "policies='StreamingLLM.*positions"),
+        (
+            (eviction_loss, {"policies": [StreamingLLM(rolling_positions=True)]}),
+            "policies='StreamingLLM.*positions",
+        ),
     ),
     *door(
         "an analysis of attention",
@@ -323,11 +364,14 @@ ANALYSES = [
     *calls(
         "a picture",
         (lambda: counted().picture("a.png", budget=1), "budget=1: give an index from 0 to 0"),
-        (lambda: density(tiny.tiny(SMALL), TEXTS[:1], bins=4).picture("a.png", layers=[9]), "layers=9"),
         (
-            lambda: Similarity(mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)).picture(
-                "a.png", filters=[2]
-            ),
+            lambda: density(tiny.tiny(SMALL), TEXTS[:1], bins=4).picture("a.png", layers=[9]),
+            "layers=9",
+        ),
+        (
+            lambda: Similarity(
+                mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)
+            ).picture("a.png", filters=[2]),
             "filters=2: give an index from 0 to 1",
         ),
     ),

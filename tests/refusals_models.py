@@ -53,7 +53,13 @@ def rotated(key: str, value):
         return [{"rope_parameters": None, key: value}, {"rope_parameters": {key: value}}]
     if key == "factor":
         return [{"rope_parameters": {"rope_type": "linear", key: value}}]
-    return [{"rope_parameters": (LLAMA3 if key.endswith("freq_factor") else YARN) | LONGER | {key: value}}]
+    return [
+        {
+            "rope_parameters": (LLAMA3 if key.endswith("freq_factor") else YARN)
+            | LONGER
+            | {key: value}
+        }
+    ]
 
 
 class BytesPath:
@@ -105,7 +111,11 @@ CONFIGS = [
                 ("rope_scaling", [1], "give an object"),
                 ("rope_parameters", {"rope_type": ["yarn"]}, "jaxkv builds default"),
                 ("rope_parameters", {**YARN, **LONGER, "truncate": "no"}, "give True or False"),
-                ("rope_parameters", {**YARN, "original_max_position_embeddings": 0}, "give an integer from 1"),
+                (
+                    "rope_parameters",
+                    {**YARN, "original_max_position_embeddings": 0},
+                    "give an integer from 1",
+                ),
                 ("partial_rotary_factor", 0, "only heads of GLM-4"),
                 ("eos_token_id", "2", "give an integer from 0"),
                 ("eos_token_id", [2, 2**40], "give at most 2147483647"),
@@ -117,8 +127,14 @@ CONFIGS = [
     *door(
         "a config's rotation",
         lambda keys: ModelConfig.from_hf(shape("llama", **keys)),
-        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}}, "rope_scaling=.*another rotation.*remove one"),
-        ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e5}}, "rope_scaling=.*another rotation"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_scaling=.*another rotation.*remove one",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e5}},
+            "rope_scaling=.*another rotation",
+        ),
         ({"rope_theta": None}, "rope_theta=None: give a positive"),
         ({"rope_parameters": {"rope_theta": None}}, "rope_theta=None: give a positive"),
         ({"rope_parameters": YARN | {"truncate": None}}, "truncate=None: give True or False"),
@@ -126,7 +142,10 @@ CONFIGS = [
             {"rope_parameters": YARN | {"original_max_position_embeddings": None}},
             "original_max.*=None: give an integer",
         ),
-        ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor=None: give a positive"),
+        (
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": None}},
+            "low_freq_factor=None: give a positive",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ),
     *door(
@@ -136,14 +155,23 @@ CONFIGS = [
         (("mixtral", {"attention_bias": True}), "attention_bias=True: no mixtral"),
         (("qwen3", {"mlp_bias": True}), "mlp_bias=True: no qwen3"),
         (("qwen3", {"head_dim": None}), "head_dim=None: the model's config must give it"),
-        (("qwen2", {"num_attention_heads": 4}), "num_key_value_heads=32: config.json leaves it out.*heads=4"),
+        (
+            ("qwen2", {"num_attention_heads": 4}),
+            "num_key_value_heads=32: config.json leaves it out.*heads=4",
+        ),
         (("llama", {"sliding_window": 64}), "sliding_window=64: no llama has windows"),
         (
             ("qwen2", {"layer_types": ["full_attention"]}),
             "layer_types='1 entries': give as many as num_hidden_layers=2",
         ),
-        (("llama", {"max_position_embeddings": None}), "max_position_embeddings=None: the model's config must give it"),
-        (("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}), "num_experts=.*two names of one number"),
+        (
+            ("llama", {"max_position_embeddings": None}),
+            "max_position_embeddings=None: the model's config must give it",
+        ),
+        (
+            ("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}),
+            "num_experts=.*two names of one number",
+        ),
     ),
     *door(
         "norms of queries and keys",
@@ -152,7 +180,10 @@ CONFIGS = [
             {"qk_norm": True, "qk_layer_norm": True},
             "qk_norm=.*qk_layer_norm.*: queries and keys have one norm: give one",
         ),
-        ({"qk_norm_wide": True, "interleaved": True}, "interleaved=True: RMS norms of queries and keys are read in"),
+        (
+            {"qk_norm_wide": True, "interleaved": True},
+            "interleaved=True: RMS norms of queries and keys are read in",
+        ),
     ),
     *door(
         "a published config",
@@ -163,7 +194,10 @@ CONFIGS = [
             (FALCON_7B, {"apply_residual_connection_post_layernorm": True}),
             "apply_residual_connection_post_layernorm=True",
         ),
-        ((FALCON_7B, {"num_ln_in_parallel_attn": 2}), "num_ln_in_parallel_attn=2: .*new_decoder_architecture"),
+        (
+            (FALCON_7B, {"num_ln_in_parallel_attn": 2}),
+            "num_ln_in_parallel_attn=2: .*new_decoder_architecture",
+        ),
         ((FALCON_40B, {"parallel_attn": False}), "parallel_attn=False: .*new_decoder_architecture"),
         ((FALCON_7B, {"multi_query": False, "num_kv_heads": 1}), "num_kv_heads=1: .*give 71"),
         ((FALCON_7B, {"bias": "yes"}), "bias='yes': give True or False"),
@@ -172,21 +206,51 @@ CONFIGS = [
         ((MIXTRAL, {"sliding_window": 0}), "sliding_window=0: give an integer from 1"),
         ((MIXTRAL, {"num_experts_per_tok": 9}), "chosen=9: a block has 8 experts"),
         ((MIXTRAL, {"num_local_experts": 0}), "num_local_experts=0: give an integer from 1"),
-        ((QWEN3_30B, {"decoder_sparse_step": 2}), "decoder_sparse_step=2: .*differ from layer to layer"),
+        (
+            (QWEN3_30B, {"decoder_sparse_step": 2}),
+            "decoder_sparse_step=2: .*differ from layer to layer",
+        ),
         ((QWEN3_30B, {"mlp_only_layers": [0]}), "mlp_only_layers=.*differ from layer to layer"),
         ((QWEN3_30B, {"norm_topk_prob": 1}), "norm_topk_prob=1: give True or False"),
         ((QWEN3_30B, {"num_experts": None}), "num_experts=None: the model's config must give it"),
-        ((QWEN3_30B, {"shared_expert_intermediate_size": 8}), "config=.*shared_expert_intermediate_size"),
-        ((PHI_4, {"layer_types": ["sliding_attention"] * 40}), "layer_types=.*no phi3 has types of layers"),
-        ((PHI_4, {"rope_scaling": {"type": "longrope"}}), "rope_scaling.short_factor=None: .*'longrope' needs it"),
-        ((PHI_4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}), "rope_scaling=.*default RoPE or longrope"),
-        ((PHI_4, {"partial_rotary_factor": 1.75}), "partial_rotary_factor=1.75: give a share of the channels"),
-        ((SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True, "layer_types": None}), "sliding_window=512"),
-        ((SMOLLM3_3B, {"no_rope_layers": [1, 0]}), "no_rope_layers=.*give a 1 for each of num_hidden_layers=36"),
+        (
+            (QWEN3_30B, {"shared_expert_intermediate_size": 8}),
+            "config=.*shared_expert_intermediate_size",
+        ),
+        (
+            (PHI_4, {"layer_types": ["sliding_attention"] * 40}),
+            "layer_types=.*no phi3 has types of layers",
+        ),
+        (
+            (PHI_4, {"rope_scaling": {"type": "longrope"}}),
+            "rope_scaling.short_factor=None: .*'longrope' needs it",
+        ),
+        (
+            (PHI_4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+            "rope_scaling=.*default RoPE or longrope",
+        ),
+        (
+            (PHI_4, {"partial_rotary_factor": 1.75}),
+            "partial_rotary_factor=1.75: give a share of the channels",
+        ),
+        (
+            (SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True, "layer_types": None}),
+            "sliding_window=512",
+        ),
+        (
+            (SMOLLM3_3B, {"no_rope_layers": [1, 0]}),
+            "no_rope_layers=.*give a 1 for each of num_hidden_layers=36",
+        ),
         ((SMOLLM3_3B, {"no_rope_layers": [2] * 36}), "no_rope_layers=.*a 0 for each without"),
         ((SMOLLM3_3B, {"no_rope_layers": "1" * 36}), "no_rope_layers=.*a 0 for each without"),
-        ((SMOLLM3_3B, {"no_rope_layer_interval": 0}), "no_rope_layer_interval=0: give an integer from 1"),
-        ((QWEN3_30B, {"model_type": "gpt2"}), "model_type='gpt2': jaxkv builds cohere, .*falcon, gemma"),
+        (
+            (SMOLLM3_3B, {"no_rope_layer_interval": 0}),
+            "no_rope_layer_interval=0: give an integer from 1",
+        ),
+        (
+            (QWEN3_30B, {"model_type": "gpt2"}),
+            "model_type='gpt2': jaxkv builds cohere, .*falcon, gemma",
+        ),
         (
             (QWEN3_30B, {"model_type": "deepseek_v3"}),
             "model_type='deepseek_v3': it has multi-head latent attention.*not built; jaxkv builds cohere",
@@ -205,7 +269,11 @@ NAMES = [
         "load",
         jaxkv.load,
         *(
-            (given, TypeError, re.escape(f"name_or_path={given!r}: give a path, a model's name or a hub id"))
+            (
+                given,
+                TypeError,
+                re.escape(f"name_or_path={given!r}: give a path, a model's name or a hub id"),
+            )
             for given in (None, 5, 0.5, [], b"tiny-retrieval", BytesPath())
         ),
     ),
@@ -248,21 +316,31 @@ NAMES = [
             )
             for scores, tokens in (((0.0,), ("x" * 100_000,)), ((math.nan,), ("x",)))
         ),
-        ({"model": "gpt2", "pre": "tekken", "tokens": ("a",)}, "tokenizer.ggml.pre='tekken'.*smollm"),
+        (
+            {"model": "gpt2", "pre": "tekken", "tokens": ("a",)},
+            "tokenizer.ggml.pre='tekken'.*smollm",
+        ),
         ({"model": "t5", "tokens": ("a",)}, "tokenizer.ggml.model='t5'"),
-        ({"model": "gpt2", "pre": "gpt-2", "tokens": ("a",), "merges": ("a b",)}, "inconsistent vocabulary"),
+        (
+            {"model": "gpt2", "pre": "gpt-2", "tokens": ("a",), "merges": ("a b",)},
+            "inconsistent vocabulary",
+        ),
     ),
 ]
 
 
 @functools.cache
 def cache():
-    return jaxkv.prefill(model_of(4), prompts(5, (20, 21)), policy=jaxkv.SnapKV(budget=24, window=8), progress=False)
+    return jaxkv.prefill(
+        model_of(4), prompts(5, (20, 21)), policy=jaxkv.SnapKV(budget=24, window=8), progress=False
+    )
 
 
 def asked(mesh):
     policy = jaxkv.SnapKV(budget=24, window=8)
-    return jaxkv.generate(model_of(4), prompts(5, (20, 21, 22)), mesh=mesh, policy=policy, progress=False)
+    return jaxkv.generate(
+        model_of(4), prompts(5, (20, 21, 22)), mesh=mesh, policy=policy, progress=False
+    )
 
 
 def axes_of(*names):
@@ -280,7 +358,10 @@ MESHES = [
         (axes_of("data", "tensor"), f"mesh=.*{AXES}"),
         (axes_of("x", "y"), f"mesh=.*{AXES}"),
         # Two kv heads of three query heads: four devices would cut a group.
-        (mesh_of(2, 4), r"mesh\.model=4: it does not divide kv_heads=2, heads=6.*give one of \[1, 2\]"),
+        (
+            mesh_of(2, 4),
+            r"mesh\.model=4: it does not divide kv_heads=2, heads=6.*give one of \[1, 2\]",
+        ),
     ),
     *door(
         "generate on a mesh",

@@ -91,7 +91,9 @@ class Loose(Scorer):
 
 def prefilled(scorer, **wraps):
     policy = policy_of(scorer)
-    return jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=wraps.get("wrap", lambda p: p)(policy))
+    return jaxkv.prefill(
+        tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=wraps.get("wrap", lambda p: p)(policy)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,13 @@ def twice(self, index, cosine, dropped, nearest, goes, tau):
 
 def evicting(rank, merge=None):
     policy = Policy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
-    return jaxkv.generate(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=policy, max_new_tokens=6, stop_at_eos=False)
+    return jaxkv.generate(
+        tiny.tiny(GQA),
+        tiny.prompts(1, (40, 25)),
+        policy=policy,
+        max_new_tokens=6,
+        stop_at_eos=False,
+    )
 
 
 def old_of_heads(self, scores, candidates, sums, length):
@@ -161,13 +169,21 @@ PARTS = [
             r"Given\.observe=float32\[2, 1, 64\]: give one float32 .*\[B, K, S\] = \[2, 2, 64\]",
         ),
         (lambda mass: mass[..., 0], TypeError, r"Given\.observe=float32\[2, 2\]: "),
-        (lambda mass: mass.astype(jnp.bfloat16), TypeError, r"Given\.observe=bfloat16\[2, 2, 64\]: give one float32"),
+        (
+            lambda mass: mass.astype(jnp.bfloat16),
+            TypeError,
+            r"Given\.observe=bfloat16\[2, 2, 64\]: give one float32",
+        ),
         (lambda mass: mass > 0, TypeError, r"Given\.observe=bool\[2, 2, 64\]: "),
         (lambda mass: None, TypeError, r"Given\.observe=NoneType: give one float32"),
     ),
     *calls(
         "a scorer",
-        (lambda: policy_of(Loose()), TypeError, r"scorer=Loose: programs are kept by it .*frozen dataclass"),
+        (
+            lambda: policy_of(Loose()),
+            TypeError,
+            r"scorer=Loose: programs are kept by it .*frozen dataclass",
+        ),
         (
             lambda: policy_of(derived("Silent", Scorer)()),
             TypeError,
@@ -215,7 +231,11 @@ PARTS = [
         ),
         ((Odd(order=lambda score: score > 0), None), TypeError, r"Odd\.rank=bool\["),
         ((Odd(decay=1.5), None), r"rank\.decay=1\.5: give a share"),
-        ((Odd(), Strange(all=lambda k, v: k)), TypeError, r"Strange\.merge=.*: return Merged\(k, v, tau\)"),
+        (
+            (Odd(), Strange(all=lambda k, v: k)),
+            TypeError,
+            r"Strange\.merge=.*: return Merged\(k, v, tau\)",
+        ),
         (
             (Odd(), Strange(all=lambda k, v: Merged(k[:, :1], v, None))),
             TypeError,
@@ -255,7 +275,10 @@ PARTS = [
             (Odd(), type("Twice", (Strange,), {"compares": ("k", "v"), "merge_one": twice})()),
             "merge=.*Twice.*: two of its",
         ),
-        ((Odd(), type("Both", (Strange,), {"compares": ("q",)})()), r"merge\.compares=\('q',\): give"),
+        (
+            (Odd(), type("Both", (Strange,), {"compares": ("q",)})()),
+            r"merge\.compares=\('q',\): give",
+        ),
     ),
 ]
 
@@ -266,7 +289,11 @@ OWN = [
         ({"scorer": None}, "budget=20: without a scorer everything is kept: give one"),
         ({"scorrer": KeyNorm()}, TypeError, "unexpected keyword argument 'scorrer'"),
         ({"kept_first": 4}, TypeError, "unexpected keyword argument 'kept_first'"),
-        ({"scorer": KeyNorm}, TypeError, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
+        (
+            {"scorer": KeyNorm},
+            TypeError,
+            r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)",
+        ),
         (
             {"scorer": "attention"},
             TypeError,
@@ -283,12 +310,24 @@ OWN = [
         ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
         ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
         ({"read": 3}, TypeError, "read=3: give what layers read"),
-        ({"read": LoadedReads(resident_layers=1, ahead=0)}, "read=.*are whole prompts: leave the scorer out"),
+        (
+            {"read": LoadedReads(resident_layers=1, ahead=0)},
+            "read=.*are whole prompts: leave the scorer out",
+        ),
         ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
         ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
-        ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
-        ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
-        ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after=.*segments that lie alike"),
+        (
+            {"rolling": True, "heads": AdaptiveHeads()},
+            "rolling=True: heads and layers need segments of equal size",
+        ),
+        (
+            {"rolling": True, "layers": EntropyLayers()},
+            "rolling=True: heads and layers need segments of equal size",
+        ),
+        (
+            {"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()},
+            "after=.*segments that lie alike",
+        ),
         ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
     ),
     *door(
@@ -311,15 +350,39 @@ OWN = [
     ),
     *calls(
         "a threshold",
-        (lambda: KVzap(threshold="low"), r"threshold='low': give the least score of a row that stays, or N"),
-        (lambda: KVzap(threshold=float("nan")), r"threshold=nan: give the least score of a row that stays, or None"),
-        (lambda: FastKVzip(threshold=-4), r"threshold=-4: give the least score.* between 0 and 1, or None"),
+        (
+            lambda: KVzap(threshold="low"),
+            r"threshold='low': give the least score of a row that stays, or N",
+        ),
+        (
+            lambda: KVzap(threshold=float("nan")),
+            r"threshold=nan: give the least score of a row that stays, or None",
+        ),
+        (
+            lambda: FastKVzip(threshold=-4),
+            r"threshold=-4: give the least score.* between 0 and 1, or None",
+        ),
         (lambda: ThresholdHeads(threshold=None), r"threshold=None: give the least score of a row"),
-        (lambda: ThresholdHeads(threshold=1, budgets=SharedHeads), r"budgets=.*SharedHeads.*: give head budgets"),
-        (lambda: ThresholdHeads(threshold=1, budgets=HIGH), r"budgets=.*one threshold is enough: give UniformHeads"),
-        (lambda: ThresholdHeads(threshold=1, budgets=SharedHeads()), r"budgets=.*heads that keep the same rows"),
-        (lambda: ThresholdHeads(threshold=1, budgets=KINDS), r"budgets=.*heads with numbers of rows of their own"),
-        (lambda: Parts(heads=HIGH), r"threshold=0\.5: rows have no scores without a scorer: give one"),
+        (
+            lambda: ThresholdHeads(threshold=1, budgets=SharedHeads),
+            r"budgets=.*SharedHeads.*: give head budgets",
+        ),
+        (
+            lambda: ThresholdHeads(threshold=1, budgets=HIGH),
+            r"budgets=.*one threshold is enough: give UniformHeads",
+        ),
+        (
+            lambda: ThresholdHeads(threshold=1, budgets=SharedHeads()),
+            r"budgets=.*heads that keep the same rows",
+        ),
+        (
+            lambda: ThresholdHeads(threshold=1, budgets=KINDS),
+            r"budgets=.*heads with numbers of rows of their own",
+        ),
+        (
+            lambda: Parts(heads=HIGH),
+            r"threshold=0\.5: rows have no scores without a scorer: give one",
+        ),
         (
             lambda: Parts(budget=9, scorer=KeyNorm(), heads=TwoStageHeads(budgets=HIGH)),
             r"heads=.*put the threshold around TwoStageHeads",
@@ -329,12 +392,19 @@ OWN = [
             r"threshold=0\.5: rows that go one by one are compared with one another.*give every=64",
         ),
         (
-            lambda: dataclasses.replace(SnapKV(budget=64, allocation=VarianceLayers()).parts(), heads=HIGH),
+            lambda: dataclasses.replace(
+                SnapKV(budget=64, allocation=VarianceLayers()).parts(), heads=HIGH
+            ),
             r"threshold=0\.5: how many rows stay follows from VarianceLayers.*give UniformLayers",
         ),
-        (lambda: ChunkKV(base=KVzap(threshold=-4)), r"base=.*its heads choose in a way of their own"),
+        (
+            lambda: ChunkKV(base=KVzap(threshold=-4)),
+            r"base=.*its heads choose in a way of their own",
+        ),
     ),
-    *calls("Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")),
+    *calls(
+        "Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")
+    ),
     *door(
         "Keep",
         lambda keep: Keep(**keep),
@@ -359,10 +429,18 @@ OWN = [
             TypeError,
             r"Kept\.keep: it is no field's default: write `keep",
         ),
-        (Unmade, TypeError, r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it"),
+        (
+            Unmade,
+            TypeError,
+            r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it",
+        ),
         (made(derived("Below", Unmade)), TypeError, r"Unmade\.budget: it is no field's default"),
         (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
-        (lambda: derived("Nothing", Method)(budget=20), TypeError, "Nothing: write its method `parts`"),
+        (
+            lambda: derived("Nothing", Method)(budget=20),
+            TypeError,
+            "Nothing: write its method `parts`",
+        ),
         (
             lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
             TypeError,
@@ -373,9 +451,15 @@ OWN = [
             TypeError,
             r"Without\.parts=None: make it a method that returns Parts",
         ),
-        (lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)), TypeError, "Around: write its method `wrap`"),
         (
-            lambda: derived("Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()),
+            lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),
+            TypeError,
+            "Around: write its method `wrap`",
+        ),
+        (
+            lambda: derived(
+                "Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()
+            ),
             TypeError,
             r"Part\.heads: nobody reads it: write `parts`",
         ),
@@ -387,7 +471,11 @@ OWN = [
             )
             for name in ("scorer", "heads", "keep")
         ),
-        (lambda: type("Mine", (Mixed, SnapKV), {}), TypeError, r"Mixed\.scorer: nobody reads it: write `parts`"),
+        (
+            lambda: type("Mine", (Mixed, SnapKV), {}),
+            TypeError,
+            r"Mixed\.scorer: nobody reads it: write `parts`",
+        ),
         (
             lambda: made(type("Mine", (Narrow, SnapKV), {}))(budget=64),
             TypeError,

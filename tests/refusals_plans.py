@@ -30,7 +30,9 @@ def exported(options):
 
 def placed(directory):
     """Before minutes have gone into programs."""
-    with mock.patch.object(writing, "_programs", side_effect=AssertionError("programs are made already")):
+    with mock.patch.object(
+        writing, "_programs", side_effect=AssertionError("programs are made already")
+    ):
         return jaxkv.export(tiny.tiny(SMALL), directory, lengths=16, question=0, new=4)
 
 
@@ -49,7 +51,10 @@ ROWS = [
         ({"mesh": "3x3"}, "give groups and GPUs of each, 1x8"),
         ({"mesh": "1x" + "9" * 5000}, "mesh=.*999.*: give groups and GPUs of each"),
         ({"context": 200000}, "context=200000: llama-3.1-70b was made for 131072"),
-        ({"context": "128 tokens"}, "context='128 tokens': give a number of tokens, such as 131072 or 128K"),
+        (
+            {"context": "128 tokens"},
+            "context='128 tokens': give a number of tokens, such as 131072 or 128K",
+        ),
         ({"gpus": "0xh100"}, "give 1 or more of them"),
         ({"price": 0}, "price=0: give the price of a GPU for an hour"),
         ({"price": "2.5"}, "price='2.5': give the price of a GPU for an hour"),
@@ -72,12 +77,21 @@ ROWS = [
         ({"policy": "snapkv"}, "policy='snapkv': give a policy"),
         ({"config": {}}, "config={}: give a ModelConfig"),
     ),
-    *calls("a GPU", (lambda: dataclasses.replace(gpus()["h100"], memory=0), "memory=0: give a positive whole number")),
+    *calls(
+        "a GPU",
+        (
+            lambda: dataclasses.replace(gpus()["h100"], memory=0),
+            "memory=0: give a positive whole number",
+        ),
+    ),
     *door(
         "export",
         exported,
         ({"policy": jaxkv.OmniKV(**ONE, offload=True)}, "OmniKV brings rows from"),
-        ({"policy": jaxkv.BrutalOffload(resident_layers=1)}, "BrutalOffload brings rows from host memory"),
+        (
+            {"policy": jaxkv.BrutalOffload(resident_layers=1)},
+            "BrutalOffload brings rows from host memory",
+        ),
         ({"policy": jaxkv.OmniKV(**ONE, prefill_ratio=2)}, "reads prompts chunk by chunk"),
         ({"platforms": "gpu"}, r"platforms=\['gpu'\]: give of cpu, cuda, rocm, tpu"),
         ({"lengths": 500}, "the model was made for 512"),

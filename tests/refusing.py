@@ -16,7 +16,10 @@ class Row(NamedTuple):
 
 def door(name: str, call: Callable[[Any], Any], *rows: tuple) -> list[Row]:
     """Rows `(bad, told)`, or `(bad, kind, told)` where the error is no ValueError; `call` takes what is bad."""
-    return [Row(name, functools.partial(call, bad), *(kind or [ValueError]), told) for bad, *kind, told in rows]
+    return [
+        Row(name, functools.partial(call, bad), *(kind or [ValueError]), told)
+        for bad, *kind, told in rows
+    ]
 
 
 def calls(name: str, *rows: tuple) -> list[Row]:

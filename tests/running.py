@@ -48,16 +48,27 @@ def archive(path: str) -> dict[str, np.ndarray]:
 
 
 def prefill(
-    model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None, *, room: int = 0, slots: int | None = None
+    model: LanguageModel,
+    ids: list,
+    policy: jaxkv.Policy | None = None,
+    *,
+    room: int = 0,
+    slots: int | None = None,
 ) -> tuple[KVCache, np.ndarray]:
     """Cache and logits `[B, V]` of the last tokens. `slots` replaces the bucket, and with it the query blocks."""
     session = jaxkv.Session(model, policy)
-    needed = plan_prefill(model.config, session.policy, [len(each) for each in ids], dtype=model.dtype, room=room)
-    cache = session.prefill(ids, needed=needed if slots is None else dataclasses.replace(needed, slots=slots))
+    needed = plan_prefill(
+        model.config, session.policy, [len(each) for each in ids], dtype=model.dtype, room=room
+    )
+    cache = session.prefill(
+        ids, needed=needed if slots is None else dataclasses.replace(needed, slots=slots)
+    )
     return cache, np.asarray(cache.logits)
 
 
-def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -> tuple[list[np.ndarray], KVCache]:
+def extend(
+    model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1
+) -> tuple[list[np.ndarray], KVCache]:
     """Feeds ids, `chunk` at a time, on top of a copy of the cache; rows may have different lengths.
 
     Returns each row's logits at the last token of every chunk, `[chunks, V]`, and the copy.
@@ -81,10 +92,14 @@ def by_prefixes(model: LanguageModel, ids: list) -> list[np.ndarray]:
     return np.split(logits, np.cumsum([len(each) for each in ids])[:-1])
 
 
-def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None) -> list[np.ndarray]:
+def by_tokens(
+    model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None
+) -> list[np.ndarray]:
     """Logits `[S, V]` at every position of every row: the first token prefilled, the others decoded one by one."""
     # In the bucket of the whole prompts, whose programs other tests need anyway.
-    cache, first = prefill(model, [each[:1] for each in ids], policy, slots=bucket(max(len(each) for each in ids)))
+    cache, first = prefill(
+        model, [each[:1] for each in ids], policy, slots=bucket(max(len(each) for each in ids))
+    )
     rest, _ = extend(model, cache, [each[1:] for each in ids])
     return [np.concatenate([first[row : row + 1], after]) for row, after in enumerate(rest)]
 
@@ -94,7 +109,9 @@ def greedy(model: LanguageModel, cache: KVCache, steps: int) -> np.ndarray:
     return jaxkv.Session(model, cache.policy).draw(cache, steps)[1]
 
 
-def greedy_after_one(model: LanguageModel, cache: KVCache, steps: int) -> tuple[np.ndarray, list[int]]:
+def greedy_after_one(
+    model: LanguageModel, cache: KVCache, steps: int
+) -> tuple[np.ndarray, list[int]]:
     """One sequence's logits after the first token drawn, and all tokens; one program draws both times.
 
     The cache is given up: a copy would take a program for each size of pools.

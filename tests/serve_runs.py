@@ -15,7 +15,8 @@ import lettered
 ROOT = Path(__file__).parent.parent
 KEY = "sesame"
 QUICK = (
-    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
 )
 
 
@@ -24,7 +25,12 @@ def model_folder(parent):
     folder = parent / "model"
     shutil.copytree(lettered.FOLDER, folder, copy_function=shutil.copyfile)
     (folder / "tokenizer.json").write_text(lettered.characters().tokenizer_json())
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": lettered.TEMPLATE}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "chat_template": lettered.TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -32,11 +38,35 @@ def model_folder(parent):
 @contextlib.contextmanager
 def launched(folder, *options, program=("-m", "jaxkv")):
     """A server's process, which is starting."""
-    limits = ["--slots", "1", "--max-prompt-tokens", "60", "--max-new-tokens", "60", "--max-question-tokens", "0"]
-    command = [sys.executable, *program, "serve", "--model", str(folder), "--served-model-name", "tiny"]
+    limits = [
+        "--slots",
+        "1",
+        "--max-prompt-tokens",
+        "60",
+        "--max-new-tokens",
+        "60",
+        "--max-question-tokens",
+        "0",
+    ]
+    command = [
+        sys.executable,
+        *program,
+        "serve",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "tiny",
+    ]
     command += ["--policy", "knorm", "--budget", "16", "--port", "0", *limits, *options]
-    environment = {**os.environ, "JAXKV_CACHE": str(folder.parent), "XLA_FLAGS": QUICK, "JAXKV_API_KEY": KEY}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    environment = {
+        **os.environ,
+        "JAXKV_CACHE": str(folder.parent),
+        "XLA_FLAGS": QUICK,
+        "JAXKV_API_KEY": KEY,
+    }
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
     with process.stderr:
         try:
             yield process

@@ -26,7 +26,15 @@ WHOLE = dict(queries=40, slots=40, first=[0, 0], length=[39, 20])
 CASES = {
     "whole-64-bfloat16": dict(dim=64, dtype="bfloat16", group=2, **WHOLE),
     "whole-128-float16": dict(dim=128, dtype="float16", group=1, **WHOLE),
-    "offset": dict(dim=64, dtype="float16", group=1, queries=9, slots=50, first=[41, -3, 20, 0], length=[50, 5, 24, 0]),
+    "offset": dict(
+        dim=64,
+        dtype="float16",
+        group=1,
+        queries=9,
+        slots=50,
+        first=[41, -3, 20, 0],
+        length=[50, 5, 24, 0],
+    ),
 }
 
 
@@ -59,7 +67,9 @@ def simulate(*, dim, dtype, group, queries, slots, first, length):
         folded = wide(q[b]).reshape(heads * group, queries, dim)
         theirs = o.attend_rows(folded, wide(k[b]), wide(v[b]), [range(tokens)] * heads, positions)
         for ours, want in zip((out[b], lse[b]), theirs, strict=True):
-            np.testing.assert_allclose(wide(ours), want.reshape(ours.shape), rtol=tolerance * 4, atol=tolerance * 4)
+            np.testing.assert_allclose(
+                wide(ours), want.reshape(ours.shape), rtol=tolerance * 4, atol=tolerance * 4
+            )
     # JAX before 0.11 says that warpgroups race, later ones raise.
     return {"dtypes": [out.dtype.name, lse.dtype.name], "race": "RACE" in said.getvalue()}
 

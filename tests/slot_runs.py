@@ -19,7 +19,13 @@ from jaxkv.engine.slots import Slots
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
 
 SLOTS, PROMPT, NEW = 4, 64, 24
-SAMPLERS = (Greedy(), Temperature(temperature=0.7), TopK(k=5), TopP(p=0.8, temperature=1.3), MinP(p=0.2))
+SAMPLERS = (
+    Greedy(),
+    Temperature(temperature=0.7),
+    TopK(k=5),
+    TopP(p=0.8, temperature=1.3),
+    MinP(p=0.2),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,9 @@ def alone(model, policy, asked):
     """The tokens of a request by itself."""
     session = jaxkv.Session(model, policy, key=asked.seed)
     cache = session.prefill(asked.prompt, new=NEW)
-    tokens = session.draw(cache, asked.new, new=NEW, sampling=asked.sampling, eos=asked.eos, donate=True)[1][0]
+    tokens = session.draw(
+        cache, asked.new, new=NEW, sampling=asked.sampling, eos=asked.eos, donate=True
+    )[1][0]
     return tokens[tokens >= 0].tolist()
 
 
@@ -66,7 +74,9 @@ def made(model, policy, **options):
 def begun(slots, asked):
     """A request's sequence, prefilled."""
     cache = slots.prefill(asked.prompt, key=asked.seed)
-    return slots.begin(cache, max_new_tokens=asked.new, sampling=asked.sampling, eos=asked.eos, key=asked.seed)
+    return slots.begin(
+        cache, max_new_tokens=asked.new, sampling=asked.sampling, eos=asked.eos, key=asked.seed
+    )
 
 
 def answered(slots, given, *, steps=8):
@@ -107,12 +117,20 @@ def check_row(where, name):
         split = whole.on(meshes.mesh_of(2, 4))
         check(split, policy, given, slots=made(split, policy), reference=whole)
         return
-    check(tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16" if where == "bfloat16" else "float32"), policy_of(name), given)
+    check(
+        tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16" if where == "bfloat16" else "float32"),
+        policy_of(name),
+        given,
+    )
 
 
 def policy_of(name):
     """The policy of a row's name; those behind which ", every" stands compress again while tokens are drawn."""
-    return again.POLICIES[name.removesuffix(", every")] if name.endswith(", every") else BY_NAME[name].policy(20)
+    return (
+        again.POLICIES[name.removesuffix(", every")]
+        if name.endswith(", every")
+        else BY_NAME[name].policy(20)
+    )
 
 
 def over_rows(title, rows, check):

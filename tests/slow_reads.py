@@ -14,7 +14,9 @@ def paid(query, keys):
     """What each head of one query `[H, D]` pays to keys `[n, D]`, one array of these for each of K kv heads."""
     group, out = len(query) // len(keys), []
     for head, each in enumerate(query):
-        logits = keys[head // group].astype(np.float64) @ each.astype(np.float64) / math.sqrt(each.size)
+        logits = (
+            keys[head // group].astype(np.float64) @ each.astype(np.float64) / math.sqrt(each.size)
+        )
         weights = np.exp(logits - logits.max())
         out.append(weights / weights.sum())
     return out
@@ -55,15 +57,21 @@ class Slow:
         stands = jnp.arange(first, first + len(tokens))[None]
         x, chosen = self.ends.embed(jnp.asarray([tokens])), {}
         for layer, block in enumerate(self.blocks):
-            normed, by = block.normed(x), angles(stands, config.spec_of(layer).rope, config.head_dim)
+            normed, by = (
+                block.normed(x),
+                angles(stands, config.spec_of(layer).rope, config.head_dim),
+            )
             q, (k, v) = block.queries(normed, by)[0], block.keys_values(normed)
             q = np.moveaxis(np.asarray(q), 2, 0).reshape(len(tokens), -1, config.head_dim)
             self.rows[layer] += [
-                (q[at], np.asarray(rotate(k, by)[0, :, at]), np.asarray(v[0, :, at])) for at in range(len(tokens))
+                (q[at], np.asarray(rotate(k, by)[0, :, at]), np.asarray(v[0, :, at]))
+                for at in range(len(tokens))
             ]
             if layer in self.sources.values() and self.page is None and how != "whole":
                 chosen[layer] = self.choose(layer, first, how)
-            out = [self.attended(layer, first + at, first, how, chosen) for at in range(len(tokens))]
+            out = [
+                self.attended(layer, first + at, first, how, chosen) for at in range(len(tokens))
+            ]
             shape = (len(tokens), config.kv_heads, config.group, config.head_dim)
             out = np.moveaxis(np.stack(out).reshape(shape), 0, 2)[None]
             x = block.finish(x, jnp.asarray(out, jnp.float32))
@@ -77,7 +85,11 @@ class Slow:
     def choose(self, layer, first, how):
         """The positions that a filter chooses among those before `first`, or, for drawn tokens, among the prompt's."""
         below = first if how == "chunk" or self.generated else self.prompt
-        asking = range(first, len(self.rows[layer])) if how == "chunk" else range(first, first - len(self.ages), -1)
+        asking = (
+            range(first, len(self.rows[layer]))
+            if how == "chunk"
+            else range(first, first - len(self.ages), -1)
+        )
         weights, scores = (1.0,) * len(asking) if how == "chunk" else self.ages, np.zeros(below)
         for at, weight in zip(asking, weights, strict=True):
             if at < 0:
@@ -104,8 +116,12 @@ class Slow:
         if window is not None:
             seen = [list(range(max(0, at - window + 1), at + 1))] * config.kv_heads
         elif layer in self.sources and how != "whole" and self.page is not None:
-            keys = np.stack([self.of(layer, 1, head, seen[head]) for head in heads]).astype(np.float64)
-            rows, _ = o.quest_rows(query.astype(np.float64), keys, budget=self.budget, page=self.page)
+            keys = np.stack([self.of(layer, 1, head, seen[head]) for head in heads]).astype(
+                np.float64
+            )
+            rows, _ = o.quest_rows(
+                query.astype(np.float64), keys, budget=self.budget, page=self.page
+            )
             seen = [[seen[head][row] for row in rows[head]] for head in heads]
         elif layer in self.sources and how != "whole":
             behind = first if how == "chunk" else at if self.generated else self.prompt

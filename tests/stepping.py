@@ -100,7 +100,9 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     layer = of_prompt(scores, jnp.asarray(forced), length)
     mask = choose([layer], count, last, heads=parts.heads).masks[0]
-    taken = Unpacked(jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass)
+    taken = Unpacked(
+        jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass
+    )
     if parts.merge is not None:
         taken = merged(taken, mask, jax.random.key(0), merge=parts.merge)
     kept = mask.sum(axis=-1, dtype=jnp.int32)
@@ -115,7 +117,8 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
         length=kept,
         limit=jnp.asarray(np.broadcast_to(limit[:, None], kept.shape), jnp.int32),
         recent=jnp.broadcast_to(
-            jnp.asarray(parts.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None], kept.shape
+            jnp.asarray(parts.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None],
+            kept.shape,
         ),
         tau=taken.tau,
         prompt=length,
@@ -140,7 +143,11 @@ def spec_of(policy: Method, layout: Layout, widest: int | None = None) -> Spec:
 def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count, norms=None):
     """A layer's step: attention, scores, eviction."""
     (pool,) = faded((pool,), count, spec)
-    other = None if segments.likely is None else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
+    other = (
+        None
+        if segments.likely is None
+        else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
+    )
     new = NewTokens(positions=segments.seen[:, None], count=count)
     # The token's angles are of no use: it is projected already.
     by = StepAngles(angles(new.positions, spec.config.rope, DIM))
@@ -149,7 +156,9 @@ def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count, no
     pool = rows.pool
     if received is not None:
         pool = with_received(pool, received, segments.start, count > 0)
-    now = dataclasses.replace(segments, length=segments.length + count[:, None], seen=segments.seen + count)
+    now = dataclasses.replace(
+        segments, length=segments.length + count[:, None], seen=segments.seen + count
+    )
     left = evict(
         pool,
         now,
@@ -178,16 +187,23 @@ def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None
             token = Token(q=q, k=k, v=v, stored=k)
             out, left = one_step(spec, token, pool, segments, count, norms)
             segments = dataclasses.replace(left.segments, likely=left.likely)
-            return (left.pool, segments, left.norms), jax.tree.leaves((left.pool, segments, out, left.norms))
+            return (left.pool, segments, left.norms), jax.tree.leaves(
+                (left.pool, segments, out, left.norms)
+            )
 
         return lax.scan(step, (pool, segments, norms), (q, k, v))[1]
 
     by_step = lambda a: jnp.moveaxis(jnp.asarray(a), -2, 0)[..., None, :]  # noqa: E731
     after = run(pool, segments, norms, *map(by_step, (drawn.q_new, drawn.k_new, drawn.v_new)))
-    host, kind = [np.asarray(leaf) for leaf in after], jax.tree.structure((pool, segments, 0, norms))
+    host, kind = (
+        [np.asarray(leaf) for leaf in after],
+        jax.tree.structure((pool, segments, 0, norms)),
+    )
     yield pool, segments, None, norms
     for t in range(STEPS):
-        pool, segments, out, norms = jax.tree.unflatten(kind, [jnp.asarray(leaf[t]) for leaf in host])
+        pool, segments, out, norms = jax.tree.unflatten(
+            kind, [jnp.asarray(leaf[t]) for leaf in host]
+        )
         yield pool, segments, np.asarray(out)[..., 0, :], norms
 
 
@@ -195,6 +211,8 @@ def held(pool: Pool, segments: Segments, row: int, head: int):
     """One segment's rows in order of position."""
     first, count = int(segments.start[row, head]), int(segments.length[row, head])
     span = slice(first, first + count)
-    pos, k, v, score = (np.asarray(leaf)[row, span] for leaf in (pool.pos, pool.k, pool.v, pool.score))
+    pos, k, v, score = (
+        np.asarray(leaf)[row, span] for leaf in (pool.pos, pool.k, pool.v, pool.score)
+    )
     order = np.argsort(pos)
     return pos[order].tolist(), k[order], v[order], score[order]

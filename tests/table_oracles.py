@@ -10,14 +10,18 @@ import oracles as o
 
 WINDOW = 8
 # (q, k, budget) of all layers, without batch or padding, to (kept[L][K], gap).
-Oracle = Callable[[list[np.ndarray], list[np.ndarray], int | float], tuple[list[list[list[int]]], float]]
+Oracle = Callable[
+    [list[np.ndarray], list[np.ndarray], int | float], tuple[list[list[list[int]]], float]
+]
 
 
 def each(select) -> Oracle:
     """Layers that do not know of each other: `select(layer, q, k, budget)` for each, and the smallest gap."""
 
     def oracle(qs, ks, budget):
-        picked = [select(layer, q, k, budget) for layer, (q, k) in enumerate(zip(qs, ks, strict=True))]
+        picked = [
+            select(layer, q, k, budget) for layer, (q, k) in enumerate(zip(qs, ks, strict=True))
+        ]
         return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
     return oracle
@@ -32,7 +36,9 @@ def random(layer, q, k, budget):
     # The draws are the library's promise: by key, layer, position and head; which of them win is worked out here.
     heads, n, _ = k.shape
     key = jax.random.fold_in(jax.random.key(0), layer)
-    draws = np.stack([jax.random.uniform(jax.random.fold_in(key, j), (heads,)) for j in range(n)], axis=1)
+    draws = np.stack(
+        [jax.random.uniform(jax.random.fold_in(key, j), (heads,)) for j in range(n)], axis=1
+    )
     rows = o.resolve_budget(budget, n)
     picked = [o.top_select(row, rows, [], n) for row in draws.astype(np.float64)]
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
@@ -120,10 +126,15 @@ def critical(ada=False):
 
 def _together(scores, norms, rows, forced, below):
     """CriticalKV where heads keep the same rows, all of them among `below`: each stage goes by the mean over heads."""
-    first = [float(np.mean([head[j] for head in scores])) if j not in forced else 0.0 for j in below]
+    first = [
+        float(np.mean([head[j] for head in scores])) if j not in forced else 0.0 for j in below
+    ]
     pairs = list(zip(scores, norms, strict=True))
     both = [
-        float(np.mean([(head[j] + 1e-4) * norm[j] for head, norm in pairs])) if j not in forced else 0.0 for j in below
+        float(np.mean([(head[j] + 1e-4) * norm[j] for head, norm in pairs]))
+        if j not in forced
+        else 0.0
+        for j in below
     ]
     must = [at for at, j in enumerate(below) if j in forced]
     safe, gap = o.top_select(first, rows // 2, must, len(below))
@@ -158,7 +169,9 @@ def critical_streaming(layer, q, k, budget):
     n, heads = k.shape[1], len(k)
     scores = np.broadcast_to(np.arange(n, dtype=np.float64), (heads, n))
     forced = o.forced_positions(n, 2, 1, ())
-    return o.critical_select(scores, critical_norms(k), [o.resolve_budget(budget, n)] * heads, forced, n)
+    return o.critical_select(
+        scores, critical_norms(k), [o.resolve_budget(budget, n)] * heads, forced, n
+    )
 
 
 def keydiff(layer, q, k, budget):
@@ -193,7 +206,9 @@ def lagkv(**options):
 
 def curdkv(**options):
     """CurDKV, whose values are the keys here."""
-    return each(lambda layer, q, k, budget: _behind_sinks(o.cur_scores(k, k, **options), budget, k.shape[1]))
+    return each(
+        lambda layer, q, k, budget: _behind_sinks(o.cur_scores(k, k, **options), budget, k.shape[1])
+    )
 
 
 def capkv(**options):
@@ -242,7 +257,9 @@ def defensive(over_layers=False, stage=None):
     def oracle(qs, ks, budget):
         n = ks[0].shape[1]
         rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
-        scores = [o.defensive_scores(q, k, critical_norms(k), WINDOW) for q, k in zip(qs, ks, strict=True)]
+        scores = [
+            o.defensive_scores(q, k, critical_norms(k), WINDOW) for q, k in zip(qs, ks, strict=True)
+        ]
         gap = math.inf
         if stage is not None:
             for each, q, k in zip(scores, qs, ks, strict=True):
@@ -291,7 +308,9 @@ def chunkkv_entropy(layer, q, k, budget):
 def compactor(layer, q, k, budget):
     (heads, n, dim), rows = k.shape, o.resolve_budget(budget, k.shape[1])
     # The projections are the library's promise, by key and layer.
-    draws = np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(0), layer), (heads, dim, 6)), np.float64)
+    draws = np.asarray(
+        jax.random.normal(jax.random.fold_in(jax.random.key(0), layer), (heads, dim, 6)), np.float64
+    )
     blending = 1 - budget if isinstance(budget, float) else 0.35
     scores = o.compactor_scores(q, k, k, k, draws, size=16, first=2, last=4, blending=blending)
     padded = np.pad(scores, ((0, 0), (2, 4)))
@@ -301,7 +320,9 @@ def compactor(layer, q, k, budget):
 
 def global_keydiff(qs, ks, budget):
     n = ks[0].shape[1]
-    return o.global_select([o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3)
+    return o.global_select(
+        [o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3
+    )
 
 
 def replayed(k):
@@ -311,14 +332,18 @@ def replayed(k):
 
 def kvzip(qs, ks, budget):
     n = ks[0].shape[1]
-    return o.global_select([replayed(k) for k in ks], o.resolve_budget(budget, n), [0, 1], n, alpha=0)
+    return o.global_select(
+        [replayed(k) for k in ks], o.resolve_budget(budget, n), [0, 1], n, alpha=0
+    )
 
 
 def global_heavy(qs, ks, budget):
     n = ks[0].shape[1]
     rows = o.resolve_budget(budget, n)
     forced = o.forced_positions(n, 0, recent(rows, 0, 0.5), ())
-    return o.global_select([o.cumulative_scores(q, k) for q, k in zip(qs, ks, strict=True)], rows, forced, n)
+    return o.global_select(
+        [o.cumulative_scores(q, k) for q, k in zip(qs, ks, strict=True)], rows, forced, n
+    )
 
 
 def window(oracle=o.snapkv, **options: Any) -> Oracle:

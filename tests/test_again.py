@@ -49,7 +49,9 @@ POLICIES = {
     "snapkv-sinks": SnapKV(budget=ROWS, window=8, sinks=3, protect=((5, 8), (-3, 20)), every=EVERY),
     "snapkv-merge": SnapKV(budget=ROWS, window=8, merge=Merge(), every=EVERY),
     "adakv": AdaKV(base=SnapKV(budget=ROWS, window=8, every=EVERY)),
-    "adakv-merge": AdaKV(base=SnapKV(budget=ROWS, window=8, merge=Merge(weights="average"), every=EVERY)),
+    "adakv-merge": AdaKV(
+        base=SnapKV(budget=ROWS, window=8, merge=Merge(weights="average"), every=EVERY)
+    ),
     "pyramidkv": PyramidKV(budget=ROWS, window=4, every=EVERY),
     "streaming": StreamingLLM(budget=ROWS, every=EVERY),
     "streaming-rolling": StreamingLLM(budget=ROWS, rolling_positions=True, every=EVERY),
@@ -66,7 +68,9 @@ POLICIES = {
     "curdkv": CurDKV(budget=ROWS, every=EVERY),
     "capkv": CAPKV(budget=ROWS, every=EVERY),
     "expected": ExpectedAttention(budget=ROWS, future=16, every=EVERY),
-    "adakv-expected": AdaKV(base=ExpectedAttention(budget=ROWS, future=16, epsilon=0.01, every=EVERY)),
+    "adakv-expected": AdaKV(
+        base=ExpectedAttention(budget=ROWS, future=16, epsilon=0.01, every=EVERY)
+    ),
     "defensive": DefensiveKV(budget=ROWS, window=8, every=EVERY),
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
     "globalbudget": GlobalBudget(base=KeyDiff(budget=ROWS, every=EVERY), alpha=0.3),
@@ -92,7 +96,9 @@ LENGTHS = (20, 13)
 def once(policy):
     """The policy without what it does while decoding."""
     if isinstance(policy, (AdaKV, ChunkKV, CriticalKV, GlobalBudget)):
-        return dataclasses.replace(policy, base=once(policy.base), budget=None, every=None, merge=None)
+        return dataclasses.replace(
+            policy, base=once(policy.base), budget=None, every=None, merge=None
+        )
     return dataclasses.replace(policy, every=None)
 
 
@@ -134,7 +140,10 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
         new = ROWS + EVERY - n
         cache, _, _ = tiny.run(model, ids, policy)
         grown = feed(model, cache, more[:, :new], chunk=chunk)
-        assert beyond(grown)[sequence] >= (1 if policy.parts().evicts else EVERY) and due(grown)[sequence]
+        assert (
+            beyond(grown)[sequence] >= (1 if policy.parts().evicts else EVERY)
+            and due(grown)[sequence]
+        )
         after = jaxkv.Session(model, policy).compress_again(grown)
         whole = [[*ids[sequence], *more[sequence, :new].tolist()]]
         expected, _, _ = tiny.run(model, whole, reference)
@@ -180,7 +189,13 @@ def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
 def test_layers_ranked_by_scores_hold_what_always_stays_once_a_short_prompt_has_grown():
     """Layers' budgets are those of the prompt, here 3 rows each: fewer than the window."""
     policy = SnapKV(budget=1.0, window=8, every=4, allocation=VarianceLayers())
-    out = jaxkv.generate(tiny.tiny(GQA), tiny.prompts(5, (40, 3)), policy=policy, max_new_tokens=20, stop_at_eos=False)
+    out = jaxkv.generate(
+        tiny.tiny(GQA),
+        tiny.prompts(5, (40, 3)),
+        policy=policy,
+        max_new_tokens=20,
+        stop_at_eos=False,
+    )
     assert not due(out.cache).any()
     # Compressed again for every fourth row beyond the 40 and the 8.
     assert out.cache.kept[:, 1].max() <= 8 + 3
@@ -207,10 +222,15 @@ def test_a_merger_learns_nothing_of_sequences_that_are_not_due():
     assert (tau[:, 0] == 2).all() and (tau[:, 1] == 1).all()
 
 
-@pytest.mark.parametrize("name", ("snapkv-sinks", "adakv-merge", "pyramidkv", "streaming-rolling", "h2o", "d2o"))
+@pytest.mark.parametrize(
+    "name", ("snapkv-sinks", "adakv-merge", "pyramidkv", "streaming-rolling", "h2o", "d2o")
+)
 def test_a_cache_never_exceeds_its_budget_and_n(name):
     policy, model = POLICIES[name], tiny.tiny(GQA)
-    ids, more = tiny.prompts(11, (50, 31)), np.random.default_rng(5).integers(0, tiny.VOCAB, (2, 3 * EVERY))
+    ids, more = (
+        tiny.prompts(11, (50, 31)),
+        np.random.default_rng(5).integers(0, tiny.VOCAB, (2, 3 * EVERY)),
+    )
     cache, _, _ = tiny.run(model, ids, policy)
     seen = np.asarray([50, 31])
     for step in range(more.shape[1]):
@@ -222,8 +242,13 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
         for layer, row, head, _, _, pos in tiny.segments(cache):
             n = seen[row] + step + 1
             window = set(range(n - policy.parts().keep.window, n))
-            spans = {p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))}
-            assert set(range(policy.parts().keep.sinks)) | window | spans <= set(pos.tolist()), (layer, head)
+            spans = {
+                p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))
+            }
+            assert set(range(policy.parts().keep.sinks)) | window | spans <= set(pos.tolist()), (
+                layer,
+                head,
+            )
 
 
 @pytest.mark.parametrize(
@@ -242,16 +267,22 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
 def test_generate_over_turns(policy):
     """Prompts shorter and longer than the budget, a question longer than the room, an answer of several blocks."""
     model = tiny.tiny(GQA)
-    out = jaxkv.generate(model, tiny.prompts(12, (40, 9)), policy=policy, max_new_tokens=30, stop_at_eos=False)
+    out = jaxkv.generate(
+        model, tiny.prompts(12, (40, 9)), policy=policy, max_new_tokens=30, stop_at_eos=False
+    )
     before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out.cache)]
-    again_ = jaxkv.generate(model, tiny.prompts(13, (35, 3)), cache=out.cache, max_new_tokens=12, stop_at_eos=False)
+    again_ = jaxkv.generate(
+        model, tiny.prompts(13, (35, 3)), cache=out.cache, max_new_tokens=12, stop_at_eos=False
+    )
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out.cache)] == before
     assert np.asarray(again_.cache.seen).tolist() == [40 + 30 + 35 + 12, 9 + 30 + 3 + 12]
     for cache in (out.cache, again_.cache):
         over = cache.kept - np.asarray(cache.limit)
         assert over.max() <= (0 if policy.parts().evicts else EVERY - 1)
         held = [set(pos.tolist()) for *_, pos in tiny.segments(cache)]
-        assert all(len(rows) == count for rows, count in zip(held, cache.kept.reshape(-1), strict=True))
+        assert all(
+            len(rows) == count for rows, count in zip(held, cache.kept.reshape(-1), strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", ["layerdefensive", "globalbudget"])
@@ -267,7 +298,9 @@ def test_one_cache_of_an_evicting_policy_serves_many_questions():
     questions = [[1, 2, 3], [9], [20, 21]]
     forked = jaxkv.generate(model, questions, cache=cache, max_new_tokens=5, stop_at_eos=False)
     alone = [
-        jaxkv.generate(model, each, cache=cache, max_new_tokens=5, stop_at_eos=False).tokens.tolist()
+        jaxkv.generate(
+            model, each, cache=cache, max_new_tokens=5, stop_at_eos=False
+        ).tokens.tolist()
         for each in questions
     ]
     assert [row.tolist() for row in forked.tokens] == alone
@@ -277,12 +310,18 @@ def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
     config = tiny.shape(layers=4, kv_heads=2, group=3, dim=8)
     model, rows = tiny.tiny(config), 40
     out = jaxkv.generate(
-        model, tiny.prompts(3, (256, 256)), policy=D2O(budget=rows), max_new_tokens=5, stop_at_eos=False
+        model,
+        tiny.prompts(3, (256, 256)),
+        policy=D2O(budget=rows),
+        max_new_tokens=5,
+        stop_at_eos=False,
     )
     cache, segments = out.cache, config.layers * config.kv_heads
     (pool,) = cache.pools
     assert pool.rows == segments * (rows + 1)
-    assert len({int(n) for n in cache.kept[:, 0, 0]}) > 1  # layers differ, and no layer's maximum was allocated
+    assert (
+        len({int(n) for n in cache.kept[:, 0, 0]}) > 1
+    )  # layers differ, and no layer's maximum was allocated
     each = 2 * config.head_dim * 4 + 4 + 4  # key, value, position, score
     tables = 4 * 2 * (3 * segments + 1)  # first row, length, limit; tokens seen
     state = 4 * 2 * (2 + config.layers + segments)  # prompt, budget; recent rows; thresholds
@@ -305,7 +344,9 @@ def test_spans_end_with_the_prompt(policy):
     clipped = tuple(slice(*span).indices(len(prompt))[:2] for span in policy.protect)
     options = {"max_new_tokens": 40, "stop_at_eos": False}
     wide = jaxkv.generate(model, prompt, policy=policy, **options)
-    tight = jaxkv.generate(model, prompt, policy=dataclasses.replace(policy, protect=clipped), **options)
+    tight = jaxkv.generate(
+        model, prompt, policy=dataclasses.replace(policy, protect=clipped), **options
+    )
     np.testing.assert_array_equal(wide.tokens, tight.tokens)
     assert tiny.kept(wide.cache) == tiny.kept(tight.cache)
     assert wide.cache.kept.mean() <= 40 + 8
@@ -332,7 +373,9 @@ def test_batches_of_short_and_long_prompts_compile_once():
     assert programs[0] > 0 and programs[-1] == 0 and sum(programs[1:]) <= 11, programs
 
 
-@pytest.mark.parametrize("policy", (GlobalBudget(base=H2O(budget=20)), D2O(budget=20)), ids=("heads", "layers"))
+@pytest.mark.parametrize(
+    "policy", (GlobalBudget(base=H2O(budget=20)), D2O(budget=20)), ids=("heads", "layers")
+)
 def test_what_segments_hold_after_a_question_stays_below_the_bound_compiled_in(policy):
     """Heads that compete for a longer text's rows may get more than any prompt gives them."""
     model = tiny.tiny(tiny.TWO_LAYERS)
@@ -341,7 +384,9 @@ def test_what_segments_hold_after_a_question_stays_below_the_bound_compiled_in(p
         cache = session.prefill(tiny.prompts(seed, (14, 9)), new=4)
         bound = spec_for(model.flat, cache).widest
         question = session.extend(cache, tiny.prompts(9 - seed, (90, 70)))
-        assert spec_for(model.flat, question).widest is None, "rows have been added, and none has gone for them"
+        assert spec_for(model.flat, question).widest is None, (
+            "rows have been added, and none has gone for them"
+        )
         cache, _ = session.draw(session.extend(cache, tiny.prompts(9 - seed, (90, 70)), new=4), 2)
         found, holds = spec_for(model.flat, cache).widest, int(cache.kept.max())
         assert holds < bound if found is not None else holds >= bound

@@ -31,7 +31,12 @@ def oracle(ids, queries, share):
     """The map of one text by plain loops over queries, layers and keys."""
     model, count = tiny.tiny(CONFIG), len(ids)
     layers = list(
-        read_layers(model.flat, jnp.asarray([ids], jnp.int32), jnp.asarray([count]), needs=Needs(queries=queries))
+        read_layers(
+            model.flat,
+            jnp.asarray([ids], jnp.int32),
+            jnp.asarray([count]),
+            needs=Needs(queries=queries),
+        )
     )
     out = np.zeros((CONFIG.layers, CONFIG.layers))
     for row in range(queries):
@@ -40,7 +45,11 @@ def oracle(ids, queries, share):
             q, k = shown.q, shown.k
             best = np.zeros(at + 1)
             for head, group in np.ndindex(CONFIG.kv_heads, CONFIG.group):
-                logits = np.asarray(k[0, head, : at + 1], np.float64) @ np.asarray(q[0, head, group, row]) / 8**0.5
+                logits = (
+                    np.asarray(k[0, head, : at + 1], np.float64)
+                    @ np.asarray(q[0, head, group, row])
+                    / 8**0.5
+                )
                 shares = np.exp(logits - logits.max())
                 best = np.maximum(best, shares / shares.sum())
             weights.append(best / best.sum())
@@ -59,11 +68,17 @@ def test_similarity_is_the_oracles():
 
 
 def test_the_map_of_a_model_on_a_mesh():
-    texts, mesh = tiny.prompts(0, (48, 30)), jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    texts, mesh = (
+        tiny.prompts(0, (48, 30)),
+        jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4]),
+    )
     alone = similarity(tiny.tiny(CONFIG), texts, share=0.2, queries=5)
     split = similarity(tiny.tiny(CONFIG).on(mesh), texts, share=0.2, queries=5)
     np.testing.assert_allclose(split.mass, alone.mass, atol=1e-6)
-    one, two = (filter_layers(model, texts, m=1) for model in (tiny.tiny(CONFIG), tiny.tiny(CONFIG).on(mesh)))
+    one, two = (
+        filter_layers(model, texts, m=1)
+        for model in (tiny.tiny(CONFIG), tiny.tiny(CONFIG).on(mesh))
+    )
     assert one.filters == two.filters
 
 
@@ -72,7 +87,9 @@ def a_map(layers, seed=0):
     return Similarity(mass=mass, share=0.1, queries=4, lengths=(9,))
 
 
-@pytest.mark.parametrize(("layers", "m", "most"), [(12, 3, 7), (12, 2, None), (9, 1, None), (10, 3, 8)])
+@pytest.mark.parametrize(
+    ("layers", "m", "most"), [(12, 3, 7), (12, 2, None), (9, 1, None), (10, 3, 8)]
+)
 def test_the_best_filters_are_the_best_of_all_sets(layers, m, most):
     found = best_filters(a_map(layers), m=m, most_whole=most)
     most = -(-layers // 4) if most is None else most
@@ -81,7 +98,9 @@ def test_the_best_filters_are_the_best_of_all_sets(layers, m, most):
         whole = whole_layers(layer_set, 1, layers)
         if len(whole) <= most and len(whole) < layers:
             reads = sources(layer_set, 1, layers)
-            scores[layer_set] = np.mean([a_map(layers).mass[s, at] for at, s in enumerate(reads) if s != WHOLE])
+            scores[layer_set] = np.mean(
+                [a_map(layers).mass[s, at] for at, s in enumerate(reads) if s != WHOLE]
+            )
     assert found.filters == max(scores, key=scores.get)
     assert found.carried == pytest.approx(scores[found.filters])
 
@@ -136,7 +155,9 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
     # A setting of the whole process: switched on here, it would serve the tests that count compilations.
     monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
     text = tmp_path / "text.txt"
-    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 12)
+    text.write_text(
+        "It was a bright cold day in April, and the clocks were striking thirteen. " * 12
+    )
     assert main(["filters", "--text-file", str(text), "--tokens", "60", "--json", "--save"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["similarity"]["lengths"] == [60] and len(record["filters"]) == 3
@@ -146,7 +167,9 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
     assert main(["filters", "--text-file", str(tmp_path / "none.txt")]) == 2
 
 
-def test_the_command_refuses_a_picture_that_cannot_be_before_its_work(tmp_path, capsys, monkeypatch):
+def test_the_command_refuses_a_picture_that_cannot_be_before_its_work(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(filters, "load", None)
     text = tmp_path / "text.txt"
@@ -166,7 +189,9 @@ def test_sums_are_keys_and_answers_their_colours():
     for case in two_stage(20, seed=3) + two_stage(4, reason=True):
         entries = case.prompt[case.prompt.index("{") + 1 : case.prompt.index("}")].split(", ")
         table = dict(entry.split(": ") for entry in entries)
-        first, second = (int(part) for part in case.prompt.split("equation is ")[1].split(" =")[0].split(" + "))
+        first, second = (
+            int(part) for part in case.prompt.split("equation is ")[1].split(" =")[0].split(" + ")
+        )
         assert first >= 1 and second >= 1 and first + second == case.key
         assert [int(key) for key in table] == list(range(case.size))
         assert table[str(case.key)] == case.answer in COLOURS

@@ -27,15 +27,22 @@ def counted(texts=TEXTS, **options):
 
 def test_numbers_of_numpy_are_plain_ones_in_what_is_found(tmp_path):
     plain, given = counted(budgets=[8, 0.4], following=2), np.float32(0.4)
-    found = counted(budgets=(each for each in (jnp.int32(8), given)), following=np.int64(2), texts=iter(TEXTS))
+    found = counted(
+        budgets=(each for each in (jnp.int32(8), given)), following=np.int64(2), texts=iter(TEXTS)
+    )
     assert found.budgets == (8, 0.4) and found.lengths == (38, 21)
     assert json.loads(json.dumps(found.records())) == plain.records()
     found.picture(tmp_path / "found.svg")
     plain.picture(tmp_path / "plain.svg")
     assert (tmp_path / "found.svg").read_bytes() == (tmp_path / "plain.svg").read_bytes()
-    layers = filter_layers(tiny.tiny(CONFIG), TEXTS, m=1, adjacent=0, share=np.float32(0.1), queries=np.int64(4))
+    layers = filter_layers(
+        tiny.tiny(CONFIG), TEXTS, m=1, adjacent=0, share=np.float32(0.1), queries=np.int64(4)
+    )
     assert json.loads(layers.to_json())["similarity"]["share"] == 0.1
-    assert retained(tiny.tiny(CONFIG), TEXTS[:1], shares=iter((0.5, np.float32(0.1)))).shares == (0.1, 0.5)
+    assert retained(tiny.tiny(CONFIG), TEXTS[:1], shares=iter((0.5, np.float32(0.1)))).shares == (
+        0.1,
+        0.5,
+    )
 
 
 def test_a_policy_that_draws_takes_a_seed_or_a_key():
@@ -53,14 +60,22 @@ def test_a_picture_goes_through_a_link_and_leaves_nothing_where_it_fails(tmp_pat
     counted().picture(tmp_path / "link.svg")
     with pytest.raises(OSError):
         counted().picture(tmp_path / "folder.svg")
-    assert (tmp_path / "link.svg").is_symlink() and (tmp_path / "real.svg").read_text().startswith("<?xml")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.svg", "link.svg", "real.svg"]
+    assert (tmp_path / "link.svg").is_symlink() and (tmp_path / "real.svg").read_text().startswith(
+        "<?xml"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "folder.svg",
+        "link.svg",
+        "real.svg",
+    ]
 
 
 def test_filters_that_are_found_leave_a_layer_to_read_their_choice():
     """OmniKV takes whatever was found, told the same `adjacent`; with more of them it says why it cannot."""
     found = 0
-    for layers, m, adjacent, most in itertools.product(range(2, 8), (1, 2), (0, 1, 2), (None, 3, 7)):
+    for layers, m, adjacent, most in itertools.product(
+        range(2, 8), (1, 2), (0, 1, 2), (None, 3, 7)
+    ):
         mass = np.triu(np.random.default_rng(layers).random((layers, layers))).astype(np.float32)
         given = Similarity(mass=mass, share=0.1, queries=4, lengths=(9,))
         try:

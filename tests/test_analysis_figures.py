@@ -11,7 +11,18 @@ import tiny
 from looking import CONFIG, HEADS, TEXTS, shown, weights
 
 import jaxkv
-from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV
+from jaxkv import (
+    D2O,
+    H2O,
+    AdaKV,
+    CriticalKV,
+    FullKV,
+    OmniKV,
+    PyramidInfer,
+    PyramidKV,
+    Random,
+    SnapKV,
+)
 from jaxkv.analysis.budgets import BudgetsMeasure
 from jaxkv.analysis.choosing import grid
 from jaxkv.analysis.density import DensityMeasure
@@ -61,7 +72,9 @@ def watched(mesh=None):
 @functools.cache
 def kept(policy, budget, row):
     """Positions that a real cache holds behind a text's prompt, by layer and head."""
-    cache, _, _ = tiny.run(tiny.tiny(CONFIG), [TEXTS[row][:-FOLLOWING]], with_budget(policy, budget))
+    cache, _, _ = tiny.run(
+        tiny.tiny(CONFIG), [TEXTS[row][:-FOLLOWING]], with_budget(policy, budget)
+    )
     return [layer[0] for layer in tiny.kept(cache)]
 
 
@@ -70,16 +83,26 @@ def test_policies_choose_what_their_caches_hold():
     cells = grid(model, POLICIES, (16,))
     found = watched()["budgets"]
     for at, policy in enumerate(POLICIES):
-        lengths = [[[len(head) for head in layer] for layer in kept(policy, 16, row)] for row in range(2)]
-        np.testing.assert_array_equal(found.rows[at, 0], np.mean(lengths, axis=0), err_msg=cells.names[at])
+        lengths = [
+            [[len(head) for head in layer] for layer in kept(policy, 16, row)] for row in range(2)
+        ]
+        np.testing.assert_array_equal(
+            found.rows[at, 0], np.mean(lengths, axis=0), err_msg=cells.names[at]
+        )
 
 
 def test_budgets_sum_to_what_was_asked_for():
     found = watched()["budgets"]
     rows = np.asarray([[min(16, n), n // 2] for n in found.lengths]).T
-    np.testing.assert_array_equal(found.totals[1:], np.broadcast_to(rows * 6, found.totals[1:].shape))
-    np.testing.assert_array_equal(found.totals[0], np.broadcast_to(np.asarray(found.lengths) * 6, (2, 2)))
-    assert found.rows[2, 0, 0].mean() > found.rows[2, 0, -1].mean(), "PyramidKV gives lower layers more"
+    np.testing.assert_array_equal(
+        found.totals[1:], np.broadcast_to(rows * 6, found.totals[1:].shape)
+    )
+    np.testing.assert_array_equal(
+        found.totals[0], np.broadcast_to(np.asarray(found.lengths) * 6, (2, 2))
+    )
+    assert found.rows[2, 0, 0].mean() > found.rows[2, 0, -1].mean(), (
+        "PyramidKV gives lower layers more"
+    )
 
 
 def test_density_is_the_oracles():
@@ -92,7 +115,9 @@ def test_density_is_the_oracles():
             mass, pairs = np.zeros((BINS, BINS)), np.zeros((BINS, BINS))
             for i in range(count):
                 for j in range(i + 1):
-                    dense += (mine[:, i, j] >= LEAST * mine[:, i].max(axis=-1)) / (count * (count + 1))
+                    dense += (mine[:, i, j] >= LEAST * mine[:, i].max(axis=-1)) / (
+                        count * (count + 1)
+                    )
                     at = i * BINS // count, j * BINS // count
                     mass[at] += mine[:, i, j].mean()
                     pairs[at] += 1
@@ -107,9 +132,13 @@ def test_retained_attention_is_the_oracles():
     for layer, head in np.ndindex(CONFIG.layers, CONFIG.kv_heads):
         expected = np.zeros(len(SHARES))
         for row, ids in enumerate(TEXTS):
-            mine = weights(row, layer).reshape(CONFIG.kv_heads, CONFIG.group, len(ids), -1)[head, :, -QUERIES:]
+            mine = weights(row, layer).reshape(CONFIG.kv_heads, CONFIG.group, len(ids), -1)[
+                head, :, -QUERIES:
+            ]
             order = sorted(mine.mean(axis=(0, 1)), reverse=True)
-            expected += [math.fsum(order[: max(1, math.floor(share * len(ids)))]) / 2 for share in SHARES]
+            expected += [
+                math.fsum(order[: max(1, math.floor(share * len(ids)))]) / 2 for share in SHARES
+            ]
         np.testing.assert_allclose(found.mass[layer, head], expected, atol=1e-6)
 
 
@@ -124,14 +153,18 @@ def test_recall_is_the_oracles_over_kept_positions(at):
         mine = paid[:, kept(POLICIES[at], 16, row)[layer][head // CONFIG.group]].sum()
         where = (at, 0, row, layer, head)
         assert found.recall[where] == pytest.approx(mine / prompt, abs=1e-5)
-        assert found.visible[where] == pytest.approx((mine + paid[:, count - FOLLOWING :].sum()) / FOLLOWING, abs=1e-5)
+        assert found.visible[where] == pytest.approx(
+            (mine + paid[:, count - FOLLOWING :].sum()) / FOLLOWING, abs=1e-5
+        )
 
 
 def test_recall_of_everything_is_all_and_more_rows_recall_more():
     found = watched()["recall"]
     np.testing.assert_allclose(found.recall[0], 1, atol=1e-6)
     np.testing.assert_allclose(found.visible[0], 1, atol=1e-6)
-    assert (found.recall[1:] < 1 + 1e-6).all() and (found.by_text[1:, 1, 0] > found.by_text[1:, 0, 0]).all()
+    assert (found.recall[1:] < 1 + 1e-6).all() and (
+        found.by_text[1:, 1, 0] > found.by_text[1:, 0, 0]
+    ).all()
     mean, spread = found.difference(found.policies[0], found.policies[1])
     apart = found.by_text[0] - found.by_text[1]
     np.testing.assert_allclose(mean, apart.mean(axis=1), rtol=1e-6)
@@ -169,9 +202,13 @@ def test_figures_of_a_model_on_a_mesh():
     for name, alone in watched().items():
         split = watched(mesh)[name].arrays()
         for field, values in alone.arrays().items():
-            values = values[ON_A_MESH] if len(values.shape) and len(values) == len(POLICIES) else values
+            values = (
+                values[ON_A_MESH] if len(values.shape) and len(values) == len(POLICIES) else values
+            )
             if values.dtype.kind == "f":
-                np.testing.assert_allclose(split[field], values, rtol=2e-4, atol=2e-4, err_msg=f"{name} {field}")
+                np.testing.assert_allclose(
+                    split[field], values, rtol=2e-4, atol=2e-4, err_msg=f"{name} {field}"
+                )
             else:
                 np.testing.assert_array_equal(split[field], values, err_msg=f"{name} {field}")
 
@@ -182,7 +219,11 @@ def test_pictures_and_tables(name, tmp_path):
     figure.picture(tmp_path / "figure.svg")
     text = (tmp_path / "figure.svg").read_text()
     figure.picture(tmp_path / "figure.svg")
-    assert text == (tmp_path / "figure.svg").read_text() and text.startswith("<?xml") and "Date" not in text
+    assert (
+        text == (tmp_path / "figure.svg").read_text()
+        and text.startswith("<?xml")
+        and "Date" not in text
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
     records = figure.records()
     assert records and len({tuple(each) for each in records}) == 1
@@ -198,11 +239,15 @@ def test_a_picture_is_of_many_pixels(tmp_path):
 
 
 def test_a_curve_of_one_point_is_drawn(tmp_path):
-    jaxkv.analysis.retained(tiny.tiny(CONFIG), TEXTS[:1], shares=(1.0,)).picture(tmp_path / "figure.svg")
+    jaxkv.analysis.retained(tiny.tiny(CONFIG), TEXTS[:1], shares=(1.0,)).picture(
+        tmp_path / "figure.svg"
+    )
 
 
 def test_budgets_go_to_bases_and_names():
-    assert with_budget(AdaKV(base=PyramidKV(budget=64, window=8)), 32) == AdaKV(base=PyramidKV(budget=32, window=8))
+    assert with_budget(AdaKV(base=PyramidKV(budget=64, window=8)), 32) == AdaKV(
+        base=PyramidKV(budget=32, window=8)
+    )
     assert with_budget(AdaKV(budget=64), 0.5) == with_budget(AdaKV(), 0.5) == AdaKV(budget=0.5)
     assert with_budget(FullKV(), 32) == FullKV()
     omni = OmniKV(base=SnapKV(budget=64), filter_layers=(1,))

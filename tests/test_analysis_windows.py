@@ -21,7 +21,9 @@ from jaxkv.text.prompts import encode
 
 PLAIN = tiny.shape(layers=6, kv_heads=2, group=2, dim=16)
 # Windows that hide nothing, and windows that hide most.
-AS_IF, NEAR = (dataclasses.replace(PLAIN, kinds=(LayerSpec(window=width), LayerSpec())) for width in (4096, 8))
+AS_IF, NEAR = (
+    dataclasses.replace(PLAIN, kinds=(LayerSpec(window=width), LayerSpec())) for width in (4096, 8)
+)
 WHOLE, TEXTS = (1, 3, 5), tiny.prompts(0, (48, 30))
 
 
@@ -30,7 +32,12 @@ def test_figures_are_those_of_the_layers_without_a_window():
 
     def figures(model):
         of_policies = grid(model, {"snapkv": jaxkv.SnapKV(window=4)}, [12])
-        measures = [SimilarityMeasure(queries=4), DensityMeasure(bins=4), RetainedMeasure(), RecallMeasure(of_policies)]
+        measures = [
+            SimilarityMeasure(queries=4),
+            DensityMeasure(bins=4),
+            RetainedMeasure(),
+            RecallMeasure(of_policies),
+        ]
         return measured(model, TEXTS, measures, following=4)
 
     plain, found = (figures(tiny.tiny(config)) for config in (PLAIN, AS_IF))
@@ -42,8 +49,12 @@ def test_figures_are_those_of_the_layers_without_a_window():
         ("mass", at, plain[2], found[2]),
         ("recall", np.index_exp[:, :, :, at], plain[3], found[3]),
     ):
-        np.testing.assert_allclose(getattr(other, name), getattr(one, name)[index], rtol=1e-4, atol=1e-6)
-    assert {figure.layers for figure in found} == {WHOLE} and {figure.layers for figure in plain} == {tuple(range(6))}
+        np.testing.assert_allclose(
+            getattr(other, name), getattr(one, name)[index], rtol=1e-4, atol=1e-6
+        )
+    assert {figure.layers for figure in found} == {WHOLE} and {
+        figure.layers for figure in plain
+    } == {tuple(range(6))}
     assert [each["layer"] for each in found[1].records()] == list(WHOLE)
     assert [each["layer"] for each in found[0].records()] == [1, 3]
 
@@ -85,4 +96,6 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=told):
             filter_layers(tiny.tiny(config), TEXTS, m=1, most_whole=1)
     with pytest.raises(ValueError, match="some layers have windows: this looks at models"):
-        visible_attention(tiny.tiny(NEAR), jaxkv.SnapKV(budget=12, window=4), TEXTS[0][:-4], TEXTS[0][-4:])
+        visible_attention(
+            tiny.tiny(NEAR), jaxkv.SnapKV(budget=12, window=4), TEXTS[0][:-4], TEXTS[0][-4:]
+        )

@@ -13,7 +13,9 @@ from jaxkv.pallas_kernels import decode
 
 
 @checked
-def scale(a: Float[Array, "B D"], by: int, *, b: Float[Array, "#B D"] | None = None) -> Float[Array, "B 2"]:
+def scale(
+    a: Float[Array, "B D"], by: int, *, b: Float[Array, "#B D"] | None = None
+) -> Float[Array, "B 2"]:
     return a * by if b is None else a * by + b
 
 

@@ -50,7 +50,9 @@ def test_text():
 
 
 @program(static=("axes",), donate=("x",))
-def _scaled(x: Float[Array, "B V"], y: Float[Array, "B E"], *, axes: Axes | None) -> Float[Array, "B V"]:
+def _scaled(
+    x: Float[Array, "B V"], y: Float[Array, "B E"], *, axes: Axes | None
+) -> Float[Array, "B V"]:
     sums = total(y, axes).sum(axis=1, keepdims=True)
     return x + sums * gathered(x, "V", 1, axes).max(axis=1, keepdims=True)
 
@@ -78,7 +80,11 @@ GOOD = {
     "peak": 2 * 10**9,
     "aliased": 10_000_000,
     "copies": 0,
-    "sent": [["all-reduce", "bf16[4,1,8192]", 1], ["all-reduce", "f32[4,1,8192]", 4], ["all-reduce", "s32[]", 1]],
+    "sent": [
+        ["all-reduce", "bf16[4,1,8192]", 1],
+        ["all-reduce", "f32[4,1,8192]", 4],
+        ["all-reduce", "s32[]", 1],
+    ],
     "trace_seconds": 1.0,
     "compile_seconds": 2.0,
 }
@@ -130,7 +136,9 @@ def test_a_run_goes_on_where_it_stood(script, tmp_path, monkeypatch, capsys):
             sharded.main()
         assert (len(made), ended.value.code) == (count, status)
     table = sharded.RESULTS.with_suffix(".md").read_text().splitlines()
-    assert [len(line.split("|")) for line in table if line.startswith("|")] == [len(sharded.COLUMNS) + 2] * 5
+    assert [len(line.split("|")) for line in table if line.startswith("|")] == [
+        len(sharded.COLUMNS) + 2
+    ] * 5
     monkeypatch.setattr(sharded, "sources", lambda: "others")
     with pytest.raises(SystemExit):
         sharded.main()

@@ -31,7 +31,11 @@ def model():
 
 def test_the_typed_forms_of_generate_take_what_it_takes():
     own = inspect.signature(jaxkv.generate)
-    kinds = {name: given.annotation for name, given in own.parameters.items() if given.kind is given.KEYWORD_ONLY}
+    kinds = {
+        name: given.annotation
+        for name, given in own.parameters.items()
+        if given.kind is given.KEYWORD_ONLY
+    }
     forms = get_overloads(jaxkv.generate)
     assert forms
     for form in forms:
@@ -56,7 +60,9 @@ def test_what_may_be(model):
         {"implementation": Implementation.XLA},
         {"raw": np.False_},
     ):
-        assert jaxkv.generate(model, DOC, **{**DRAWING, **options}).tokens.tolist() == wanted, options
+        assert jaxkv.generate(model, DOC, **{**DRAWING, **options}).tokens.tolist() == wanted, (
+            options
+        )
     for options in (
         {"temperature": 0},
         {"do_sample": False, "temperature": 0.7},
@@ -64,7 +70,9 @@ def test_what_may_be(model):
     ):
         assert jaxkv.generate(model, DOC, **DRAWING, **options).tokens.tolist() == wanted, options
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "seed": 5}
-    hot = jaxkv.generate(model, DOC, sampling=jaxkv.TopP(0.9, temperature=0.7), key=5, **DRAWING).tokens.tolist()
+    hot = jaxkv.generate(
+        model, DOC, sampling=jaxkv.TopP(0.9, temperature=0.7), key=5, **DRAWING
+    ).tokens.tolist()
     assert jaxkv.generate(model, DOC, **given, **DRAWING).tokens.tolist() == hot != wanted
     drawn = [
         jaxkv.generate(model, DOC, sampling=Temperature(), key=key, **DRAWING).tokens.tolist()
@@ -109,7 +117,9 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
     for value in (out, one, out.cache, out.stats, plan, long):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
-    assert "2 prompts in 64 slots; 16 rows per kv head" in repr(plan) and "tokens/s" in repr(out.stats)
+    assert "2 prompts in 64 slots; 16 rows per kv head" in repr(plan) and "tokens/s" in repr(
+        out.stats
+    )
     mixed = jaxkv.prefill(model, [DOC, [5, 6, 7]])
     assert "turn: user, raw" in repr(mixed)
 
@@ -129,7 +139,9 @@ def test_a_cache_prints_whatever_its_leaves_are():
     others = [jax.tree.map(np.asarray, cache), shapes, deleted]
     others += [jax.tree.map(lambda _, leaf=leaf: leaf, cache) for leaf in (None, 1.5, "leaf")]
     for other in others:
-        assert "\n" not in repr(other) and repr(other).startswith("KVCache(OmniKV(budget=8, filter_layers=(0,)")
+        assert "\n" not in repr(other) and repr(other).startswith(
+            "KVCache(OmniKV(budget=8, filter_layers=(0,)"
+        )
     assert repr(others[0]) == repr(cache)
     with pytest.raises(ValueError, match="cache='deleted': .*prefill anew"):
         jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=deleted, max_new_tokens=1)
@@ -142,24 +154,35 @@ def test_a_cache_prints_whatever_its_leaves_are():
 
 @pytest.mark.parametrize(
     "policy",
-    [AWAY, AdaKV(base="h2o", budget=16), jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())],
+    [
+        AWAY,
+        AdaKV(base="h2o", budget=16),
+        jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers()),
+    ],
     ids=["offloaded", "evicting", "shared"],
 )
 def test_a_cache_goes_to_numpy_and_back(policy):
     model = tiny.tiny(GQA)
     cache = jaxkv.prefill(model, tiny.prompts(2, (40, 20)), policy=policy)
     host = jax.tree.map(np.asarray, cache)
-    assert isinstance(host, KVCache) and all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host))
+    assert isinstance(host, KVCache) and all(
+        isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host)
+    )
     for name in ("nbytes", "host_nbytes", "entry_bytes", "full_nbytes", "kept_nbytes", "batch"):
         assert getattr(host, name) == getattr(cache, name), name
     np.testing.assert_array_equal(host.free(), cache.free())
-    expected = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=4, stop_at_eos=False)
+    expected = jaxkv.generate(
+        model, [[1, 2], [3]], cache=cache, max_new_tokens=4, stop_at_eos=False
+    )
     before = [leaf.copy() for leaf in jax.tree.leaves(host)]
     for given in (host, jax.device_put(host), jax.device_put(cache)):
         out = jaxkv.generate(model, [[1, 2], [3]], cache=given, max_new_tokens=4, stop_at_eos=False)
         for one, other in zip(out.tokens, expected.tokens, strict=True):
             np.testing.assert_array_equal(one, other)
-        assert out.cache.host_nbytes == expected.cache.host_nbytes and out.stats.transfers == expected.stats.transfers
+        assert (
+            out.cache.host_nbytes == expected.cache.host_nbytes
+            and out.stats.transfers == expected.stats.transfers
+        )
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(out.cache.bank)}
         assert kinds <= {"pinned_host"}
     for old, new in zip(before, jax.tree.leaves(host), strict=True):

@@ -32,7 +32,8 @@ def reference(q, k, v):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("slots", "queries", "first"), [(16, 16, 0), (768, 256, 512), (768, 256, 0), (1024, 512, 512), (600, 600, 0)]
+    ("slots", "queries", "first"),
+    [(16, 16, 0), (768, 256, 512), (768, 256, 0), (1024, 512, 512), (600, 600, 0)],
 )
 def test_causal(slots, queries, first, dtype):
     heads, group, dim = 2, 3, 8
@@ -46,7 +47,9 @@ def test_causal(slots, queries, first, dtype):
             keys, values = wide(k)[index[0], :end], wide(v)[index[0], :end]
             expected, expected_lse = reference(wide(q)[index][at], keys, values)
             np.testing.assert_allclose(wide(out)[index][at], expected, atol=TOLERANCE[dtype])
-            np.testing.assert_allclose(wide(lse)[index][at], expected_lse, atol=2 * TOLERANCE[dtype])
+            np.testing.assert_allclose(
+                wide(lse)[index][at], expected_lse, atol=2 * TOLERANCE[dtype]
+            )
 
 
 LENGTHS = {
@@ -74,13 +77,19 @@ def test_over_pool(walk, heads, batch, dtype):
         slots = int((start + length).max()) + before + 3
     q = 2 * draw(3, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, slots, dim, dtype=dtype) for seed in (4, 5))
-    out, lse = xla.over_pool(q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), walk=walk)
+    out, lse = xla.over_pool(
+        q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), walk=walk
+    )
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])
-        expected, expected_lse = reference(wide(q)[row, head, query], wide(k)[row, span], wide(v)[row, span])
+        expected, expected_lse = reference(
+            wide(q)[row, head, query], wide(k)[row, span], wide(v)[row, span]
+        )
         np.testing.assert_allclose(wide(out)[row, head, query], expected, atol=TOLERANCE[dtype])
-        np.testing.assert_allclose(wide(lse)[row, head, query], expected_lse, atol=2 * TOLERANCE[dtype])
+        np.testing.assert_allclose(
+            wide(lse)[row, head, query], expected_lse, atol=2 * TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -103,7 +112,10 @@ def test_over_pool_of_many_rows(size, dtype):
 @pytest.mark.parametrize("first", [0, 1, 7])
 def test_merge_joins_two_sets_of_keys(first, dtype):
     q, k, v = wide(draw(6, 8)), wide(draw(7, 20, 8)), wide(draw(8, 20, 8))
-    (out, lse), (other, other_lse) = reference(q, k[:first], v[:first]), reference(q, k[first:], v[first:])
+    (out, lse), (other, other_lse) = (
+        reference(q, k[:first], v[:first]),
+        reference(q, k[first:], v[first:]),
+    )
     merged = attention.merge(
         jnp.asarray(out, dtype), jnp.float32(lse), jnp.asarray(other, dtype), jnp.float32(other_lse)
     )
@@ -114,7 +126,9 @@ def test_merge_joins_two_sets_of_keys(first, dtype):
 def test_merge_of_far_apart_sums_stays_finite():
     a, b = jnp.ones((1, 4), jnp.float32), jnp.zeros((1, 4), jnp.float32)
     for gap, share in ((1e4, 1.0), (-1e4, 0.0)):
-        merged = attention.merge(a, jnp.full((1,), gap, jnp.float32), b, jnp.zeros((1,), jnp.float32))
+        merged = attention.merge(
+            a, jnp.full((1,), gap, jnp.float32), b, jnp.zeros((1,), jnp.float32)
+        )
         np.testing.assert_array_equal(merged, np.full((1, 4), share))
 
 
@@ -129,7 +143,9 @@ def test_window_mass(dtype):
 
     def reduce(probabilities, position):
         exists = (position >= 0).astype(jnp.float32)
-        return (probabilities * (jnp.asarray(weight, jnp.float32) * exists)[..., None]).sum(axis=(0, 1))
+        return (probabilities * (jnp.asarray(weight, jnp.float32) * exists)[..., None]).sum(
+            axis=(0, 1)
+        )
 
     mass = attention.window_mass(q, k, jnp.asarray(positions, jnp.int32), reduce)
     assert mass.dtype == jnp.float32
@@ -147,7 +163,9 @@ def test_window_mass(dtype):
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize(("slots", "queries", "n"), [(48, 48, 37), (768, 256, 700), (1024, 512, 1024)])
+@pytest.mark.parametrize(
+    ("slots", "queries", "n"), [(48, 48, 37), (768, 256, 700), (1024, 512, 1024)]
+)
 def test_column_sums(slots, queries, n, dtype):
     """Blocks of queries, blocks of keys, padding: every key's sum over all real queries, of each query head."""
     heads, group, dim = 2, 2, 8
@@ -162,9 +180,13 @@ def test_column_sums(slots, queries, n, dtype):
     expected = np.zeros(sums.shape)
     for head, member in np.ndindex(heads, group):
         logits = wide(q)[head, member, :n] @ wide(k)[head, :n].T / math.sqrt(dim)
-        weights = np.where(np.tri(n, dtype=bool), np.exp(logits - logits.max(axis=1, keepdims=True)), 0)
+        weights = np.where(
+            np.tri(n, dtype=bool), np.exp(logits - logits.max(axis=1, keepdims=True)), 0
+        )
         expected[head, member, :n] = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
-    np.testing.assert_allclose(sums, expected, rtol=20 * TOLERANCE[dtype], atol=20 * TOLERANCE[dtype])
+    np.testing.assert_allclose(
+        sums, expected, rtol=20 * TOLERANCE[dtype], atol=20 * TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -172,14 +194,19 @@ def test_column_sums(slots, queries, n, dtype):
 def test_a_pool_s_scores(walk, dtype):
     """A token's attention joins its rows' scores, in one pass or two; sequences that do not count stay as they are."""
     heads, group, dim, each = 2, 3, 8, 150
-    length = np.asarray([[150, 150], [3, 3]] if walk is Walk.STRIDES else [[140, 9], [0, 30]], np.int32)
+    length = np.asarray(
+        [[150, 150], [3, 3]] if walk is Walk.STRIDES else [[140, 9], [0, 30]], np.int32
+    )
     start = np.asarray([[0, 150]] * 2 if walk is Walk.STRIDES else [[4, 144], [6, 200]], np.int32)
     _check_scores(walk, dtype, heads, group, dim, each, start, length, widest=150)
 
 
 def test_a_segment_of_nearly_the_whole_pool_has_its_scores():
     """P is not a multiple of the walk's blocks, and one segment is longer than all whole blocks together."""
-    length, start = np.asarray([[198, 2], [2, 197]], np.int32), np.asarray([[0, 198], [0, 3]], np.int32)
+    length, start = (
+        np.asarray([[198, 2], [2, 197]], np.int32),
+        np.asarray([[0, 198], [0, 3]], np.int32),
+    )
     _check_scores(Walk.WINDOWS, "float32", 2, 3, 8, 100, start, length, widest=200)
 
 
@@ -201,7 +228,9 @@ def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest
 
     def scored(counts, **options):
         backend = backend_of(attention.Implementation.XLA)
-        out, found = backend.attend_scored(q, k, v, begin, rows, score, counts, walk=walk, **options)
+        out, found = backend.attend_scored(
+            q, k, v, begin, rows, score, counts, walk=walk, **options
+        )
         if isinstance(found, attention.Received):
             return out, attention.add_received(score, found, begin, counts), found
         return out, found, None
@@ -213,7 +242,9 @@ def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest
         _, ours, _ = scored(jnp.asarray([False, True]), **options)
         np.testing.assert_array_equal(ours[0], score[0])
         np.testing.assert_allclose(ours[1], expected[1], atol=5 * TOLERANCE[dtype])
-        later = walk is Walk.WINDOWS and "widest" in options and columns.covers(heads * each, widest)
+        later = (
+            walk is Walk.WINDOWS and "widest" in options and columns.covers(heads * each, widest)
+        )
         assert (received is not None) == later
         if received is None:
             continue
@@ -226,7 +257,9 @@ def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest
                 ends = at.start + int(rows[row, head])
                 span = slice(start[row, head], start[row, head] + length[row, head])
                 theirs = wide(k)[row, span] @ wide(other)[row, head]
-                np.testing.assert_allclose(received.products[row, head, at.start : ends], theirs, rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(
+                    received.products[row, head, at.start : ends], theirs, rtol=1e-4, atol=1e-4
+                )
 
 
 def test_sums_over_a_long_prompt_take_no_more_memory():
@@ -253,7 +286,12 @@ def test_sums_over_a_long_prompt_take_no_more_memory():
         run = lambda leaves, x, length, cos, sin: layer(  # noqa: E731
             leaves, x, length, Angles(cos=cos, sin=sin), graphs=flat.graphs, **options
         )
-        memory = jax.jit(run, donate_argnums=1).lower(flat.blocks[0], *inputs).compile().memory_analysis()
+        memory = (
+            jax.jit(run, donate_argnums=1)
+            .lower(flat.blocks[0], *inputs)
+            .compile()
+            .memory_analysis()
+        )
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     without = peak(Needs())

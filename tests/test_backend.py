@@ -10,7 +10,10 @@ from test_implementations import POLICIES
 import jaxkv
 from jaxkv.attention import Backend, Implementation, backend_of
 
-FUSED = {"fused_step": ("deal", "decode_token", "add_norm"), "fused_eviction": ("evict_rows", "replace_rows")}
+FUSED = {
+    "fused_step": ("deal", "decode_token", "add_norm"),
+    "fused_eviction": ("evict_rows", "replace_rows"),
+}
 
 
 class Plain(Backend):
@@ -23,22 +26,30 @@ class Plain(Backend):
 
     def column_sums(self, q, k, lse, length, first=None):
         at = jnp.arange(q.shape[3]) + (0 if first is None else first[:, None])
-        real = jnp.broadcast_to(at < length[:, None], (len(length), q.shape[3]))[:, None, None, :, None]
+        real = jnp.broadcast_to(at < length[:, None], (len(length), q.shape[3]))[
+            :, None, None, :, None
+        ]
         return jnp.where(real, jnp.exp(self._causal(q, k, first) - lse[..., None]), 0).sum(axis=3)
 
     def window_mean(self, q, k, positions, length):
         logits, real = self._causal(q, k, positions[:, 0]), (positions >= 0)[:, None, None, :, None]
-        return jnp.where(real, self._shares(logits), 0).sum(axis=3).mean(axis=2) / real.sum(axis=3).mean(axis=2)
+        return jnp.where(real, self._shares(logits), 0).sum(axis=3).mean(axis=2) / real.sum(
+            axis=3
+        ).mean(axis=2)
 
     def attend(self, q, k, v, start, length, *, walk):
         logits = self._pool(q, k, start, length)
         out = jnp.einsum("bkrp,bpd->bkrd", self._shares(logits), v).astype(q.dtype)
         return out, jax.nn.logsumexp(logits, axis=-1)
 
-    def attend_scored(self, q, k, v, start, length, score, counts, *, walk, widest=None, other=None):
+    def attend_scored(
+        self, q, k, v, start, length, score, counts, *, walk, widest=None, other=None
+    ):
         assert other is None
         received = self._shares(self._pool(q, k, start, length)).mean(axis=2).sum(axis=1)
-        return self.attend(q, k, v, start, length, walk=walk)[0], score + jnp.where(counts[:, None], received, 0)
+        return self.attend(q, k, v, start, length, walk=walk)[0], score + jnp.where(
+            counts[:, None], received, 0
+        )
 
     @staticmethod
     def _shares(logits):
@@ -56,7 +67,9 @@ class Plain(Backend):
     def _pool(q, k, start, length):
         row = jnp.arange(k.shape[1])
         inside = (row >= start[..., None]) & (row < (start + length)[..., None])
-        return jnp.where(inside[:, :, None], jnp.einsum("bkrd,bpd->bkrp", q, k) / q.shape[-1] ** 0.5, -jnp.inf)
+        return jnp.where(
+            inside[:, :, None], jnp.einsum("bkrd,bpd->bkrp", q, k) / q.shape[-1] ** 0.5, -jnp.inf
+        )
 
 
 def named(name, backend):
@@ -72,7 +85,11 @@ PLAIN = named("plain", f"{__name__}:Plain")
 @pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv, compressed"])
 def test_the_required_functions_are_enough(name):
     """Two unequal prompts are compressed, and questions answered on top: XLA's rows, and XLA's tokens."""
-    model, ids, questions = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21]), tiny.prompts(2, [7, 3])
+    model, ids, questions = (
+        tiny.tiny(tiny.TWO_LAYERS),
+        tiny.prompts(0, [37, 21]),
+        tiny.prompts(2, [7, 3]),
+    )
     found = []
     for each in ("xla", PLAIN):
         session = jaxkv.Session(model, POLICIES[name], implementation=each)
@@ -90,7 +107,9 @@ def test_a_backend_says_what_it_has(implementation):
     backend = backend_of(implementation)
     for flag, names in FUSED.items():
         for name in names:
-            assert (getattr(type(backend), name) is not getattr(Backend, name)) == getattr(backend, flag), name
+            assert (getattr(type(backend), name) is not getattr(Backend, name)) == getattr(
+                backend, flag
+            ), name
 
 
 def test_without_a_required_function_there_is_no_backend():

@@ -43,7 +43,9 @@ def folder(tmp_path, *, config=None, tensors=None):
     path = copy / "config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()), config)))
     if tensors:
-        save_file(change(load_file(copy / "model.safetensors"), tensors), copy / "model.safetensors")
+        save_file(
+            change(load_file(copy / "model.safetensors"), tensors), copy / "model.safetensors"
+        )
     return copy
 
 
@@ -98,15 +100,32 @@ def test_corrupt_and_truncated_weights(tmp_path):
 
 
 EXCLUDED = [f"model.layers.{layer}.self_attn" for layer in range(64)]
-MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": EXCLUDED}
-LLM_COMPRESSOR = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": EXCLUDED}
+MODELOPT = {
+    "quant_algo": "NVFP4",
+    "kv_cache_quant_algo": "FP8",
+    "group_size": 16,
+    "exclude_modules": EXCLUDED,
+}
+LLM_COMPRESSOR = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "ignore": EXCLUDED,
+}
 
 
 @pytest.mark.parametrize(
     "file, given, named",
     [
-        ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": MODELOPT}, "modelopt, NVFP4"),
-        ("hf_quant_config.json", {"quantization": MODELOPT | {"quant_algo": "FP8"}}, "modelopt, FP8"),
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
+            "modelopt, NVFP4",
+        ),
+        (
+            "hf_quant_config.json",
+            {"quantization": MODELOPT | {"quant_algo": "FP8"}},
+            "modelopt, FP8",
+        ),
         ("hf_quant_config.json", {}, "modelopt"),
         ("config.json", {"quant_method": "modelopt", **MODELOPT}, "modelopt, NVFP4"),
         ("config.json", LLM_COMPRESSOR, "compressed-tensors, nvfp4-pack-quantized"),
@@ -119,7 +138,9 @@ def test_quantised_checkpoints_are_named_as_such(tmp_path, file, given, named):
     copy = folder(tmp_path, config={"quantization_config": given} if inside else None)
     if not inside:
         (copy / file).write_text(json.dumps(given))
-    said = f"^quantization_config=.*{named}.{{0,300}}: quantised weights are not supported: .{{0,60}}$"
+    said = (
+        f"^quantization_config=.*{named}.{{0,300}}: quantised weights are not supported: .{{0,60}}$"
+    )
     for use in (jaxkv.load, lambda path: jaxkv.plan(path, gpus="h100x1", context=64)):
         with refused(said):
             use(copy)
@@ -137,21 +158,45 @@ def test_a_quantised_cache_alone_leaves_the_weights_as_they_are(tmp_path):
     "config, message",
     [
         ({"attention_sinks": 4}, r"config=\['attention_sinks'\].*not supported"),
-        ({"sliding_window": 0, "model_type": "mistral"}, "sliding_window=0: give an integer from 1"),
-        ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window=64: no llama has windows"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*give as many as num_hidden"),
+        (
+            {"sliding_window": 0, "model_type": "mistral"},
+            "sliding_window=0: give an integer from 1",
+        ),
+        (
+            {"sliding_window": 64, "use_sliding_window": True},
+            "sliding_window=64: no llama has windows",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types=.*give as many as num_hidden",
+        ),
         ({"model_type": "gpt2"}, "model_type='gpt2': jaxkv builds cohere, .*smollm3"),
         ({"num_local_experts": 8}, r"config=\['num_local_experts'\]"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_scaling\.short_factor=None: .*'longrope' needs it"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional': jaxkv builds default, dynamic"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            r"rope_scaling\.short_factor=None: .*'longrope' needs it",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type='proportional': jaxkv builds default, dynamic",
+        ),
         (
             {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
             r"rope_scaling\.factor=None: .*'dynamic' needs",
         ),
-        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_scaling\.factor=None: .*'linear' needs it"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, r"rope_scaling=\['odd'\].*not supp"),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            r"rope_scaling\.factor=None: .*'linear' needs it",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}},
+            r"rope_scaling=\['odd'\].*not supp",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': jaxkv builds .* with silu"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.*unquantised weights, or a GGUF"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config=.*unquantised weights, or a GGUF",
+        ),
         ({"num_attention_heads": 5}, "heads=5: give a multiple of kv_heads=2"),
         ({"vocab_size": None}, "vocab_size=None: the model's config must give it"),
         ({"num_hidden_layers": 0}, "layers=0: give an integer from 1"),
@@ -176,15 +221,30 @@ def holed(name, value):
             lambda: {"model.layers.3.mlp.down_proj.weight": np.ones((48, 64), np.float32)},
             r"weights=\['model\.layers\.3",
         ),
-        (lambda: {"model.layers.0.self_attn.q_proj.bias": np.ones(48, np.float32)}, "q_proj.bias.*has no place"),
+        (
+            lambda: {"model.layers.0.self_attn.q_proj.bias": np.ones(48, np.float32)},
+            "q_proj.bias.*has no place",
+        ),
         (
             lambda: {DOWN: np.ones((48, 60), np.float32)},
             rf"{re.escape(DOWN)}=\(48, 60\): the config asks for \(48, 64\)",
         ),
-        (lambda: {DOWN: np.ones((64, 48), np.float32)}, r"=\(64, 48\): the config asks for \(48, 64\).*another model"),
-        (lambda: holed(DOWN, np.nan), rf"weights=\['{re.escape(DOWN)}'\]: .*NaN or infinity: get the checkpoint again"),
-        (lambda: holed(EMBEDDING, np.inf), rf"weights=\['{re.escape(EMBEDDING)}'\]: .*NaN or infinity"),
-        (lambda: holed("model.layers.2.self_attn.v_proj.weight", np.nan), r"layers\.2\.self_attn.*NaN"),
+        (
+            lambda: {DOWN: np.ones((64, 48), np.float32)},
+            r"=\(64, 48\): the config asks for \(48, 64\).*another model",
+        ),
+        (
+            lambda: holed(DOWN, np.nan),
+            rf"weights=\['{re.escape(DOWN)}'\]: .*NaN or infinity: get the checkpoint again",
+        ),
+        (
+            lambda: holed(EMBEDDING, np.inf),
+            rf"weights=\['{re.escape(EMBEDDING)}'\]: .*NaN or infinity",
+        ),
+        (
+            lambda: holed("model.layers.2.self_attn.v_proj.weight", np.nan),
+            r"layers\.2\.self_attn.*NaN",
+        ),
     ],
     ids=["missing", "extra", "bias", "narrow", "transposed", "nan", "infinity", "nan in a half"],
 )
@@ -204,20 +264,33 @@ def test_weights_too_large_for_the_dtype(tmp_path):
 def test_a_ratio_below_the_window_names_the_prompt(model):
     rows = [ids(60), ids(34, 1), ids(8, 2)]
     policy = jaxkv.SnapKV(budget=0.25, window=8, min_budget="raise")
-    with refused(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 rows, .* take 8: raise the budget, or .*'clamp'"):
+    with refused(
+        r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 rows, .* take 8: raise the budget, or .*'clamp'"
+    ):
         jaxkv.prefill(model, rows, policy=policy)
     policy = jaxkv.SnapKV(budget=0.25, window=8)
     cache = jaxkv.prefill(model, rows, policy=policy)
-    np.testing.assert_array_equal(cache.kept, np.broadcast_to(np.asarray([15, 8, 8])[:, None], cache.kept.shape))
+    np.testing.assert_array_equal(
+        cache.kept, np.broadcast_to(np.asarray([15, 8, 8])[:, None], cache.kept.shape)
+    )
     # The prompt of 34 tokens keeps 8 by its share.
     assert jaxkv.generate(model, rows, policy=policy, max_new_tokens=1).stats.raised_budgets == 1
-    assert jaxkv.generate(model, rows[:2], policy=policy, max_new_tokens=1).stats.raised_budgets == 0
+    assert (
+        jaxkv.generate(model, rows[:2], policy=policy, max_new_tokens=1).stats.raised_budgets == 0
+    )
 
 
 def test_protected_spans_beyond_the_budget(model):
-    for budget, remedy in ((16, "raise the budget"), (0.4, "raise the budget, or give min_budget='clamp'")):
-        policy = jaxkv.SnapKV(budget=budget, window=4, protect=((0, 8), (5, 18)), min_budget="raise")
-        with refused(f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22: {remedy}"):
+    for budget, remedy in (
+        (16, "raise the budget"),
+        (0.4, "raise the budget, or give min_budget='clamp'"),
+    ):
+        policy = jaxkv.SnapKV(
+            budget=budget, window=4, protect=((0, 8), (5, 18)), min_budget="raise"
+        )
+        with refused(
+            f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22: {remedy}"
+        ):
             jaxkv.generate(model, ids(40), policy=policy, max_new_tokens=NEW)
 
 
@@ -231,7 +304,11 @@ def test_protected_spans_beyond_the_budget(model):
         ([[]], ValueError, r"prompt=\[\]: prompt 0 has no tokens: give at least one"),
         ([[5, 6], []], ValueError, r"prompt=\[\]: prompt 1 has no tokens"),
         (np.zeros(0, np.int32), ValueError, "prompt 0 has no tokens"),
-        (np.zeros((1, 1, 4), np.int32), ValueError, r"prompt=\(1, 1, 4\): give ids as \[S\] or \[B, S\]"),
+        (
+            np.zeros((1, 1, 4), np.int32),
+            ValueError,
+            r"prompt=\(1, 1, 4\): give ids as \[S\] or \[B, S\]",
+        ),
         ([5, 96], ValueError, r"prompt=\(5, 96\): token ids lie in \[0, 96\)"),
         ([[5], [-1, 7]], ValueError, r"prompt=\(-1, 7\): token ids lie in \[0, 96\)"),
         (np.asarray([1.0, 2.0]), TypeError, "prompt=float64: token ids are integers"),
@@ -242,8 +319,16 @@ def test_protected_spans_beyond_the_budget(model):
         (None, TypeError, "prompt=NoneType: give text"),
         ({"role": "user", "content": "Hi"}, TypeError, "prompt=dict: give text, chat messages"),
         ("Hello", ValueError, "prompt='Hello': the checkpoint has no tokenizer: give token ids"),
-        ([{"role": "user", "content": "Hi"}], ValueError, "prompt=.*Hi.*: the model has no chat template: give text"),
-        (ids(129), ValueError, "prompt='129 tokens.*the model was made for 128: shorten the prompt"),
+        (
+            [{"role": "user", "content": "Hi"}],
+            ValueError,
+            "prompt=.*Hi.*: the model has no chat template: give text",
+        ),
+        (
+            ids(129),
+            ValueError,
+            "prompt='129 tokens.*the model was made for 128: shorten the prompt",
+        ),
     ],
 )
 def test_prompts(model, cache, prompt, kind, message):
@@ -257,7 +342,11 @@ def test_prompts(model, cache, prompt, kind, message):
 def test_over_long_with_new_tokens_and_what_was_seen(model, cache):
     with refused("prompt='129 tokens, new ones included'|prompt='129 tokens.*lower max_new_tokens"):
         jaxkv.generate(model, ids(125), max_new_tokens=NEW)
-    with refused("prompt='129 tokens.*made for 128: shorten.*or lower max_new_tokens", model=model, cache=cache):
+    with refused(
+        "prompt='129 tokens.*made for 128: shorten.*or lower max_new_tokens",
+        model=model,
+        cache=cache,
+    ):
         jaxkv.generate(model, ids(80), cache=cache, max_new_tokens=9)
     assert len(jaxkv.generate(model, ids(124), max_new_tokens=NEW, stop_at_eos=False).tokens) == NEW
 
@@ -273,7 +362,10 @@ def smol():
     [
         ("", "prompt='': prompt 0 has no tokens: give at least one"),
         (["Hi", ""], "prompt='': prompt 1 has no tokens"),
-        ([{"role": "assistant", "content": "Hi"}], "prompt='assistant': the last message must be the user's"),
+        (
+            [{"role": "assistant", "content": "Hi"}],
+            "prompt='assistant': the last message must be the user's",
+        ),
         ([{"role": "user"}], r"prompt=\{'role': 'user'\}: give its text: .*content"),
         ([{"role": "user", "content": None}], "prompt=.*None.*: give its text"),
         ([{"content": "Hi"}], "prompt=None: the last message must be the user's"),
@@ -295,9 +387,18 @@ def test_texts_and_messages(smol, prompt, message):
         ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw|max_new_tokens"),
         ({"stop": "x"}, "stop='x': the checkpoint has no tokenizer: stop by eos only"),
         ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
-        ({"sampling": jaxkv.Temperature()}, r"key=None: Temperature\(.*draws at random: give key=jax\.random\.key"),
-        ({"sampling": jaxkv.TopK(k=3)}, r"key=None: TopK\(.*draws at random: give key=jax\.random\.key"),
-        ({"policy": jaxkv.SnapKV(budget=18, window=4)}, r"policy=SnapKV\(budget=18.*compressed by SnapKV\(budget=16"),
+        (
+            {"sampling": jaxkv.Temperature()},
+            r"key=None: Temperature\(.*draws at random: give key=jax\.random\.key",
+        ),
+        (
+            {"sampling": jaxkv.TopK(k=3)},
+            r"key=None: TopK\(.*draws at random: give key=jax\.random\.key",
+        ),
+        (
+            {"policy": jaxkv.SnapKV(budget=18, window=4)},
+            r"policy=SnapKV\(budget=18.*compressed by SnapKV\(budget=16",
+        ),
         ({"policy": jaxkv.FullKV()}, r"policy=FullKV\(.*leave policy out, or prefill anew"),
     ],
 )
@@ -309,9 +410,13 @@ def test_calls(model, cache, options, message, stream):
 
 
 def test_a_cache_of_another_model(tmp_path, model, cache):
-    other = jaxkv.load(folder(tmp_path, tensors=holed(EMBEDDING, 0.5) | holed("model.norm.weight", 0.5)))
+    other = jaxkv.load(
+        folder(tmp_path, tensors=holed(EMBEDDING, 0.5) | holed("model.norm.weight", 0.5))
+    )
     assert other.config == model.config
-    with refused("cache='[0-9a-f]{16}': it was made by another model than .*: prefill with this one"):
+    with refused(
+        "cache='[0-9a-f]{16}': it was made by another model than .*: prefill with this one"
+    ):
         jaxkv.generate(other, ids(5), cache=cache)
     qwen = jaxkv.load(FOLDER.parent / "qwen3")
     with refused("cache=.*another model than .*qwen3", model=model, cache=cache):
@@ -321,7 +426,9 @@ def test_a_cache_of_another_model(tmp_path, model, cache):
 def test_as_many_prompts_as_the_cache_holds(model):
     two = jaxkv.prefill(model, [ids(40), ids(34, 1)], policy=POLICY)
     for count in (1, 3):
-        with refused(f"prompt='{count} prompts': the cache holds 2 sequences: give as many prompts, or a cache of 1"):
+        with refused(
+            f"prompt='{count} prompts': the cache holds 2 sequences: give as many prompts, or a cache of 1"
+        ):
             jaxkv.generate(model, [ids(5)] * count, cache=two, max_new_tokens=NEW)
     # The cache is as it was: both rows answer.
     out = jaxkv.generate(model, [ids(5)] * 2, cache=two, max_new_tokens=NEW, stop_at_eos=False)

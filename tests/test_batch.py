@@ -19,7 +19,12 @@ POLICY = ("--policy", "knorm", "--budget", "16")
 
 def chat(name, text=lettered.DOC, **body):
     messages = [{"role": "user", "content": text}]
-    return {"custom_id": name, "method": "POST", "url": CHATS, "body": {"messages": messages, **GREEDY, **body}}
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": CHATS,
+        "body": {"messages": messages, **GREEDY, **body},
+    }
 
 
 @pytest.fixture
@@ -43,11 +48,15 @@ def files(tmp_path):
 
 
 def written(path, lines):
-    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines))
+    path.write_text(
+        "".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines)
+    )
 
 
 def run(files, *policy):
-    assert cli.main(["batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *(policy or POLICY)]) == 0
+    assert (
+        cli.main(["batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *(policy or POLICY)]) == 0
+    )
     return [json.loads(line) for line in files[1].read_text().splitlines()]
 
 
@@ -63,7 +72,11 @@ def alone(text, **options):
 
 def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked, capsys):
     texts = {f"r{at}": lettered.DOC[: 9 + 3 * at] for at in range(7)}
-    several = {"custom_id": "two", "url": TEXTS, "body": {"prompt": ["abc", "de"], "n": 2, **GREEDY}}
+    several = {
+        "custom_id": "two",
+        "url": TEXTS,
+        "body": {"prompt": ["abc", "de"], "n": 2, **GREEDY},
+    }
     odd = [
         ("{nonsense", "line 8 is not JSON"),
         ("", None),
@@ -80,7 +93,10 @@ def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked
         (chat("other", model="gpt"), "model"),
         (chat("none", document="doc-1"), "document"),
     ]
-    written(files[0], [*(chat(*each) for each in texts.items()), *(line for line, _ in odd + bad), several])
+    written(
+        files[0],
+        [*(chat(*each) for each in texts.items()), *(line for line, _ in odd + bad), several],
+    )
     found = run(files)
     assert [content(each) for each in found[:7]] == [alone(text) for text in texts.values()]
     assert [each["custom_id"] for each in found[:7]] == list(texts)
@@ -91,7 +107,9 @@ def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked
         assert each["response"]["status_code"] == (404 if param in ("document", "model") else 400)
         assert each["response"]["body"]["error"]["param"] == param
     last = found[-1]["response"]["body"]
-    assert [each["index"] for each in last["choices"]] == [0, 1, 2, 3] and last["usage"]["completion_tokens"] == 36
+    assert [each["index"] for each in last["choices"]] == [0, 1, 2, 3] and last["usage"][
+        "completion_tokens"
+    ] == 36
     assert "11 of them without status 200" in capsys.readouterr().err
     assert sorted(each.name for each in files[0].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
@@ -123,7 +141,9 @@ def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
     asked.clear()
     written(files[0], [chat("r0", "abc"), *lines[1:], chat("r6", "abc")])
     found = [content(each) for each in run(files)]
-    assert asked == ["r0", "r6"] and found[0] == found[-1] == alone("abc") and found[1:-1] == whole[1:]
+    assert (
+        asked == ["r0", "r6"] and found[0] == found[-1] == alone("abc") and found[1:-1] == whole[1:]
+    )
 
 
 def test_files_that_cannot_be(files, asked, capsys):
@@ -132,7 +152,9 @@ def test_files_that_cannot_be(files, asked, capsys):
     written(files[0], [""])
     assert "it is empty" in refused(capsys, *command, *POLICY)
     written(files[0], [chat("r0")])
-    assert "the file of FILE" in refused(capsys, "batch", str(files[0]), "-o", str(files[0]), *OPTIONS, *POLICY)
+    assert "the file of FILE" in refused(
+        capsys, "batch", str(files[0]), "-o", str(files[0]), *OPTIONS, *POLICY
+    )
     run(files)
     capsys.readouterr()
     before = files[1].read_bytes()
@@ -149,12 +171,16 @@ def test_other_files_beside_the_answers_stay(asked, files, capsys):
     partial = files[1].with_name("out.jsonl.partial")
     for text in ("notes\n", json.dumps(chat("a")) + "\n", "no"):
         partial.write_text(text)
-        assert "holds something else" in refused(capsys, "batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY)
+        assert "holds something else" in refused(
+            capsys, "batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY
+        )
         assert partial.read_text() == text and not asked
     for end in ("partial", "lock"):
         requests = files[1].with_name(f"out.jsonl.{end}")
         written(requests, [chat("a")])
-        assert "is FILE" in refused(capsys, "batch", str(requests), "-o", str(files[1]), *OPTIONS, *POLICY)
+        assert "is FILE" in refused(
+            capsys, "batch", str(requests), "-o", str(files[1]), *OPTIONS, *POLICY
+        )
         assert json.loads(requests.read_text()) == chat("a") and not asked
 
 

@@ -22,11 +22,21 @@ def run(tmp_path):
     """Runs a benchmark of a device at tiny shapes."""
 
     def run(module, *options):
-        command = [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--out", str(tmp_path), *options]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{module}",
+            "--quick",
+            "--out",
+            str(tmp_path),
+            *options,
+        ]
         # One device, as a user has it, and the tests' quick compiler.
         flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
         environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -43,13 +53,27 @@ def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
     rows = benchmark("gpu_rows").load(path)
     assert rows[: len(first)] == first and not any("failed" in row for row in rows)
     parts = {part.name for part in benchmark("gpu_parts").PARTS if part.quick}
-    searched = {"tune_decode", "tune_codes", "tune_flash", "tune_sums", "tune_window", "tune_gather", "tune_check"}
+    searched = {
+        "tune_decode",
+        "tune_codes",
+        "tune_flash",
+        "tune_sums",
+        "tune_window",
+        "tune_gather",
+        "tune_check",
+    }
     assert {row["part"] for row in rows} == parts | searched | {"device"}
-    assert sum(row["part"] == "decode" for row in rows) == 2, "by the rule of thumb, and by the table"
+    assert sum(row["part"] == "decode" for row in rows) == 2, (
+        "by the rule of thumb, and by the table"
+    )
     # The search finds what it has timed, and ends with the same table.
     (table,) = (tmp_path / "tuned").iterdir()
     before = table.read_text()
-    assert "written to" in run("tune") and table.read_text() == before and benchmark("gpu_rows").load(path) == rows
+    assert (
+        "written to" in run("tune")
+        and table.read_text() == before
+        and benchmark("gpu_rows").load(path) == rows
+    )
     text = benchmark("gpu_report").report(rows, {"2 x 48, unequal": {"us": "7"}})
     assert "## Decode attention\n" in text and "SnapKV 2 x 64" in text and "Failed" not in text
 
@@ -63,11 +87,18 @@ def test_a_tpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
     rows = benchmark("gpu_rows").load(path)
     assert rows[: len(first)] == first and not any("failed" in row for row in rows)
     parts = {part.name for part in benchmark("tpu_parts").PARTS if part.quick}
-    assert [row["part"] for row in rows].count("end") == 1 and {row["part"] for row in rows} == parts | {"device"}
+    assert [row["part"] for row in rows].count("end") == 1 and {
+        row["part"] for row in rows
+    } == parts | {"device"}
     end = next(row["figures"] for row in rows if row["part"] == "end")
     assert end["runs"] == "tpu (interpreted)", "as on a TPU, but for who runs the kernels"
     text = benchmark("gpu_report").report(rows, {"lanes 2 x 48": {"us": "7"}})
-    assert "## Rows evicted\n" in text and "SnapKV 2 x 128" in text and "| 7 |" in text and "Failed" not in text
+    assert (
+        "## Rows evicted\n" in text
+        and "SnapKV 2 x 128" in text
+        and "| 7 |" in text
+        and "Failed" not in text
+    )
 
 
 @pytest.fixture
@@ -84,7 +115,9 @@ def test_another_checkouts_commit_is_told(benchmark, tmp_path):
     (tmp_path / "file").write_text("1")
     subprocess.run([*git, "add", "file"], check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     found = record.commit(tmp_path)
     assert len(found) >= 7 and head.startswith(found)
     (tmp_path / "file").write_text("2")
@@ -95,9 +128,11 @@ def test_a_mesh_of_one_device_is_measured_side_by_side(benchmark, tmp_path, caps
     cost, model = benchmark("mesh_cost"), tiny.tiny(tiny.MODELS["gqa3"])
     ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
     found = cost.measure(model, ids, policies=["SnapKV"], budget=34, rounds=2, steps=3)
-    assert {len(row["seconds"][which]) for row in found["policies"]["SnapKV"].values() for which in row["seconds"]} == {
-        2
-    }
+    assert {
+        len(row["seconds"][which])
+        for row in found["policies"]["SnapKV"].values()
+        for which in row["seconds"]
+    } == {2}
     for title in ("one", "another"):
         cost.record.add(tmp_path / "cost.json", title, found)
     assert set(json.loads((tmp_path / "cost.json").read_text())) == {"one", "another"}
@@ -109,18 +144,27 @@ def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call
     steps, model = benchmark("decode_step"), tiny.tiny(tiny.MODELS["gqa3"])
     found = steps.measure(model, tiny.prompts(0, (60, 60)), budget=40, rounds=2, steps=3)
     steps.show("tiny", found)
-    assert all(len(row["milliseconds"]) == 2 and row["rows"] == 40 for row in found["policies"].values())
+    assert all(
+        len(row["milliseconds"]) == 2 and row["rows"] == 40 for row in found["policies"].values()
+    )
     assert "D2O-no-merging" in capsys.readouterr().out
 
 
 def test_ways_of_reading_are_measured_side_by_side(benchmark, capsys, as_users_call):
     omnikv, config = benchmark("omnikv"), tiny.shape(layers=12, kv_heads=2, group=2, dim=8)
     model, filters = tiny.tiny(config), (1, 5)
-    found = omnikv.measure(model, batch=2, tokens=60, budgets=[8, 16], filters=filters, rounds=2, steps=3)
+    found = omnikv.measure(
+        model, batch=2, tokens=60, budgets=[8, 16], filters=filters, rounds=2, steps=3
+    )
     omnikv.show("tiny", found)
     assert len(capsys.readouterr().out.splitlines()) == 3 + len(found["ways"])
     sent = {name: way["transfers_per_token"] for name, way in found["ways"].items()}
-    assert sent["FullKV"] == sent["OmniKV-8"] == 0 < min(sent["OmniKV-16-offloaded"], sent["BrutalOffload"])
+    assert (
+        sent["FullKV"]
+        == sent["OmniKV-8"]
+        == 0
+        < min(sent["OmniKV-16-offloaded"], sent["BrutalOffload"])
+    )
     prefill = omnikv.measure_prefill(model, tokens=60, filters=filters, ratios=[2], rounds=1)
     assert all(len(way["seconds"]) == 1 for way in prefill["ways"].values())
 
@@ -135,9 +179,15 @@ def missing(path):
                 inner = f"{node.module}.{each.name}"
                 if not hasattr(module, each.name) and importlib.util.find_spec(inner) is None:
                     yield inner
-                elif not hasattr(module, each.name) or isinstance(getattr(module, each.name), types.ModuleType):
+                elif not hasattr(module, each.name) or isinstance(
+                    getattr(module, each.name), types.ModuleType
+                ):
                     modules[each.asname or each.name] = importlib.import_module(inner)
-    local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
@@ -148,7 +198,9 @@ def missing(path):
                 yield f"{modules[node.value.id].__name__}.{node.attr}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem
+)
 def test_scripts_name_what_exists(path):
     """Most of them run for minutes, and on other machines: what is renamed would break them unnoticed."""
     assert not [*missing(path)]
@@ -156,5 +208,7 @@ def test_scripts_name_what_exists(path):
 
 def test_a_name_that_is_gone_is_found(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from jaxkv.attention import xla\nfrom jaxkv.engine import gone\nprint(xla.walked, xla.Walk)\n")
+    script.write_text(
+        "from jaxkv.attention import xla\nfrom jaxkv.engine import gone\nprint(xla.walked, xla.Walk)\n"
+    )
     assert [*missing(script)] == ["jaxkv.engine.gone", "jaxkv.attention.xla.walked"]

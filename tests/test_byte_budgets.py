@@ -50,14 +50,20 @@ def test_texts_say_bytes(text, count):
     assert bytes_of(text) == count
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.make(24).parts().scorer], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.make(24).parts().scorer], ids=lambda row: row.name
+)
 def test_every_policy_has_as_many_rows_as_fit(row):
     policy = row.make(24)
     each = CONFIG.layers * CONFIG.kv_heads * policy.parts().row_bytes(CONFIG.head_dim, 4)
     most = 25 * each - 1
     wanted = fitted(with_budget(policy, 24))
     assert fitted(with_budget(policy, f"{most}B")) == wanted
-    assert fitted(with_budget(policy, f"{24 * each}B")) == wanted != fitted(with_budget(policy, f"{25 * each}B"))
+    assert (
+        fitted(with_budget(policy, f"{24 * each}B"))
+        == wanted
+        != fitted(with_budget(policy, f"{25 * each}B"))
+    )
 
 
 @pytest.mark.parametrize(("store", "dtype"), EACH)
@@ -67,7 +73,9 @@ def test_stores_and_dtypes_say_how_many_rows(store, dtype):
     assert found == jaxkv.SnapKV(budget=40, window=8, store=store)
 
 
-@pytest.mark.parametrize("policy", [jaxkv.SnapKV, jaxkv.AdaKV, jaxkv.PyramidKV, jaxkv.H2O, jaxkv.D2O])
+@pytest.mark.parametrize(
+    "policy", [jaxkv.SnapKV, jaxkv.AdaKV, jaxkv.PyramidKV, jaxkv.H2O, jaxkv.D2O]
+)
 def test_caches_take_no_more(policy):
     """Of two prompts, one shorter than its rows; kept rows' bytes are counted as `Stats` counts them."""
     made = policy(budget="12KB", store="int8")
@@ -105,13 +113,24 @@ def test_bases_have_the_bytes():
         (lambda: jaxkv.FullKV(budget="64MB"), "budget='64MB': FullKV keeps everything"),
         (lambda: jaxkv.Quest(budget="64MB"), "budget='64MB': give rows per head .* or a share"),
         (lambda: jaxkv.OmniKV(budget="64MB"), "budget='64MB': give rows per head .* or a share"),
-        (lambda: fitted(jaxkv.SnapKV(budget="400B")), "a row of every kv head and layer takes 408 bytes: give more"),
-        (lambda: fitted(jaxkv.SnapKV(budget="5KB")), "budget='5KB': of 408 bytes a row .* budget=12: below sinks"),
         (
-            lambda: jaxkv.compress(*[jnp.zeros((1, 2, 64, 8))] * 2, policy=jaxkv.KeyDiff(budget="1MB")),
+            lambda: fitted(jaxkv.SnapKV(budget="400B")),
+            "a row of every kv head and layer takes 408 bytes: give more",
+        ),
+        (
+            lambda: fitted(jaxkv.SnapKV(budget="5KB")),
+            "budget='5KB': of 408 bytes a row .* budget=12: below sinks",
+        ),
+        (
+            lambda: jaxkv.compress(
+                *[jnp.zeros((1, 2, 64, 8))] * 2, policy=jaxkv.KeyDiff(budget="1MB")
+            ),
             "bytes are those of a whole model's cache: give rows, or a share",
         ),
-        (lambda: jaxkv.SnapKV(budget="1MB").parts().budgets(*np.ones((2, 1), np.int64)), "bytes are rows of one model"),
+        (
+            lambda: jaxkv.SnapKV(budget="1MB").parts().budgets(*np.ones((2, 1), np.int64)),
+            "bytes are rows of one model",
+        ),
     ],
 )
 def test_what_bytes_cannot_be_given_to(make, said):
@@ -124,7 +143,9 @@ def test_saved_caches_say_rows(tmp_path):
     cache = jaxkv.Session(model, policy).prefill(tiny.prompts(5, (90, 61)))
     cache.save(tmp_path / "cache")
     assert jaxkv.load_cache(tmp_path / "cache", model).policy == jaxkv.SnapKV(budget=39, window=8)
-    with pytest.raises(ValueError, match="a saved cache says how many rows they were: leave the policy out"):
+    with pytest.raises(
+        ValueError, match="a saved cache says how many rows they were: leave the policy out"
+    ):
         jaxkv.load_cache(tmp_path / "cache", model, policy=policy)
 
 
@@ -132,15 +153,37 @@ def test_engines_and_plans_take_bytes(capsys):
     """An engine's requests, and the rows that a plan of the same sizes prints for each store."""
     model, prompts = tiny.tiny(CONFIG), tiny.prompts(6, (90, 61))
     with jaxkv.Engine(
-        model, policy=jaxkv.SnapKV(budget="16KB", window=8), slots=2, max_prompt_tokens=96, max_new_tokens=4
+        model,
+        policy=jaxkv.SnapKV(budget="16KB", window=8),
+        slots=2,
+        max_prompt_tokens=96,
+        max_new_tokens=4,
     ) as engine:
-        found = [list(each.tokens) for each in engine.map(prompts, max_new_tokens=4, stop_at_eos=False)]
+        found = [
+            list(each.tokens) for each in engine.map(prompts, max_new_tokens=4, stop_at_eos=False)
+        ]
     alone = jaxkv.generate(
-        model, prompts, policy=jaxkv.SnapKV(budget=39, window=8), max_new_tokens=4, stop_at_eos=False, progress=False
+        model,
+        prompts,
+        policy=jaxkv.SnapKV(budget=39, window=8),
+        max_new_tokens=4,
+        stop_at_eos=False,
+        progress=False,
     )
     assert found == [list(each) for each in alone.tokens]
     main(
-        ["plan", "--model", "llama-3.1-8b", "--gpus", "h100x1", "--context", "32768", "--budget", "64MB", "--json"]
+        [
+            "plan",
+            "--model",
+            "llama-3.1-8b",
+            "--gpus",
+            "h100x1",
+            "--context",
+            "32768",
+            "--budget",
+            "64MB",
+            "--json",
+        ]
         + ["--policy", "snapkv", "--store", "int8"]
     )
     told = json.loads(capsys.readouterr().out)

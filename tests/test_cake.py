@@ -18,7 +18,11 @@ from jaxkv.policies import PreferenceLayers
 @settings(max_examples=5)
 @given(seed=seeds, lengths=lengths_of_two, budget=st.sampled_from((12, 20, 0.6)))
 def test_kept_rows_are_the_oracles(group, tau1, tau2, gamma, seed, lengths, budget):
-    options = {"allocation": PreferenceLayers(tau1=tau1, tau2=tau2), "gamma": gamma, "window": WINDOW}
+    options = {
+        "allocation": PreferenceLayers(tau1=tau1, tau2=tau2),
+        "gamma": gamma,
+        "window": WINDOW,
+    }
     row = Row(
         name="cake",
         make=lambda budget, **kw: CAKE(budget=budget, **options, **kw),

@@ -29,12 +29,21 @@ def oracle(chosen, scores, floor, most, devices):
     given = 0
     for device in range(devices):
         of = range(device * mine, (device + 1) * mine)
-        loose = [cell for head in of for cell in best((head, s) for s in range(slots) if chosen[head, s])[floor:]]
+        loose = [
+            cell
+            for head in of
+            for cell in best((head, s) for s in range(slots) if chosen[head, s])[floor:]
+        ]
         for cell in best(loose)[::-1][: max(0, int(chosen[list(of)].sum()) - most)]:
             mask[cell] = False
             given += 1
     stayed = mask.copy()
-    left = best((h, s) for h in range(heads) for s in range(slots) if not stayed[h, s] and scores[h, s] > NONE)
+    left = best(
+        (h, s)
+        for h in range(heads)
+        for s in range(slots)
+        if not stayed[h, s] and scores[h, s] > NONE
+    )
     for allowed in (most, slots * heads):
         for head, slot in left:
             first = head // mine * mine
@@ -51,7 +60,9 @@ def test_a_device_without_rows_leaves_the_others_more():
     scores[2:, 4:] = NONE
     chosen = np.zeros((4, 30), bool)
     chosen[:2, :15], chosen[2:, :3] = True, True
-    keys = jnp.where(jnp.asarray(scores > NONE), topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.uint32(0))
+    keys = jnp.where(
+        jnp.asarray(scores > NONE), topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.uint32(0)
+    )
     of = [jnp.asarray([each], jnp.int32) for each in (0, 18)]
     mask, moved = within_capacity(jnp.asarray(chosen)[None], keys[None], *of, 2)
     wanted, given = oracle(chosen, scores, 0, 18, 2)
@@ -66,16 +77,25 @@ def test_the_weakest_rows_of_full_devices_go_and_the_best_of_the_others_come(hea
     rng, fired = np.random.default_rng(3), 0
     for capacity, devices in [(1.0, 2), (1.25, 4), (1.5, 2), (1.1, 4)]:
         # Heads of different strength, so that a device wants too many.
-        scores = np.floor(rng.random((2, 4, 30)) * levels * np.asarray([1.0, 0.9, 0.3, 0.5])[:, None])
+        scores = np.floor(
+            rng.random((2, 4, 30)) * levels * np.asarray([1.0, 0.9, 0.3, 0.5])[:, None]
+        )
         base, forced = np.asarray([9, 6]), np.asarray([2, 0])
         given = [jnp.asarray(each, jnp.int32) for each in (base, forced)]
         chosen = heads.choose(jnp.asarray(scores, jnp.float32), jnp.ones((2, 1, 30), bool), *given)
         mine = 4 // devices
-        most, floor = np.floor(capacity * mine * base + 1e-9).astype(int), np.asarray(heads.floor(*given))
+        most, floor = (
+            np.floor(capacity * mine * base + 1e-9).astype(int),
+            np.asarray(heads.floor(*given)),
+        )
         keys = topk.sortable(jnp.asarray(scores, jnp.float32))
-        mask, moved = within_capacity(chosen, keys, jnp.asarray(floor), jnp.asarray(most, jnp.int32), devices)
+        mask, moved = within_capacity(
+            chosen, keys, jnp.asarray(floor), jnp.asarray(most, jnp.int32), devices
+        )
         for row in range(2):
-            wanted, gone = oracle(np.asarray(chosen)[row], scores[row], floor[row], most[row], devices)
+            wanted, gone = oracle(
+                np.asarray(chosen)[row], scores[row], floor[row], most[row], devices
+            )
             np.testing.assert_array_equal(np.asarray(mask)[row], wanted)
             assert int(moved[row]) == gone and wanted.sum() == 4 * base[row]
             assert wanted.reshape(devices, -1).sum(axis=1).max() <= most[row]
@@ -98,11 +118,15 @@ def per_device(cache, devices):
     return kept.reshape(*kept.shape[:2], devices, -1).sum(axis=3)
 
 
-@pytest.mark.parametrize("base, data, model", [("layer", 2, 4), ("shared", 2, 4), ("critical", 1, 8)])
+@pytest.mark.parametrize(
+    "base, data, model", [("layer", 2, 4), ("shared", 2, 4), ("critical", 1, 8)]
+)
 def test_prompts_within_the_capacity(base, data, model):
     """Totals are those of one device, rows move where a device is full alone, and what they were is counted."""
     policy = adakv(base, 1.125)
-    there = jaxkv.prefill(model_of(8), prompts(5, LENGTHS), policy=policy, mesh=mesh_of(data, model), progress=False)
+    there = jaxkv.prefill(
+        model_of(8), prompts(5, LENGTHS), policy=policy, mesh=mesh_of(data, model), progress=False
+    )
     here, free = alone(base), adakv(base, 8.0)
     np.testing.assert_array_equal(there.kept.sum(axis=2), here.kept.sum(axis=2))
     most = np.floor(1.125 * here.kept.sum(axis=2) / model + 1e-9)[..., None]
@@ -115,7 +139,9 @@ def test_prompts_within_the_capacity(base, data, model):
         full = beyond[layer, row, head // (8 // model)] > 0
         more, less = (theirs[layer, row, head], rows) if full else (rows, theirs[layer, row, head])
         assert set(less) <= set(more)
-    roomy = jaxkv.prefill(model_of(8), prompts(5, LENGTHS), policy=free, mesh=mesh_of(data, model), progress=False)
+    roomy = jaxkv.prefill(
+        model_of(8), prompts(5, LENGTHS), policy=free, mesh=mesh_of(data, model), progress=False
+    )
     assert positions(roomy) == theirs and roomy.moved is None
     assert there.nbytes < roomy.nbytes
 
@@ -128,7 +154,9 @@ def test_content_compiles_nothing_anew(base):
         policy = (
             adakv(base, 1.125)
             if base == "shared"
-            else jaxkv.AdaKV(base=jaxkv.SnapKV(budget=BUDGET, window=WINDOW, every=4), capacity=1.125, alpha=0.0)
+            else jaxkv.AdaKV(
+                base=jaxkv.SnapKV(budget=BUDGET, window=WINDOW, every=4), capacity=1.125, alpha=0.0
+            )
         )
         made = jaxkv.generate(
             model_of(8),
@@ -147,19 +175,27 @@ def test_content_compiles_nothing_anew(base):
 
 
 def test_compressed_again_within_the_capacity():
-    policy = jaxkv.AdaKV(base=jaxkv.SnapKV(budget=BUDGET, window=WINDOW, every=4), capacity=1.125, alpha=0.0)
+    policy = jaxkv.AdaKV(
+        base=jaxkv.SnapKV(budget=BUDGET, window=WINDOW, every=4), capacity=1.125, alpha=0.0
+    )
     options = {"policy": policy, "max_new_tokens": 8, "stop_at_eos": False, "progress": False}
     made = jaxkv.generate(model_of(8), prompts(5, LENGTHS), mesh=mesh_of(2, 4), **options)
     cache = made.cache
-    assert (cache.kept.sum(axis=2) == 8 * BUDGET).all() and made.stats.moved_rows == int(cache.moved.sum())
+    assert (cache.kept.sum(axis=2) == 8 * BUDGET).all() and made.stats.moved_rows == int(
+        cache.moved.sum()
+    )
     assert per_device(cache, 4).max() == 1.125 * 2 * BUDGET
     again = jaxkv.generate(model_of(8), prompts(5, LENGTHS), **options)
     assert again.stats.moved_rows == 0 and again.cache.moved is None
     # What a prompt moved is not told once more of the answer on top of it.
-    more = jaxkv.generate(model_of(8).on(mesh_of(2, 4)), prompts(9, (3, 5)), cache=cache, max_new_tokens=1)
+    more = jaxkv.generate(
+        model_of(8).on(mesh_of(2, 4)), prompts(9, (3, 5)), cache=cache, max_new_tokens=1
+    )
     assert more.stats.moved_rows == int(more.cache.moved.sum()) - made.stats.moved_rows
     # One device moves none, and what others have moved stays known.
-    here = jaxkv.generate(model_of(8), prompts(9, (3, 5)), cache=jaxkv.reshard(cache, None), max_new_tokens=1)
+    here = jaxkv.generate(
+        model_of(8), prompts(9, (3, 5)), cache=jaxkv.reshard(cache, None), max_new_tokens=1
+    )
     assert here.stats.moved_rows == 0 and here.cache.moved.tolist() == cache.moved.tolist()
 
 

@@ -66,8 +66,13 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
         of = slice(device * mine, (device + 1) * mine)
         for seen in range(1, layers + 1):
             there = jnp.tile(jnp.arange(layers) < seen, mine // layers)[:, None]
-            alive = survivors(heads, scores[:, of], candidates[:, of] & there, base, forced, room, norms[:, of])
-            assert not (kept[:, of] & there & ~alive).any() and not (alive & ~(candidates[:, of] & there)).any()
+            alive = survivors(
+                heads, scores[:, of], candidates[:, of] & there, base, forced, room, norms[:, of]
+            )
+            assert (
+                not (kept[:, of] & there & ~alive).any()
+                and not (alive & ~(candidates[:, of] & there)).any()
+            )
             assert (alive.sum(axis=(1, 2)) <= room).all()
             dropped += int((candidates[:, of] & there & ~alive).sum())
     assert dropped > 0
@@ -80,7 +85,9 @@ def test_no_layer_gets_more_rows_than_its_bound(layers):
     length = rng.integers(1, 60, prompts)
     budget = rng.integers(1, length + 1)
     forced = rng.integers(0, budget + 1)
-    weights = rng.random((count, prompts)) ** rng.choice([1, 4, 30], prompts) * (rng.random((count, prompts)) < 0.8)
+    weights = rng.random((count, prompts)) ** rng.choice([1, 4, 30], prompts) * (
+        rng.random((count, prompts)) < 0.8
+    )
     weights = np.log(weights + 1e-30) if isinstance(layers, PreferenceLayers) else weights
     final = layers.rows(budget, length, forced, layers=count, window=0, weights=weights)
     assert (final.sum(axis=0) == count * budget).all()
@@ -131,7 +138,9 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
         needed = session.planned(np.asarray(LENGTHS), 2, mesh and model.axes.mesh)
         peaks.append(needed.peak_bytes)
         rows.append(
-            plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split)
+            plan.buffer_rows(
+                policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split
+            )
         )
         made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
         held_whole(monkeypatch)
@@ -166,7 +175,9 @@ def test_where_all_layers_are_held():
 
     def rows(policy, stretches=1, layers=4):
         needed = plan.plan_prefill(shape, policy, [60])
-        return plan.buffer_rows(policy.parts(), needed.capacity, needed.slots, (None,) * layers, 4, stretches)
+        return plan.buffer_rows(
+            policy.parts(), needed.capacity, needed.slots, (None,) * layers, 4, stretches
+        )
 
     assert rows(DEFENSIVE) == 4 * 4 * 16 and rows(DEFENSIVE, 4) == 1.5 * 4 * 16
     # Budgets of so much that the buffer weighs as much as the layers; replay and mergers need every row.

@@ -45,8 +45,14 @@ def make_folder(folder, shards, *, index=True):
 
 def two_shards():
     rng = np.random.default_rng(0)
-    first = {"a": rng.normal(size=(3, 4)).astype(ml_dtypes.bfloat16), "b": rng.normal(size=5).astype(np.float16)}
-    second = {"c": rng.normal(size=(2, 2)).astype(np.float32), "empty": np.zeros((0, 4), np.float32)}
+    first = {
+        "a": rng.normal(size=(3, 4)).astype(ml_dtypes.bfloat16),
+        "b": rng.normal(size=5).astype(np.float16),
+    }
+    second = {
+        "c": rng.normal(size=(2, 2)).astype(np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+    }
     second |= {
         "e4m3": rng.normal(size=(3, 2)).astype(ml_dtypes.float8_e4m3fn),
         "e5m2": np.ones(3, ml_dtypes.float8_e5m2),
@@ -75,16 +81,23 @@ def test_truncated_safetensors(tmp_path, keep):
     folder = make_folder(tmp_path, two_shards())
     file = folder / "model-1.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model-1\.safetensors: \d+ bytes.*expected.*download the file again"):
+    with pytest.raises(
+        ValueError, match=r"model-1\.safetensors: \d+ bytes.*expected.*download the file again"
+    ):
         open_checkpoint(folder)
 
 
 def test_corrupt_safetensors(tmp_path):
-    folder = make_folder(tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False)
+    folder = make_folder(
+        tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False
+    )
     file = folder / "model.safetensors"
     good = file.read_bytes()
     for bad, message in [
-        (good.replace(b'"shape":[2]', b'"shape":[3]'), "invalid shape, data type, or offset for tensor"),
+        (
+            good.replace(b'"shape":[2]', b'"shape":[3]'),
+            "invalid shape, data type, or offset for tensor",
+        ),
         (good.replace(b'"dtype":"F32"', b'"dtype":"Q99"'), "Q99"),
         (good.replace(b'{"a"', b"{,a,"), "invalid JSON in header"),
         (b"\xff" * 8 + good[8:], "a whole safetensors file expected"),
@@ -113,7 +126,10 @@ def knows_complex():
     [
         (f'{{"a":{entry(0, 12)},"b":{entry(0, 12)}}}', "invalid offset for tensor `[ab]`"),
         (f'{{"a":{entry(0, 12)},"b":{entry(8, 20)}}}', "invalid offset for tensor `[ab]`"),
-        (f'{{"a":{entry(12, 24)},"a":{entry(0, 12)},"b":{entry(12, 24)}}}', r"names \['a'\] more than once"),
+        (
+            f'{{"a":{entry(12, 24)},"a":{entry(0, 12)},"b":{entry(12, 24)}}}',
+            r"names \['a'\] more than once",
+        ),
         (f'{{"a":{entry(12, 24)}}}', "invalid offset for tensor `a`"),
         (f'{{"a":{"[" * 100_000 + "]" * 100_000}}}', "recursion limit"),
         (f'{{"a":{entry(0, 12)}}}', "not fully covered"),
@@ -133,7 +149,9 @@ def test_headers_that_the_format_forbids(tmp_path, header, message):
 
 
 def test_json_that_is_not_what_it_should_be(tmp_path):
-    folder = make_folder(tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False)
+    folder = make_folder(
+        tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False
+    )
     file = folder / "config.json"
     for content, message in [
         (b'{"a":' * 100_000, "nested too deeply"),
@@ -142,13 +160,21 @@ def test_json_that_is_not_what_it_should_be(tmp_path):
         (b"{" + b" " * (33 << 20), "34,603,009 bytes, at most 33,554,432 are read"),
     ]:
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"config\.json: .*{message}.*download the file again"):
+        with pytest.raises(
+            ValueError, match=rf"config\.json: .*{message}.*download the file again"
+        ):
             open_checkpoint(folder)
     file.write_text(json.dumps(CONFIG), "utf-8-sig")
     assert open_checkpoint(folder).config["model_type"] == "llama"
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [[2], {}]}))
-    assert open_checkpoint(folder).config["eos_token_id"] == [2, [2], {}]  # the model's config refuses them by name
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ["model.safetensors"]}}))
+    assert open_checkpoint(folder).config["eos_token_id"] == [
+        2,
+        [2],
+        {},
+    ]  # the model's config refuses them by name
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": ["model.safetensors"]}})
+    )
     with pytest.raises(ValueError, match="no weight_map of file names"):
         open_checkpoint(folder)
 
@@ -191,7 +217,11 @@ HEADS, KV_HEADS, HEAD_DIM, EMBED, HIDDEN, VOCAB = 4, 2, 8, 32, 64, 10
 
 def permute(array, heads):
     """llama.cpp's conversion from Hugging Face, written as there."""
-    return array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    return (
+        array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(array.shape)
+    )
 
 
 def hf_tensors():
@@ -201,15 +231,30 @@ def hf_tensors():
         "output_norm.weight": ("model.norm.weight", (EMBED,)),
         "blk.0.attn_norm.weight": ("model.layers.0.input_layernorm.weight", (EMBED,)),
         "blk.0.ffn_norm.weight": ("model.layers.0.post_attention_layernorm.weight", (EMBED,)),
-        "blk.0.attn_q.weight": ("model.layers.0.self_attn.q_proj.weight", (HEADS * HEAD_DIM, EMBED)),
-        "blk.0.attn_k.weight": ("model.layers.0.self_attn.k_proj.weight", (KV_HEADS * HEAD_DIM, EMBED)),
-        "blk.0.attn_v.weight": ("model.layers.0.self_attn.v_proj.weight", (KV_HEADS * HEAD_DIM, EMBED)),
-        "blk.0.attn_output.weight": ("model.layers.0.self_attn.o_proj.weight", (EMBED, HEADS * HEAD_DIM)),
+        "blk.0.attn_q.weight": (
+            "model.layers.0.self_attn.q_proj.weight",
+            (HEADS * HEAD_DIM, EMBED),
+        ),
+        "blk.0.attn_k.weight": (
+            "model.layers.0.self_attn.k_proj.weight",
+            (KV_HEADS * HEAD_DIM, EMBED),
+        ),
+        "blk.0.attn_v.weight": (
+            "model.layers.0.self_attn.v_proj.weight",
+            (KV_HEADS * HEAD_DIM, EMBED),
+        ),
+        "blk.0.attn_output.weight": (
+            "model.layers.0.self_attn.o_proj.weight",
+            (EMBED, HEADS * HEAD_DIM),
+        ),
         "blk.0.ffn_gate.weight": ("model.layers.0.mlp.gate_proj.weight", (HIDDEN, EMBED)),
         "blk.0.ffn_up.weight": ("model.layers.0.mlp.up_proj.weight", (HIDDEN, EMBED)),
         "blk.0.ffn_down.weight": ("model.layers.0.mlp.down_proj.weight", (EMBED, HIDDEN)),
     }
-    return {key: (name, rng.normal(size=shape).astype(np.float32)) for key, (name, shape) in shapes.items()}
+    return {
+        key: (name, rng.normal(size=shape).astype(np.float32))
+        for key, (name, shape) in shapes.items()
+    }
 
 
 def write_gguf(path, *, arch="llama", extra_tensors=None, edit=lambda writer: None):
@@ -251,15 +296,25 @@ def test_gguf_tensors_are_those_of_hugging_face(tmp_path, arch):
         assert found[name].dtype == np.float32
         np.testing.assert_allclose(found[name], array, atol=0.02 if "down_proj" in name else 0)
     config = dict(checkpoint.config)
-    assert config["model_type"] == arch and config["tie_word_embeddings"] and config["rope_scaling"] is None
-    assert (config["vocab_size"], config["head_dim"], config["rope_theta"]) == (VOCAB, HEAD_DIM, 500_000.0)
+    assert (
+        config["model_type"] == arch
+        and config["tie_word_embeddings"]
+        and config["rope_scaling"] is None
+    )
+    assert (config["vocab_size"], config["head_dim"], config["rope_theta"]) == (
+        VOCAB,
+        HEAD_DIM,
+        500_000.0,
+    )
     assert config["rms_norm_eps"] == 1e-5  # not its float32 neighbour
     assert checkpoint.tokenizer_spec is None
 
 
 def test_untied_output_and_bias_permutation(tmp_path):
     output = np.ones((VOCAB, EMBED), np.float32)
-    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra_tensors={"output.weight": output}))
+    checkpoint = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", extra_tensors={"output.weight": output})
+    )
     assert not checkpoint.config["tie_word_embeddings"] and "lm_head.weight" in checkpoint.names
     bias = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
     np.testing.assert_array_equal(undo_permutation(permute(bias, HEADS), HEADS), bias)
@@ -282,7 +337,9 @@ def llama3_factors(factor, low=1.0, high=4.0, original=8192):
 
 def test_gguf_rope_scaling(tmp_path):
     factors = {"rope_freqs.weight": llama3_factors(32.0)}
-    scaling = open_checkpoint(write_gguf(tmp_path / "a.gguf", extra_tensors=factors)).config["rope_scaling"]
+    scaling = open_checkpoint(write_gguf(tmp_path / "a.gguf", extra_tensors=factors)).config[
+        "rope_scaling"
+    ]
     assert scaling["rope_type"] == "llama3" and scaling["factor"] == 32.0
 
     def yarn(writer):
@@ -299,13 +356,17 @@ def test_gguf_rope_scaling(tmp_path):
 
 def test_gguf_refusals(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", arch="gemma3n")
-    with pytest.raises(ValueError, match="general.architecture='gemma3n'.*gemma2, gemma3, .*llama, qwen2, qwen3"):
+    with pytest.raises(
+        ValueError, match="general.architecture='gemma3n'.*gemma2, gemma3, .*llama, qwen2, qwen3"
+    ):
         open_checkpoint(path)
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((2, EMBED), np.float32)}
     with pytest.raises(ValueError, match="tensor='blk.0.ffn_gate_inp.weight'"):
         open_checkpoint(write_gguf(tmp_path / "n.gguf", extra_tensors=extra))
     for key, edit in {
-        "rope.scaling.type='longrope'": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        "rope.scaling.type='longrope'": lambda w: w.add_rope_scaling_type(
+            gguf.RopeScalingType.LONGROPE
+        ),
         "rope.dimension_count=4": lambda w: w.add_rope_dimension_count(4),
         "expert_count=8": lambda w: w.add_expert_count(8),
         "split.count=2": lambda w: w.add_uint16("split.count", 2),

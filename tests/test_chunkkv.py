@@ -52,7 +52,10 @@ def test_uneven_chunks_keep_their_peaks(signed, forced):
         assert all(len(head) == rows for head in expected)
         if gap > o.MIN_GAP:
             assert library(scores, rows, forced, n, chunk, peaks) == expected
-            sure, cut = sure + 1, cut + (expected != o.chunk_select(scores, rows, list(forced), n, chunk)[0])
+            sure, cut = (
+                sure + 1,
+                cut + (expected != o.chunk_select(scores, rows, list(forced), n, chunk)[0]),
+            )
     assert sure > 3 and cut > 1
 
 

@@ -59,7 +59,9 @@ def spread(layers, budget, length, stats, forced=5):
 # --- PyramidKV -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stored", "whole"), [(8, 1024), (32, 4096)], ids=["kv heads", "query heads"])
+@pytest.mark.parametrize(
+    ("stored", "whole"), [(8, 1024), (32, 4096)], ids=["kv heads", "query heads"]
+)
 @pytest.mark.parametrize("capacity", [512, 1024, 2048])
 def test_p1_shares_of_table_2_are_right_and_its_megabytes_are_not(capacity, stored, whole):
     config = dataclasses.replace(LLAMA_8B, kv_heads=stored)
@@ -76,7 +78,11 @@ def test_p1_shares_of_table_2_are_right_and_its_megabytes_are_not(capacity, stor
 
 
 def test_p2_llama_2_of_100k_tokens_is_above_50_gb_and_of_2k_is_no_less_than_one():
-    assert full(LLAMA_7B, 100_000) == 2 * 32 * 32 * 128 * 2 * 100_000 == pytest.approx(52.4 * GB, rel=1e-3)
+    assert (
+        full(LLAMA_7B, 100_000)
+        == 2 * 32 * 32 * 128 * 2 * 100_000
+        == pytest.approx(52.4 * GB, rel=1e-3)
+    )
     assert full(LLAMA_7B, 2048) == GIB > GB
     assert GB < full(LLAMA_7B, 2000) < GIB
 
@@ -91,7 +97,14 @@ def released(capacity, layers, window=8, beta=20):
 
 @pytest.mark.parametrize(
     ("layers", "capacity", "average"),
-    [(32, 64, 71.5), (32, 96, 102.5), (32, 128, 133.5), (32, 2048, 2048.5), (80, 64, 78.5), (80, 128, 163.0)],
+    [
+        (32, 64, 71.5),
+        (32, 96, 102.5),
+        (32, 128, 133.5),
+        (32, 2048, 2048.5),
+        (80, 64, 78.5),
+        (80, 128, 163.0),
+    ],
 )
 def test_p3_the_sum_is_exact_and_the_released_code_overshoots_it(layers, capacity, average):
     config = dataclasses.replace(LLAMA_8B, layers=layers)
@@ -99,7 +112,9 @@ def test_p3_the_sum_is_exact_and_the_released_code_overshoots_it(layers, capacit
     assert (ours.sum(axis=0) == layers * capacity).all()
     # The ends of equation 1, in whole rows; the window is besides.
     base = capacity - 8
-    assert abs(ours[-1, 0] - 8 - base / 20) <= 1 and abs(ours[0, 0] - 8 - (2 * base - base / 20)) <= 1
+    assert (
+        abs(ours[-1, 0] - 8 - base / 20) <= 1 and abs(ours[0, 0] - 8 - (2 * base - base / 20)) <= 1
+    )
     theirs = pyramid(capacity, 8192, config=config, allocation=OfficialLayers())[:, 0].tolist()
     assert theirs == released(capacity, layers) and sum(theirs) / layers == average
     # kvpress: within half a row a layer of the budget; uniform where the top layer would be below the window.
@@ -114,10 +129,14 @@ def test_p3_the_sum_is_exact_and_the_released_code_overshoots_it(layers, capacit
     layers=st.integers(2, 80),
     lengths=st.lists(st.integers(2048, 100_000), min_size=2, max_size=3),
 )
-def test_p4_layers_get_fewer_rows_upwards_between_the_ends_unless_the_prompt_is_short(capacity, beta, layers, lengths):
+def test_p4_layers_get_fewer_rows_upwards_between_the_ends_unless_the_prompt_is_short(
+    capacity, beta, layers, lengths
+):
     config = dataclasses.replace(LLAMA_8B, layers=layers)
     rows = pyramid(capacity, *lengths, config=config, allocation=LinearLayers(beta=beta)) - 8
-    assert (np.diff(rows, axis=0) <= 0).all() and (rows.sum(axis=0) == layers * (capacity - 8)).all()
+    assert (np.diff(rows, axis=0) <= 0).all() and (
+        rows.sum(axis=0) == layers * (capacity - 8)
+    ).all()
     least = (capacity - 8) / beta
     most = 2 * (capacity - 8) - least
     free = most <= np.asarray(lengths) - 8
@@ -126,7 +145,24 @@ def test_p4_layers_get_fewer_rows_upwards_between_the_ends_unless_the_prompt_is_
 
 
 # LongBench: average words of the 16 datasets, in the order of the papers' tables.
-LENGTHS = (18409, 3619, 4559, 9151, 4887, 11214, 8734, 10614, 2113, 5177, 8209, 6258, 11141, 9289, 1235, 4206)
+LENGTHS = (
+    18409,
+    3619,
+    4559,
+    9151,
+    4887,
+    11214,
+    8734,
+    10614,
+    2113,
+    5177,
+    8209,
+    6258,
+    11141,
+    9289,
+    1235,
+    4206,
+)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +194,9 @@ def test_p6_seven_tenths_of_a_percent_is_one_dataset_and_twelve_percent_none():
 @pytest.mark.parametrize("base", [96, 224])
 def test_a6_budgets_of_heads_sum_to_the_layers_where_published_rounding_loses_some(base):
     rng, heads, alpha = np.random.default_rng(base), 8, 0.2
-    won = np.stack([rng.multinomial(heads * base, rng.dirichlet(np.ones(heads))) for _ in range(200)])
+    won = np.stack(
+        [rng.multinomial(heads * base, rng.dirichlet(np.ones(heads))) for _ in range(200)]
+    )
     given_to = AdaptiveHeads(alpha=alpha).targets
     ours = np.asarray(given_to(jnp.asarray(won, jnp.int32), jnp.full(len(won), base, jnp.int32)))
     assert (ours.sum(axis=1) == heads * base).all()
@@ -174,7 +212,9 @@ def test_a6_windows_are_taken_out_of_the_budget():
     policy, lengths = jaxkv.AdaKV(budget=256), (4096, 300)
     plan = plan_prefill(LLAMA_8B, policy, lengths)
     assert plan.forced.tolist() == [32, 32] and (plan.rows == 256).all()
-    cache, *_ = tiny.run(tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(3, (60, 41)), jaxkv.AdaKV(budget=36))
+    cache, *_ = tiny.run(
+        tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(3, (60, 41)), jaxkv.AdaKV(budget=36)
+    )
     assert (cache.kept.sum(axis=2) == 36 * 2).all() and (cache.kept >= 32).all()
     assert len(set(cache.kept.reshape(-1).tolist())) > 1
 
@@ -183,7 +223,9 @@ def test_a9_rows_of_kv_heads_are_a_quarter_of_rows_of_query_heads():
     config = model_named("llama-3.1-8b").config
     repeated = dataclasses.replace(config, kv_heads=config.heads)
     for policy in (jaxkv.FullKV(), jaxkv.AdaKV(budget=1024)):
-        small, large = (plan_prefill(each, policy, [32768], dtype="float16") for each in (config, repeated))
+        small, large = (
+            plan_prefill(each, policy, [32768], dtype="float16") for each in (config, repeated)
+        )
         assert large.full_bytes == 4 * small.full_bytes
         # Lengths besides, which are no rows.
         assert large.cache_bytes == pytest.approx(4 * small.cache_bytes, rel=1e-3)
@@ -245,7 +287,9 @@ def test_d4_weights_sum_to_one_where_the_printed_ones_do_not(seed, dropped):
     inside = np.arange(6) <= np.asarray(dropped)[:, None, None]
     kept = inside & (np.arange(6) == 0)
     tau, mass = np.full((2, 1, 1), -np.inf, np.float32), np.zeros((2, 1, 6), np.float32)
-    values = np.asarray(all_merged(*(jnp.asarray(each) for each in (k, v, kept, inside, mass, tau))))
+    values = np.asarray(
+        all_merged(*(jnp.asarray(each) for each in (k, v, kept, inside, mass, tau)))
+    )
     for row, number in enumerate(dropped):
         weights = values[row, 0, 0]
         assert weights.sum() == pytest.approx(1, abs=1e-5) and weights[0] >= weights.max() - 1e-6
@@ -276,7 +320,9 @@ def test_d5_a_row_joins_if_it_is_no_less_like_than_those_before(seed, beta):
     row, goes = Row(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3, 4))), jnp.ones((2, 3), bool)
     for _ in range(4):
         cosine = rng.uniform(-1, 1, (2, 3)).astype(np.float32)
-        joined = merge.merge_one(0, jnp.asarray(cosine), row, row, goes, jnp.asarray(tau)[..., None])
+        joined = merge.merge_one(
+            0, jnp.asarray(cosine), row, row, goes, jnp.asarray(tau)[..., None]
+        )
         clear = (1 - beta) * np.abs(cosine - expected) > 1e-5
         assert (np.asarray(joined.joins) == (cosine >= expected))[clear].all()
         expected, tau = beta * cosine + (1 - beta) * expected, np.asarray(joined.tau)[..., 0]
@@ -284,23 +330,33 @@ def test_d5_a_row_joins_if_it_is_no_less_like_than_those_before(seed, beta):
 
 
 def test_d6_30_billion_parameters_1024_tokens_128_sequences():
-    heads, shape = 56, {"vocab": 50272, "layers": 48, "embed": 7168, "hidden": 28672, "max_positions": 2048}
+    heads, shape = (
+        56,
+        {"vocab": 50272, "layers": 48, "embed": 7168, "hidden": 28672, "max_positions": 2048},
+    )
     config = jaxkv.ModelConfig(heads=heads, kv_heads=heads, head_dim=128, **shape)
     assert full(config, 1024, times=128) == pytest.approx(180.4 * GB, rel=1e-3)
 
 
-@pytest.mark.parametrize(("prompt", "batch", "fit"), [(256, 8, 315), (512, 4, 174), (1024, 2, 94), (2048, 1, 47)])
-def test_d7_four_times_the_batch_weighs_less_and_nothing_bounds_the_full_cache_at_such_batches(prompt, batch, fit):
+@pytest.mark.parametrize(
+    ("prompt", "batch", "fit"), [(256, 8, 315), (512, 4, 174), (1024, 2, 94), (2048, 1, 47)]
+)
+def test_d7_four_times_the_batch_weighs_less_and_nothing_bounds_the_full_cache_at_such_batches(
+    prompt, batch, fit
+):
     options = {"gpus": "a100-80gb", "context": prompt, "new": 4 * prompt}
     whole = jaxkv.plan(LONG_8B, batch=batch, **options)
     d2o, h2o = (
-        jaxkv.plan(LONG_8B, batch=4 * batch, policy=p(budget=prompt), **options) for p in (jaxkv.D2O, jaxkv.H2O)
+        jaxkv.plan(LONG_8B, batch=4 * batch, policy=p(budget=prompt), **options)
+        for p in (jaxkv.D2O, jaxkv.H2O)
     )
     rows = lambda sequences, tokens: sequences * tokens * TOKEN  # noqa: E731
     assert whole.cache == pytest.approx(rows(batch, 5 * prompt), rel=0.02)
     assert d2o.cache == pytest.approx(rows(4 * batch, prompt), rel=0.02)
     # Four times the sequences in four fifths of the bytes; merging costs none.
-    assert d2o.cache / whole.cache == pytest.approx(4 / 5, rel=0.02) and d2o.cache == pytest.approx(h2o.cache, rel=1e-3)
+    assert d2o.cache / whole.cache == pytest.approx(4 / 5, rel=0.02) and d2o.cache == pytest.approx(
+        h2o.cache, rel=1e-3
+    )
     # The paper's largest batch of the full model is no limit of memory: 1.3 GB beside 16 GB of weights, of 80.
     assert whole.cache < 1.4 * GB and whole.largest_batch == fit > 25 * batch
 
@@ -340,7 +396,11 @@ def test_o3_thirty_percent_of_128k_are_8533_tokens_and_6400_are_less_than_29_per
 
 
 def test_o4_eight_sequences_of_128k():
-    assert full(LONG_8B, 128_000, times=8) == 8 * 128_000 * TOKEN == pytest.approx(134.2 * GB, rel=1e-3)
+    assert (
+        full(LONG_8B, 128_000, times=8)
+        == 8 * 128_000 * TOKEN
+        == pytest.approx(134.2 * GB, rel=1e-3)
+    )
 
 
 def test_o5_450k_tokens_fit_on_80_gb_and_so_does_three_times_128k_of_the_full_cache():
@@ -350,8 +410,12 @@ def test_o5_450k_tokens_fit_on_80_gb_and_so_does_three_times_128k_of_the_full_ca
     # A quarter of the rows stays; the others' chosen ones come and go.
     assert plan.cache == pytest.approx(450_000 * TOKEN / 4, rel=0.03)
     whole = jaxkv.plan(LONG_8B, gpus="a100-80gb", context=450_000, new=50)
-    assert not whole.fits and whole.sizes.full == 450_000 * TOKEN == pytest.approx(59.0 * GB, rel=1e-3)
-    assert jaxkv.plan(LONG_8B, gpus="a100-80gb", context=128_000, new=50).largest_context > 3 * 128_000
+    assert not whole.fits and whole.sizes.full == 450_000 * TOKEN == pytest.approx(
+        59.0 * GB, rel=1e-3
+    )
+    assert (
+        jaxkv.plan(LONG_8B, gpus="a100-80gb", context=128_000, new=50).largest_context > 3 * 128_000
+    )
     seventy = full(model_named("llama-3.1-70b").config, 150_000)
     assert seventy == 2 * 80 * 8 * 128 * 2 * 150_000 == pytest.approx(49.2 * GB, rel=1e-3)
 
@@ -362,24 +426,39 @@ def test_o6_bytes_alone_allow_less_than_the_speed_that_was_measured():
     weights = 16.06 * GB - 128_256 * 4096 * 2
     rows = TOKEN * (tokens * 8 + chosen * 24) / 32
     bound = (weights + TOKEN * tokens) / (weights + rows)
-    assert bound == pytest.approx(1.64, abs=0.005) and TOKEN * tokens / rows == pytest.approx(3.8, abs=0.05)
+    assert bound == pytest.approx(1.64, abs=0.005) and TOKEN * tokens / rows == pytest.approx(
+        3.8, abs=0.05
+    )
     omni = jaxkv.OmniKV(filter_layers=FILTERS, budget=chosen)
-    speeds = [jaxkv.plan(LONG_8B, gpus="a100-80gb", context=tokens, new=2, policy=p).speed for p in (None, omni)]
+    speeds = [
+        jaxkv.plan(LONG_8B, gpus="a100-80gb", context=tokens, new=2, policy=p).speed
+        for p in (None, omni)
+    ]
     # Weights are estimated at a lower rate than rows.
-    full_step, step = (each.weights * speed.WEIGHTS[None] / speed.COPY + each.rows for each in speeds)
+    full_step, step = (
+        each.weights * speed.WEIGHTS[None] / speed.COPY + each.rows for each in speeds
+    )
     # Filters read their keys once more for their scores.
     again = 3 * tokens * TOKEN / 64
-    assert full_step / step == pytest.approx((weights + TOKEN * tokens) / (weights + rows + again), rel=5e-3)
+    assert full_step / step == pytest.approx(
+        (weights + TOKEN * tokens) / (weights + rows + again), rel=5e-3
+    )
     assert speeds[0].step / speeds[1].step < full_step / step < bound < 1.68
 
 
 def test_o8_chosen_rows_are_a_fiftieth_of_what_whole_layers_are():
     prompt, dim = 128_000, 2 * 8 * 128 * 2
-    omni = jaxkv.OmniKV(filter_layers=FILTERS, budget=2048, offload=True).parts().reading((None,) * 32, prompt)
+    omni = (
+        jaxkv.OmniKV(filter_layers=FILTERS, budget=2048, offload=True)
+        .parts()
+        .reading((None,) * 32, prompt)
+    )
     brutal = jaxkv.BrutalOffload(resident_layers=12).parts().reading((None,) * 32, prompt)
     moved = [len(each.offloaded) * each.width * dim for each in (omni, brutal)]
     assert moved == [24 * 2048 * 4096, 20 * prompt * 4096]
-    assert moved[0] == pytest.approx(201e6, rel=2e-3) and moved[1] / moved[0] == pytest.approx(52, abs=0.1)
+    assert moved[0] == pytest.approx(201e6, rel=2e-3) and moved[1] / moved[0] == pytest.approx(
+        52, abs=0.1
+    )
     # A transfer for each filter that anything waits for.
     assert len({layer for layer in omni.sources if layer >= 0}) == len(FILTERS) <= 3
 

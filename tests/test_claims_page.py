@@ -12,7 +12,12 @@ from jaxkv.cli import _parser
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PAGE = (ROOT / "docs" / "claims.md").read_text("utf-8")
-ROWS = {row: cells for row, *cells in re.findall(r"^\| ([A-Z]-\d+) \| (.*?) \| (.*?) \| (.*) \|$", PAGE, flags=re.M)}
+ROWS = {
+    row: cells
+    for row, *cells in re.findall(
+        r"^\| ([A-Z]-\d+) \| (.*?) \| (.*?) \| (.*) \|$", PAGE, flags=re.M
+    )
+}
 PAPERS = {"P": 12, "A": 13, "D": 14, "O": 16}
 STANDINGS = ["reproduced", "refuted", "out of reach"]
 PLACES = r"(Abstract.*|(Section|Equation|Table|Theorem|Figure|Algorithm|Appendix)s? [A-Z\d.]+.*|Not in the paper; .*)$"
@@ -24,12 +29,20 @@ def named_in(text):
 
 def functions(name):
     tree = ast.parse((TESTS / name).read_text("utf-8"))
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
 
 
 def test_every_row_is_there_once():
     listed = re.findall(r"^\| ([A-Z]-\d+) \|", PAGE, flags=re.M)
-    assert listed == list(ROWS) == [f"{paper}-{row}" for paper, rows in PAPERS.items() for row in range(1, rows + 1)]
+    assert (
+        listed
+        == list(ROWS)
+        == [f"{paper}-{row}" for paper, rows in PAPERS.items() for row in range(1, rows + 1)]
+    )
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -59,6 +72,8 @@ def test_commands_exist():
     for words in commands:
         if words[0] == "python":
             file = words[2].replace(".", "/")
-            assert any((ROOT / each).is_file() for each in (f"{file}.py", f"{file}/__main__.py")), words
+            assert any((ROOT / each).is_file() for each in (f"{file}.py", f"{file}/__main__.py")), (
+                words
+            )
         else:
             known.parse_args(words[1:])

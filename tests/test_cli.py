@@ -13,13 +13,34 @@ import running
 from cli_runs import refused
 
 import jaxkv
-from jaxkv import AdaKV, FullKV, Greedy, MinP, OmniKV, PyramidKV, SnapKV, StreamingLLM, Temperature, TopK, TopP, cli
+from jaxkv import (
+    AdaKV,
+    FullKV,
+    Greedy,
+    MinP,
+    OmniKV,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    Temperature,
+    TopK,
+    TopP,
+    cli,
+)
 from jaxkv.cli import generating
 from jaxkv.policies import LinearLayers, MaxPool, NoPool
 from jaxkv.policies.registry import POLICIES
 
 TINY = str(running.GOLDEN / "models" / "llama_gqa")
-REAL = ["generate", "--prompt", "What is the capital of France?", "--policy", "adakv", "--budget", "24"]
+REAL = [
+    "generate",
+    "--prompt",
+    "What is the capital of France?",
+    "--policy",
+    "adakv",
+    "--budget",
+    "24",
+]
 REAL += ["--window", "8", "--max-new-tokens", "8"]
 
 
@@ -67,8 +88,13 @@ def test_registry_holds_every_policy(capsys):
     assert [row["name"] for row in rows] == list(POLICIES)
     for row in rows:
         assert row["about"] and row["paper"] and row["parts"] and "budget" in row["defaults"]
-        assert ("--budget" in row["options"]) == (row["name"] not in ("full", "brutaloffload", "duoattention"))
-    assert rows[list(POLICIES).index("pyramidkv")]["defaults"]["allocation"] == "LinearLayers(beta=20.0)"
+        assert ("--budget" in row["options"]) == (
+            row["name"] not in ("full", "brutaloffload", "duoattention")
+        )
+    assert (
+        rows[list(POLICIES).index("pyramidkv")]["defaults"]["allocation"]
+        == "LinearLayers(beta=20.0)"
+    )
     assert cli.main(["policies"]) == 0
     text = capsys.readouterr().out
     assert "arXiv:2404.14469" in text and "window=32" in text
@@ -79,7 +105,10 @@ def test_models(capsys):
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert sorted(rows) == ["smollm2-135m-instruct", "tiny-retrieval"]
     assert {row["license"] for row in rows.values()} == {"Apache-2.0"}
-    assert isinstance(rows["smollm2-135m-instruct"]["cached"], bool) and rows["tiny-retrieval"]["cached"] is True
+    assert (
+        isinstance(rows["smollm2-135m-instruct"]["cached"], bool)
+        and rows["tiny-retrieval"]["cached"] is True
+    )
     assert rows["tiny-retrieval"]["source"] == "comes with jaxkv"
     assert cli.main(["models"]) == 0
     text = capsys.readouterr().out
@@ -91,19 +120,60 @@ def test_models(capsys):
     [
         ([], FullKV()),
         (["--policy", "SnapKV", "--budget", "256"], SnapKV(budget=256)),
-        (["--policy", "snapkv", "--budget", "1.0", "--pool-kernel", "1"], SnapKV(budget=1.0, pooling=NoPool())),
-        (["--policy", "streamingllm", "--sinks", "0", "--budget", "9"], StreamingLLM(sinks=0, budget=9)),
         (
-            ["--policy", "snapkv", "--budget", "0.2", "--window", "16", "--pool-kernel", "5", "--min-budget", "clamp"],
+            ["--policy", "snapkv", "--budget", "1.0", "--pool-kernel", "1"],
+            SnapKV(budget=1.0, pooling=NoPool()),
+        ),
+        (
+            ["--policy", "streamingllm", "--sinks", "0", "--budget", "9"],
+            StreamingLLM(sinks=0, budget=9),
+        ),
+        (
+            [
+                "--policy",
+                "snapkv",
+                "--budget",
+                "0.2",
+                "--window",
+                "16",
+                "--pool-kernel",
+                "5",
+                "--min-budget",
+                "clamp",
+            ],
             SnapKV(budget=0.2, window=16, pooling=MaxPool(5), min_budget="clamp"),
         ),
-        (["--policy", "adakv", "--budget", "64", "--alpha", "0.5"], AdaKV(base=SnapKV(budget=64), alpha=0.5)),
         (
-            ["--policy", "adakv", "--base", "pyramidkv", "--beta", "14", "--protect", "1:3", "--protect=-9:-4"],
+            ["--policy", "adakv", "--budget", "64", "--alpha", "0.5"],
+            AdaKV(base=SnapKV(budget=64), alpha=0.5),
+        ),
+        (
+            [
+                "--policy",
+                "adakv",
+                "--base",
+                "pyramidkv",
+                "--beta",
+                "14",
+                "--protect",
+                "1:3",
+                "--protect=-9:-4",
+            ],
             AdaKV(base=PyramidKV(allocation=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
         ),
         (
-            ["--policy", "omnikv", "--mem", "0.3", "--filters", "2", "6", "--selector", "uniform", "--offload"],
+            [
+                "--policy",
+                "omnikv",
+                "--mem",
+                "0.3",
+                "--filters",
+                "2",
+                "6",
+                "--selector",
+                "uniform",
+                "--offload",
+            ],
             OmniKV(mem=0.3, filter_layers=(2, 6), selector="uniform", offload=True),
         ),
     ],
@@ -129,7 +199,9 @@ def test_options_make_the_sampling(asked, arguments, sampling):
 def test_prompt_file_and_question_are_joined(asked, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("Some téxt.\n", "utf-8")
-    call = asked("--prompt-file", str(file), "--question", "Why?", "--raw", "--seed", "3", "--stop", "a", "b")
+    call = asked(
+        "--prompt-file", str(file), "--question", "Why?", "--raw", "--seed", "3", "--stop", "a", "b"
+    )
     assert call["prompt"] == "Some téxt.\n\nWhy?"
     assert call["raw"] is True
     assert call["stop"] == ["a", "b"]
@@ -142,12 +214,18 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
     [
         (["--policy", "snap"], "policy='snap': no such policy; known policies: full, "),
         (["--policy", "snap"], "did you mean snapkv?"),
-        (["--policy", "streamingllm", "--window", "8"], "--window=8: streamingllm has no such option"),
+        (
+            ["--policy", "streamingllm", "--window", "8"],
+            "--window=8: streamingllm has no such option",
+        ),
         (["--policy", "knorm", "--sinks", "4"], "--sinks=4: knorm has no such option"),
         (["--policy", "knorm", "--pool-kernel", "5"], "--pool-kernel=5: knorm has no such option"),
         (["--policy", "snapkv", "--beta", "20"], "--beta=20: snapkv has no such option"),
         (["--policy", "snapkv", "--alpha", "0.2"], "--alpha=0.2: snapkv has no such option"),
-        (["--policy", "snapkv", "--base", "knorm"], "--base='knorm': snapkv is not built on a policy"),
+        (
+            ["--policy", "snapkv", "--base", "knorm"],
+            "--base='knorm': snapkv is not built on a policy",
+        ),
         (["--policy", "adakv", "--beta", "20"], "--beta=20: adakv over snapkv has no such option"),
         (["--policy", "adakv", "--base", "full"], "give a policy that drops rows"),
         (["--budget", "256"], "--budget=256: full has no such option"),
@@ -160,7 +238,10 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--policy", "snapkv", "--pool-kernel", "4"], "kernel=4"),
         (["--policy", "snapkv", "--protect", "7"], "--protect=7: give first and last + 1"),
         (["--policy", "adakv", "--alpha", "2"], "alpha=2.0"),
-        (["--temperature", "0"], "--temperature=0.0: give a positive number; leave it out for the likeliest"),
+        (
+            ["--temperature", "0"],
+            "--temperature=0.0: give a positive number; leave it out for the likeliest",
+        ),
         (["--top-k", "0"], "argument --top-k: '0': give at least 1"),
         (["--top-k", "3", "--top-p", "0.5"], "not allowed with argument --top-k"),
         (["--temperature", "nan"], "argument --temperature: 'nan': give a finite number"),
@@ -181,12 +262,27 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--policy", "snapkv", "--budget=--"], "budget: -- is no value"),
         (["--model", ""], "--model='': give a name"),
         (["--model", "~no-such-user/x"], "there is no such home folder"),
-        (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json': there is no folder"),
-        (["--max-new-tokens", "several"], "argument --max-new-tokens: 'several': give a whole number"),
-        (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file or directory"),
+        (
+            ["--output", "no/such/folder/x.json"],
+            "--output='no/such/folder/x.json': there is no folder",
+        ),
+        (
+            ["--max-new-tokens", "several"],
+            "argument --max-new-tokens: 'several': give a whole number",
+        ),
+        (
+            ["--prompt-file", "no-such-file"],
+            "--prompt-file=no-such-file: No such file or directory",
+        ),
         (["--colour"], "unrecognized arguments: --colour"),
-        (["--max-new-token", "5", "--buget", "5"], "unrecognized arguments: --buget 5; did you mean --budget?"),
-        (["--compression-ratio=0.5"], "--compression-ratio=0.5; it is kvpress' share of rows removed: give --budget"),
+        (
+            ["--max-new-token", "5", "--buget", "5"],
+            "unrecognized arguments: --buget 5; did you mean --budget?",
+        ),
+        (
+            ["--compression-ratio=0.5"],
+            "--compression-ratio=0.5; it is kvpress' share of rows removed: give --budget",
+        ),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
@@ -199,7 +295,10 @@ def test_a_question_needs_a_text(capsys, monkeypatch, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     for text in ([], ["--prompt", ""], ["--prompt-file", str(tmp_path / "empty.txt")]):
         message = refused(capsys, "generate", "--question", "Why?", *text)
-        assert "--question='Why?': it has no text to be asked about: give --prompt-file FILE; " in message
+        assert (
+            "--question='Why?': it has no text to be asked about: give --prompt-file FILE; "
+            in message
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
@@ -214,17 +313,25 @@ def test_no_command_and_unknown_models(capsys):
     assert "COMMAND" in refused(capsys)
     message = refused(capsys, "generate", "--model", "gpt-17", "--prompt", "x")
     assert "gpt-17" in message and "smollm2-135m-instruct" in message
-    assert "dtype='int8'" in refused(capsys, "generate", "--model", TINY, "--dtype", "int8", "--prompt", "x")
+    assert "dtype='int8'" in refused(
+        capsys, "generate", "--model", TINY, "--dtype", "int8", "--prompt", "x"
+    )
     assert "implementation='triton'" in refused(
         capsys, "generate", "--model", TINY, "--implementation", "triton", "--prompt", "x"
     )
 
 
 def test_seeds_of_64_bits_are_told_apart(asked):
-    keys = {number: asked("--prompt", "x", f"--seed={number}")["key"] for number in (-1, 5, 2**32 + 5, 2**63 + 5)}
+    keys = {
+        number: asked("--prompt", "x", f"--seed={number}")["key"]
+        for number in (-1, 5, 2**32 + 5, 2**63 + 5)
+    }
     assert keys[5] == jax.random.key(5) and keys[-1] == jax.random.key(-1)
     assert len({tuple(jax.random.key_data(key).tolist()) for key in keys.values()}) == 4
-    assert asked("--prompt", "x", f"--seed={2**64 - 1}")["key"] == asked("--prompt", "x", f"--seed={2**64 - 1}")["key"]
+    assert (
+        asked("--prompt", "x", f"--seed={2**64 - 1}")["key"]
+        == asked("--prompt", "x", f"--seed={2**64 - 1}")["key"]
+    )
 
 
 def test_versions(capsys, monkeypatch):
@@ -236,7 +343,9 @@ def test_versions(capsys, monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)  # a checkout that is not installed
-    monkeypatch.delitem(vars(jaxkv), "__version__", raising=False)  # kept since it was first asked for
+    monkeypatch.delitem(
+        vars(jaxkv), "__version__", raising=False
+    )  # kept since it was first asked for
     assert jaxkv.__version__ == "unknown"
     monkeypatch.delitem(vars(jaxkv), "__version__")
 
@@ -266,7 +375,12 @@ def test_errors_have_no_traceback(capsys, monkeypatch, error):
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):
-    ours = [KeyError("name"), AttributeError("no such part"), RuntimeError("a bug"), ZeroDivisionError()]
+    ours = [
+        KeyError("name"),
+        AttributeError("no such part"),
+        RuntimeError("a bug"),
+        ZeroDivisionError(),
+    ]
     for error in (*ours, jax.errors.JaxRuntimeError("INTERNAL")):
         monkeypatch.setattr(generating, "load", Mock(side_effect=error))
         with pytest.raises(type(error)):
@@ -326,6 +440,8 @@ def test_compilation_cache(tmp_path):
     """In a process of its own: the setting would outlive the test."""
     folder = tmp_path / "programs"
     command = [sys.executable, "-W", "error", "-c", _TWICE, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -51,9 +51,16 @@ def test_answers_are_those_of_python(model, saved, capsys):
     told = capsys.readouterr()
     lines, words = told.out.splitlines(), told.err.split()
     assert words[:3] == ["jaxkv:", str(len(QUESTIONS)), "questions,"] and words[-1] == "compiling"
-    assert lines == [line for each in found for line in (each["question"], f"  {' '.join(each['text'].split())}")]
+    assert lines == [
+        line for each in found for line in (each["question"], f"  {' '.join(each['text'].split())}")
+    ]
     drawn = jaxkv.generate(
-        params, QUESTIONS[0], cache=cache, max_new_tokens=9, sampling=jaxkv.Temperature(temperature=2.0), key=5
+        params,
+        QUESTIONS[0],
+        cache=cache,
+        max_new_tokens=9,
+        sampling=jaxkv.Temperature(temperature=2.0),
+        key=5,
     )
     heat = ["--max-new-tokens", "9", "--temperature", "2", "--seed", "5"]
     assert cli.main(["ask", str(saved), QUESTIONS[0], "--model", str(model), *heat]) == 0
@@ -62,10 +69,21 @@ def test_answers_are_those_of_python(model, saved, capsys):
 
 def test_figures_go_to_stderr(model, capsys, tmp_path):
     (tmp_path / "text").write_text(lettered.DOC)
-    asked = ["compress", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--model", str(model)]
+    asked = [
+        "compress",
+        str(tmp_path / "text"),
+        "--out",
+        str(tmp_path / "out"),
+        "--model",
+        str(model),
+    ]
     assert cli.main([*asked, "--policy", "keydiff", "--budget", "20"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "" and "20 of 45 rows per kv head" in captured.err and "KeyDiff(budget=20)" in captured.err
+    assert (
+        captured.out == ""
+        and "20 of 45 rows per kv head" in captured.err
+        and "KeyDiff(budget=20)" in captured.err
+    )
 
 
 def test_what_is_refused(model, saved, capsys, tmp_path):
@@ -74,10 +92,16 @@ def test_what_is_refused(model, saved, capsys, tmp_path):
     base, text = ["--model", str(model), "--policy", "keydiff"], str(tmp_path / "text")
     said = lambda *given: refused(capsys, *given)  # noqa: E731
     assert "--out" in said("compress", text, *base, "--out", str(saved)) and saved.is_dir()
-    assert "make it first" in said("compress", text, *base, "--out", str(tmp_path / "no" / "folder"))
-    assert "it is empty" in said("compress", str(tmp_path / "empty"), *base, "--out", str(tmp_path / "a"))
+    assert "make it first" in said(
+        "compress", text, *base, "--out", str(tmp_path / "no" / "folder")
+    )
+    assert "it is empty" in said(
+        "compress", str(tmp_path / "empty"), *base, "--out", str(tmp_path / "a")
+    )
     assert "FILE=" in said("compress", str(tmp_path / "none"), *base, "--out", str(tmp_path / "a"))
-    assert "budget=0" in said("compress", text, *base, "--budget", "0", "--out", str(tmp_path / "a"))
+    assert "budget=0" in said(
+        "compress", text, *base, "--budget", "0", "--out", str(tmp_path / "a")
+    )
     assert not (tmp_path / "a").exists()
     assert "ask something" in said("ask", str(saved), " ", "--model", str(model))
     assert "not UTF-8" in said("ask", str(saved), "\udcff", "--model", str(model))

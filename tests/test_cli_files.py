@@ -43,7 +43,11 @@ def mode(path: Path) -> int:
 
 
 def test_links_are_followed_and_modes_kept(tmp_path):
-    real, link, dangling = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "dangling.json"
+    real, link, dangling = (
+        tmp_path / "real.json",
+        tmp_path / "link.json",
+        tmp_path / "dangling.json",
+    )
     real.write_text("old")
     real.chmod(0o600)
     link.symlink_to(real)
@@ -95,7 +99,9 @@ def test_a_fifo_is_not_opened_before_the_answer(unloadable, capsys, tmp_path):
     """It has no reader: opening it would wait for ever."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    assert "give --prompt TEXT" in refused(capsys, "generate", "--prompt", "", "--output", str(fifo))
+    assert "give --prompt TEXT" in refused(
+        capsys, "generate", "--prompt", "", "--output", str(fifo)
+    )
 
 
 def test_devices_are_never_replaced(monkeypatch, tmp_path):
@@ -134,7 +140,9 @@ def test_a_failing_write_leaves_the_answer_on_stdout(capsys, monkeypatch, tmp_pa
     assert cli.main([*ASK, str(output), *(["--json"] if json_too else [])]) == 2
     out, err = capsys.readouterr()
     assert (json.loads(out)["text"] if json_too else out.rstrip("\n")) == ANSWER
-    assert f"jaxkv: error: --output={output}: No space left on device; the answer is on stdout" in err
+    assert (
+        f"jaxkv: error: --output={output}: No space left on device; the answer is on stdout" in err
+    )
     assert output.read_text() == "old"
     assert list(tmp_path.iterdir()) == [output]
 
@@ -159,7 +167,9 @@ def test_long_names_and_odd_model_names_are_written(tmp_path):
     assert json.loads(output.read_text("utf-8"))["model"] == "m\udcff"
 
 
-def test_outputs_that_cannot_be_are_refused_before_the_model(unloadable, capsys, tmp_path, monkeypatch):
+def test_outputs_that_cannot_be_are_refused_before_the_model(
+    unloadable, capsys, tmp_path, monkeypatch
+):
     file, closed = tmp_path / "file", tmp_path / "closed"
     file.write_text("old")
     closed.mkdir()
@@ -189,7 +199,9 @@ def test_what_is_read_is_not_overwritten(unloadable, capsys, tmp_path):
     for name in (prompt, link, hard):
         message = refused(capsys, "generate", "--prompt-file", str(prompt), "--output", str(name))
         assert f"it is the file of --prompt-file={prompt}; give another" in message
-    message = refused(capsys, "generate", "--prompt", "x", "--model", str(prompt), "--output", str(link))
+    message = refused(
+        capsys, "generate", "--prompt", "x", "--model", str(prompt), "--output", str(link)
+    )
     assert f"it is the file of --model={prompt}" in message
     assert prompt.read_text() == "What?"
 
@@ -221,7 +233,12 @@ def test_texts_are_bounded_and_a_fifo_is_one(unloadable, capsys, monkeypatch, tm
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), (b" \n", "it is empty"), (b"\xff", "not UTF-8 text"), (b"\xef\xbb\xbf", "it is empty")],
+    [
+        (None, "No such file"),
+        (b" \n", "it is empty"),
+        (b"\xff", "not UTF-8 text"),
+        (b"\xef\xbb\xbf", "it is empty"),
+    ],
 )
 def test_filters_reads_its_texts_before_the_model(unloadable, capsys, tmp_path, content, message):
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
@@ -237,12 +254,17 @@ def test_filters_reads_its_texts_before_the_model(unloadable, capsys, tmp_path, 
     [
         (["--tokens", "0"], "argument --tokens: '0': give at least 1"),
         (["-m", "0"], "argument -m: '0': give at least 1"),
-        (["-m", "5", "--most-whole", "4"], "m=5: filter layers read everything, and at most 4 layers may"),
+        (
+            ["-m", "5", "--most-whole", "4"],
+            "m=5: filter layers read everything, and at most 4 layers may",
+        ),
         (["--model", "elsewhere", "--save"], "only named models have a manifest"),
         (["--picture", "nowhere/map.png"], "--picture='nowhere/map.png': there is no folder"),
     ],
 )
-def test_filters_checks_its_options_before_the_model(unloadable, capsys, tmp_path, arguments, message):
+def test_filters_checks_its_options_before_the_model(
+    unloadable, capsys, tmp_path, arguments, message
+):
     text = tmp_path / "text.txt"
     text.write_text("Some text.")
     assert message in refused(capsys, "filters", "--text-file", str(text), *arguments)
@@ -252,7 +274,9 @@ def test_filters_checks_where_it_saves_and_draws(unloadable, capsys, monkeypatch
     text = tmp_path / "text.txt"
     text.write_text("Some text.")
     asked = ("filters", "--text-file", str(text))
-    assert f"it is the file of --text-file[0]={text}" in refused(capsys, *asked, "--picture", str(text))
+    assert f"it is the file of --text-file[0]={text}" in refused(
+        capsys, *asked, "--picture", str(text)
+    )
     monkeypatch.setattr(filters.os, "access", lambda *_: False)
     assert "cannot be written to: leave it out" in refused(capsys, *asked, "--save")
 
@@ -272,11 +296,24 @@ def test_filters_prints_before_it_draws(capsys, monkeypatch, tmp_path):
     shared = Similarity(mass=np.eye(6, dtype=np.float32), share=0.1, queries=4, lengths=(9,))
     found = FilterLayers(filters=(1,), carried=0.5, similarity=shared)
     monkeypatch.setattr(filters, "filter_layers", lambda *_, **__: found)
-    monkeypatch.setattr(filters, "_picture", lambda options: files.Target(flag="--picture", name=options.picture))
+    monkeypatch.setattr(
+        filters, "_picture", lambda options: files.Target(flag="--picture", name=options.picture)
+    )
     monkeypatch.setattr(filters, "_drawn", lambda *_: b"a map")
     text, picture = tmp_path / "text.txt", tmp_path / "map.png"
     text.write_text("Some text.")
-    asked = ["filters", "--model", "x", "--text-file", str(text), "-m", "1", "--most-whole", "3", "--picture"]
+    asked = [
+        "filters",
+        "--model",
+        "x",
+        "--text-file",
+        str(text),
+        "-m",
+        "1",
+        "--most-whole",
+        "3",
+        "--picture",
+    ]
     assert cli.main([*asked, str(picture)]) == 0
     assert picture.read_bytes() == b"a map"
     capsys.readouterr()
@@ -284,4 +321,7 @@ def test_filters_prints_before_it_draws(capsys, monkeypatch, tmp_path):
     out, err = capsys.readouterr()
     assert out.startswith("filter layers of x: ") and "it is a folder" in err
     message = refused(capsys, *asked[:5], "-m", "4")
-    assert "m=4: filter layers read everything, and 2 of 6 layers may: give fewer, or a larger --most-whole" in message
+    assert (
+        "m=4: filter layers read everything, and 2 of 6 layers may: give fewer, or a larger --most-whole"
+        in message
+    )

@@ -123,9 +123,14 @@ def test_help_names_the_few_policies_without_an_option(capsys):
     assert said == "Say what fits on GPUs that need not be there."
     words = " ".join(out.split())
     without = ", ".join(
-        name for name, cls in POLICIES.items() if "--min-budget" not in cli.policy_options.flags_of(cls)
+        name
+        for name, cls in POLICIES.items()
+        if "--min-budget" not in cli.policy_options.flags_of(cls)
     )
-    assert f'--min-budget WORD all but {without}: "clamp" raises' in words and "--page N quest: rows of a page" in words
+    assert (
+        f'--min-budget WORD all but {without}: "clamp" raises' in words
+        and "--page N quest: rows of a page" in words
+    )
 
 
 def test_every_simple_field_is_an_option():
@@ -135,8 +140,25 @@ def test_every_simple_field_is_an_option():
         fields = {option.field for option in cli.policy_options.options_of(cls).values()}
         for field in {field.name for field in dataclasses.fields(cls)} - fields:
             left.setdefault(field, set()).add(name)
-    assert left.keys() == {"base", "safeguard", "allocation", "budget", "min_budget", "protect", "every", "merge"}
-    assert left["base"] == {"adakv", "chunkkv", "criticalkv", "globalbudget", "lukv", "omnikv", "quest"}
+    assert left.keys() == {
+        "base",
+        "safeguard",
+        "allocation",
+        "budget",
+        "min_budget",
+        "protect",
+        "every",
+        "merge",
+    }
+    assert left["base"] == {
+        "adakv",
+        "chunkkv",
+        "criticalkv",
+        "globalbudget",
+        "lukv",
+        "omnikv",
+        "quest",
+    }
     assert left["budget"] == {"full", "brutaloffload", "duoattention"}
     assert left["merge"] == {"full", "brutaloffload", "omnikv", "quest"}  # they keep everything
 
@@ -144,9 +166,15 @@ def test_every_simple_field_is_an_option():
 @pytest.mark.parametrize(
     ("arguments", "policy"),
     [
-        ("--policy snapkv --group max --order first", SnapKV(group=GroupReduce.MAX, order=PoolOrder.FIRST)),
+        (
+            "--policy snapkv --group max --order first",
+            SnapKV(group=GroupReduce.MAX, order=PoolOrder.FIRST),
+        ),
         ("--policy streamingllm --slide", StreamingLLM(slide=True)),
-        ("--policy streamingllm --rolling-positions --every 64", StreamingLLM(rolling_positions=True, every=64)),
+        (
+            "--policy streamingllm --rolling-positions --every 64",
+            StreamingLLM(rolling_positions=True, every=64),
+        ),
         ("--policy tova --per-head --mode prefill", TOVA(per_head=True, mode=Mode.PREFILL)),
         ("--policy h2o --recent 0.25 --merge", H2O(recent=0.25, merge=Merge())),
         ("--policy d2o --no-merge", D2O(merge=None)),
@@ -154,18 +182,36 @@ def test_every_simple_field_is_an_option():
         ("--policy cam --start 0.2 --expected", CaM(start=0.2, expected=True)),
         ("--policy pyramidinfer --beta 4", PyramidInfer(allocation=LinearLayers(beta=4.0))),
         ("--policy snapkv --pool-kernel 1", SnapKV(pooling=NoPool())),
-        ("--policy criticalkv --first 0.7 --epsilon 0", CriticalKV(base=SnapKV(), first=0.7, epsilon=0.0)),
+        (
+            "--policy criticalkv --first 0.7 --epsilon 0",
+            CriticalKV(base=SnapKV(), first=0.7, epsilon=0.0),
+        ),
         (
             "--policy criticalkv --base adakv --alpha 0.5 --budget 1_000",
             CriticalKV(base=AdaKV(budget=1000, alpha=0.5)),
         ),
         ("--policy adakv --base pyramidkv --window 4", AdaKV(base=PyramidKV(window=4))),
-        ("--policy omnikv --filter-layers 1 3 --adjacent 2", OmniKV(filter_layers=(1, 3), adjacent=2)),
-        ("--policy omnikv --filters 1 3 --selector uniform", OmniKV(filter_layers=(1, 3), selector=Selector.UNIFORM)),
-        ("--policy omnikv --prefill-ratio 2 --prefill-chunk 64", OmniKV(prefill_ratio=2, prefill_chunk=64)),
+        (
+            "--policy omnikv --filter-layers 1 3 --adjacent 2",
+            OmniKV(filter_layers=(1, 3), adjacent=2),
+        ),
+        (
+            "--policy omnikv --filters 1 3 --selector uniform",
+            OmniKV(filter_layers=(1, 3), selector=Selector.UNIFORM),
+        ),
+        (
+            "--policy omnikv --prefill-ratio 2 --prefill-chunk 64",
+            OmniKV(prefill_ratio=2, prefill_chunk=64),
+        ),
         ("--policy omnikv --no-offload --include-generated", OmniKV(include_generated=True)),
-        ("--policy quest --budget 64 --page 8 --dense-layers 1", Quest(budget=64, page=8, dense_layers=1)),
-        ("--policy brutaloffload --resident-layers 2 --ahead 0", BrutalOffload(resident_layers=2, ahead=0)),
+        (
+            "--policy quest --budget 64 --page 8 --dense-layers 1",
+            Quest(budget=64, page=8, dense_layers=1),
+        ),
+        (
+            "--policy brutaloffload --resident-layers 2 --ahead 0",
+            BrutalOffload(resident_layers=2, ahead=0),
+        ),
     ],
 )
 def test_options_make_the_policy(policy_of, arguments, policy):
@@ -218,5 +264,7 @@ def test_docstrings_say_what_fields_are():
     about = documented(TOVA)
     assert about["per_head"] == "let each kv head drop a row of its own."
     assert about["sinks"] == "first tokens that always stay, within the budget."
-    assert about["every"].startswith("compress again after this many more tokens, over prompt and answer in order")
+    assert about["every"].startswith(
+        "compress again after this many more tokens, over prompt and answer in order"
+    )
     assert documented(Throwaway).keys() == documented(Method).keys() | {"depth", "quiet", "seed"}

@@ -43,7 +43,9 @@ def test_closed_streams_are_no_tracebacks(tmp_path):
     output = tmp_path / "answer.json"
     done = shell("<&- >&- 2>&-", *ASK, "--output", str(output))
     assert done.returncode == 0
-    assert json.loads(output.read_text("utf-8"))["text"] == ANSWER  # nothing else was written into it
+    assert (
+        json.loads(output.read_text("utf-8"))["text"] == ANSWER
+    )  # nothing else was written into it
     assert shell(">&-", "models").stderr == "jaxkv: error: stdout: it is closed\n"
 
 
@@ -51,7 +53,9 @@ def test_a_closed_stdout_is_refused_before_the_model(capsys, monkeypatch):
     monkeypatch.setattr(generating, "load", lambda *_, **__: pytest.fail("loaded a model"))
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(list(ASK)) == 2
-    assert "stdout='closed': there is nowhere to answer; give --output FILE" in capsys.readouterr().err
+    assert (
+        "stdout='closed': there is nowhere to answer; give --output FILE" in capsys.readouterr().err
+    )
 
 
 def test_an_answer_that_neither_file_nor_stdout_takes_is_on_stderr(capsys, monkeypatch, tmp_path):
@@ -73,7 +77,9 @@ def test_a_closed_stderr_hears_nothing(capsys, monkeypatch):
 
 def test_a_closed_stdin_is_no_prompt(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert "--prompt-file=-: stdin: it is closed" in refused(capsys, "generate", "--prompt-file", "-")
+    assert "--prompt-file=-: stdin: it is closed" in refused(
+        capsys, "generate", "--prompt-file", "-"
+    )
 
 
 def test_stdin_is_utf8_whatever_the_locale(capsys, monkeypatch):
@@ -81,8 +87,12 @@ def test_stdin_is_utf8_whatever_the_locale(capsys, monkeypatch):
     for data in (b"\xef\xbb\xbfHell\xc3\xb6,\r\nyou.\n", b"\xff\xfeH\x00"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
         cli.main(["generate", "--prompt-file", "-"])
-    assert [call["prompt"] for call in calls] == ["Hellö,\nyou."]  # no mark at the start, newlines as in files
-    assert "--prompt-file=-: not UTF-8 text (invalid start byte at byte 0)" in capsys.readouterr().err
+    assert [call["prompt"] for call in calls] == [
+        "Hellö,\nyou."
+    ]  # no mark at the start, newlines as in files
+    assert (
+        "--prompt-file=-: not UTF-8 text (invalid start byte at byte 0)" in capsys.readouterr().err
+    )
 
 
 def test_a_terminal_is_asked_for_the_prompt(capsys, monkeypatch):
@@ -118,16 +128,24 @@ def test_a_users_own_choice_of_errors_stays(monkeypatch):
 def test_full_devices(tmp_path):
     output = tmp_path / "answer.json"
     done = shell(">/dev/full", *ASK, "--output", str(output))
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "jaxkv: error: stdout: No space left on device")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "jaxkv: error: stdout: No space left on device",
+    )
     assert json.loads(output.read_text("utf-8"))["text"] == ANSWER
     assert shell("2>/dev/full", *ASK).stdout == ANSWER + "\n"
     help_lost = shell(">/dev/full", "--help")
-    assert (help_lost.returncode, help_lost.stderr) == (2, "jaxkv: error: stdout: No space left on device\n")
+    assert (help_lost.returncode, help_lost.stderr) == (
+        2,
+        "jaxkv: error: stdout: No space left on device\n",
+    )
 
 
 def test_a_reader_that_leaves_is_no_error():
     command = [sys.executable, "-m", "jaxkv", "policies"]
-    with subprocess.Popen(command, cwd=cli_runs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=cli_runs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait(60)) == (b"", 0)

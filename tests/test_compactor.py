@@ -27,7 +27,9 @@ def test_sums_of_a_model_are_those_of_its_queries_and_keys(size, first, last, ze
     for row, prompt in enumerate(tiny.prompts(3, lengths)):
         tokens[row, : len(prompt)] = prompt
     needs = Needs(queries=max(lengths), blocks=(asked,), unrotated=True)
-    for out in read_layers(model.flat, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=needs):
+    for out in read_layers(
+        model.flat, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=needs
+    ):
         for row, n in enumerate(lengths):
             q = np.asarray(out.q)[row, :, :, max(lengths) - n :]
             expected = o.block_attention(
@@ -49,7 +51,9 @@ def observed(dtype, n, scale=1.0, padding=5):
         k=pad(k),
         v=pad(v),
         unrotated=pad(raw),
-        blocks=BlockSums(sums=jnp.pad(sums, ((0, 0), (0, 0), (0, padding)))[None], asked=BlockAttention()),
+        blocks=BlockSums(
+            sums=jnp.pad(sums, ((0, 0), (0, 0), (0, padding)))[None], asked=BlockAttention()
+        ),
         length=jnp.asarray([n], jnp.int32),
         layer=jnp.int32(2),
         key=jax.random.key(7),
@@ -61,29 +65,45 @@ def test_scores_are_those_of_the_formulas(dtype):
     n, (first, last) = 60, (8, 4)
     seen, given = observed(dtype, n)
     sums, v, raw = (np.asarray(each, np.float64) for each in given)
-    scorer = BlockAndLeverage(blocks=BlockAttention(first=first, last=last), blending=0.5, sketch=12)
+    scorer = BlockAndLeverage(
+        blocks=BlockAttention(first=first, last=last), blending=0.5, sketch=12
+    )
     part = slice(first, n - last)
     received = (sums.mean(axis=1) * np.linalg.norm(v, axis=-1))[:, part]
     expected = o.normalised(np.array([o.pool_columns(row, 3, "avg") for row in received]))
-    draws = np.asarray(jax.random.normal(jax.random.fold_in(seen.key, 2), (HEADS, DIM, 12)), np.float64)
+    draws = np.asarray(
+        jax.random.normal(jax.random.fold_in(seen.key, 2), (HEADS, DIM, 12)), np.float64
+    )
     leverage = [o.leverage_scores(raw[h, part], draws[h] / 12**0.5) for h in range(HEADS)]
     expected = expected + 0.5 * o.normalised(np.array(leverage))
-    np.testing.assert_allclose(np.asarray(scorer.observe(seen))[0, :, part], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        np.asarray(scorer.observe(seen))[0, :, part], expected, rtol=1e-4, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("n", "scale"), ((1, 1.0), (5, 1.0), (13, 1.0), (60, 1e4), (60, 1e-4), (60, 0.0)))
+@pytest.mark.parametrize(
+    ("n", "scale"), ((1, 1.0), (5, 1.0), (13, 1.0), (60, 1e4), (60, 1e-4), (60, 0.0))
+)
 def test_scores_are_finite(n, scale):
     """Prompts of first and last tokens alone; keys large, small and all the same; more columns than channels."""
     seen, _ = observed(jnp.float32, n, scale)
     scorer = BlockAndLeverage(blocks=BlockAttention(first=8, last=4), sketch=48)
     assert np.isfinite(np.asarray(scorer.observe(seen))[0, :, 8 : n - 4]).all()
-    assert np.isfinite(np.where(np.isnan(np.asarray(scorer.observe(seen))[..., :n]), np.nan, 0)).all()
+    assert np.isfinite(
+        np.where(np.isnan(np.asarray(scorer.observe(seen))[..., :n]), np.nan, 0)
+    ).all()
 
 
 def test_blending_follows_the_share_that_is_dropped():
     weight = lambda **given: Compactor(**given).parts().scorer.blending  # noqa: E731
-    assert (weight(budget=0.25), weight(budget=64), weight(budget=0.25, blending=0.1)) == (0.75, 0.35, 0.1)
-    assert Compactor(budget=64).parts().draws and not Compactor(budget=64, blending=0.0).parts().draws
+    assert (weight(budget=0.25), weight(budget=64), weight(budget=0.25, blending=0.1)) == (
+        0.75,
+        0.35,
+        0.1,
+    )
+    assert (
+        Compactor(budget=64).parts().draws and not Compactor(budget=64, blending=0.0).parts().draws
+    )
 
 
 def test_a_block_beyond_the_prompt_is_the_prompt():

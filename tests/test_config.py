@@ -29,5 +29,8 @@ def test_ids_that_stand_for_none():
 
 
 def test_whole_numbers_serve_as_reals():
-    whole, real = (ModelConfig.from_hf(config(rope_parameters={"rope_theta": theta})) for theta in (500_000, 5e5))
+    whole, real = (
+        ModelConfig.from_hf(config(rope_parameters={"rope_theta": theta}))
+        for theta in (500_000, 5e5)
+    )
     assert repr(whole) == repr(real)

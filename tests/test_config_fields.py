@@ -41,7 +41,11 @@ ROWS = [(family, field) for family, table in FIELDS.items() for field in table]
 
 def both(family: str, *, without: str = "", **keys: Any) -> tuple[ModelConfig | None, Any]:
     """What jaxkv and transformers make of the same config; None for one that refuses it."""
-    raw = {key: value for key, value in (shape(family) | ROOM.get(family, {}) | keys).items() if key != without}
+    raw = {
+        key: value
+        for key, value in (shape(family) | ROOM.get(family, {}) | keys).items()
+        if key != without
+    }
     made: list[Any] = []
     for build in (ModelConfig.from_hf, lambda raw: FAMILIES[family](**json.loads(json.dumps(raw)))):
         try:
@@ -57,9 +61,11 @@ def both(family: str, *, without: str = "", **keys: Any) -> tuple[ModelConfig | 
 def test_every_field_has_its_verdict(family):
     assert fields_of(FAMILIES[family]) == set(FIELDS[family])
     # The table that jaxkv reads has no key that the class lacks.
-    assert set(DEFAULTS[family]) - {"partial_rotary_factor", "rope_local_base_freq", "rope_theta"} <= set(
-        FIELDS[family]
-    )
+    assert set(DEFAULTS[family]) - {
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+        "rope_theta",
+    } <= set(FIELDS[family])
 
 
 def test_a_field_that_a_class_gains_is_missed():
@@ -81,7 +87,9 @@ def test_a_field_means_what_it_means_in_transformers(family, field):
     changed, there = both(family, **{field: verdict.other})
     if isinstance(verdict, Refused):
         assert ours is not None and changed is None
-        with pytest.raises(ValueError, match=field if field != "use_sliding_window" else "sliding_window"):
+        with pytest.raises(
+            ValueError, match=field if field != "use_sliding_window" else "sliding_window"
+        ):
             ModelConfig.from_hf(shape(family, **ROOM.get(family, {}), **{field: verdict.other}))
     elif isinstance(verdict, NoEffect):
         assert changed == ours and ours is not None and verdict.reason
@@ -108,7 +116,9 @@ def test_null_is_what_it_is_in_transformers(family):
     for field, verdict in FIELDS[family].items():
         ours, theirs = both(family, **{field: None})
         if isinstance(verdict, (Read, Required)) and None not in (ours, theirs):
-            read = getattr(verdict, "theirs", None) or (lambda config, field=field: getattr(config, field))
+            read = getattr(verdict, "theirs", None) or (
+                lambda config, field=field: getattr(config, field)
+            )
             assert (verdict.ours(ours) or None) == (read(theirs) or None), field
             agreed += 1
     assert agreed >= 3
@@ -120,14 +130,22 @@ LEFT_OUT = object()
 def choices(**values: list[Any]) -> list[dict[str, Any]]:
     """All ways to give some keys a value each, or to leave them out."""
     rows = itertools.product(*([LEFT_OUT, *each] for each in values.values()))
-    return [{key: value for key, value in zip(values, row, strict=True) if value is not LEFT_OUT} for row in rows]
+    return [
+        {key: value for key, value in zip(values, row, strict=True) if value is not LEFT_OUT}
+        for row in rows
+    ]
 
 
 WINDOWS = choices(
     use_sliding_window=[True, False],
     sliding_window=[None, 64, 1 << 17],
     max_window_layers=[1, 2],
-    layer_types=[[], ["full_attention"] * 2, ["full_attention"] * 3, ["full_attention", "sliding_attention"]],
+    layer_types=[
+        [],
+        ["full_attention"] * 2,
+        ["full_attention"] * 3,
+        ["full_attention", "sliding_attention"],
+    ],
 )
 
 
@@ -174,8 +192,14 @@ ROPES: list[dict[str, Any]] = [
     {"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 2.0}},
     {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 5e5},
     {"rope_scaling": YARN},
-    {"rope_parameters": YARN | {"original_max_position_embeddings": 512, "beta_fast": None, "attention_factor": None}},
-    {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}},
+    {
+        "rope_parameters": YARN
+        | {"original_max_position_embeddings": 512, "beta_fast": None, "attention_factor": None}
+    },
+    {
+        "rope_parameters": YARN
+        | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}
+    },
     {"rope_parameters": LLAMA3},
     {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 512}, "rope_theta": 5e5},
     {"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e5}, "rope_theta": 5e5},
@@ -189,7 +213,9 @@ def test_rotations(family):
     """The family's own theta where a config leaves it out; the model's positions where a scaling leaves those out."""
     for keys in ROPES:
         ours, theirs = both(family, max_position_embeddings=2048, **keys)
-        if family == "phi3" and (theirs is None or theirs.rope_parameters["rope_type"] != "default"):
+        if family == "phi3" and (
+            theirs is None or theirs.rope_parameters["rope_type"] != "default"
+        ):
             # Its class multiplies by a null share.
             assert ours is None or keys["partial_rotary_factor"] is None, keys
             continue
@@ -209,7 +235,11 @@ def test_falcons_switches():
         ours, theirs = both("falcon", **keys)
         groups = theirs.new_decoder_architecture
         parallel = bool(theirs.parallel_attn)
-        norms = 2 if theirs.num_ln_in_parallel_attn is None and groups else theirs.num_ln_in_parallel_attn
+        norms = (
+            2
+            if theirs.num_ln_in_parallel_attn is None and groups
+            else theirs.num_ln_in_parallel_attn
+        )
         kv_heads = theirs.num_kv_heads if groups or not theirs.multi_query else 1
         if ours is None:
             # Its network fails there, at its first step at the latest, or (the third) has norms that jaxkv lacks.
@@ -222,22 +252,32 @@ def test_falcons_switches():
     assert built > 50
 
 
-@pytest.mark.parametrize("keys, generation, eos", [({}, None, (2,)), ({"eos_token_id": None}, None, ()), ({}, 5, (5,))])
+@pytest.mark.parametrize(
+    "keys, generation, eos", [({}, None, (2,)), ({"eos_token_id": None}, None, ()), ({}, 5, (5,))]
+)
 def test_what_ends_an_answer(tmp_path, keys, generation, eos):
     """The default of the class, Llama's 2, only where neither config.json nor generation_config.json names a token."""
     folder = tmp_path / "model"
-    shutil.copytree(Path(__file__).parent / "golden" / "models" / "llama_gqa8", folder, copy_function=shutil.copyfile)
+    shutil.copytree(
+        Path(__file__).parent / "golden" / "models" / "llama_gqa8",
+        folder,
+        copy_function=shutil.copyfile,
+    )
     raw = json.loads((folder / "config.json").read_text("utf-8"))
     less = {key: value for key, value in raw.items() if not key.endswith("_token_id")}
     (folder / "config.json").write_text(json.dumps(less | keys), "utf-8")
     if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}), "utf-8")
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": generation}), "utf-8"
+        )
     assert jaxkv.load(folder, progress=False).config.eos == eos
 
 
 def test_biases_that_qwen2_always_has():
     for value in (True, False):
-        assert ModelConfig.from_hf(shape("qwen2", attention_bias=value)) == ModelConfig.from_hf(shape("qwen2"))
+        assert ModelConfig.from_hf(shape("qwen2", attention_bias=value)) == ModelConfig.from_hf(
+            shape("qwen2")
+        )
 
 
 def test_the_golden_configs_are_read_as_transformers_reads_them():
@@ -250,7 +290,9 @@ def test_the_golden_configs_are_read_as_transformers_reads_them():
         ours, theirs = ModelConfig.from_hf(raw), FAMILIES[family](**copy.deepcopy(raw))
         for field, verdict in FIELDS[family].items():
             if isinstance(verdict, (Read, Required)) and field != "new_decoder_architecture":
-                read = getattr(verdict, "theirs", None) or (lambda config, field=field: getattr(config, field))
+                read = getattr(verdict, "theirs", None) or (
+                    lambda config, field=field: getattr(config, field)
+                )
                 expected = read(theirs)
                 if field == "multi_query":
                     expected = expected and not theirs.new_decoder_architecture

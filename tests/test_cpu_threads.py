@@ -67,7 +67,9 @@ sys.exit(cli.main(["export", sys.argv[1], "--mesh", "2x4"]))
 
 def run(code, *arguments, **environment):
     """Runs Python on one core with eight CPU devices and without these tests' NPROC; what it wrote."""
-    others = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PJRT_NPROC")}
+    others = {
+        name: value for name, value in os.environ.items() if name not in ("NPROC", "PJRT_NPROC")
+    }
     command = [sys.executable, "-c", ONE_CORE + code, *map(str, arguments)]
     environment = others | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -76,7 +78,9 @@ def run(code, *arguments, **environment):
 def test_few_threads_are_warned_of_once():
     done = run(LIBRARY)
     one, two, first, second, another, threads = done.stdout.split("\n")[:-1]
-    assert not (one or two or second or another), "one device needs no more, two have eight, and eight are told once"
+    assert not (one or two or second or another), (
+        "one device needs no more, two have eight, and eight are told once"
+    )
     assert first == (
         "mesh: 8 CPU devices share 8 threads, NPROC is not set: on a busy machine they wait for a thread that never"
         " comes free, and XLA ends the process; set os.environ['NPROC'] = '24' before JAX starts, or start with"
@@ -95,7 +99,11 @@ def test_the_command_line_sets_it_and_tells_of_a_smaller_one_in_one_line(tmp_pat
     done = run(COMMAND, tmp_path / "out", XLA_FLAGS="", **given)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and lines[-1] == "jaxkv: error: seen"
-    told = [line for line in lines if line.startswith("jaxkv: warning: mesh: 8 CPU devices share 9 threads")]
+    told = [
+        line
+        for line in lines
+        if line.startswith("jaxkv: warning: mesh: 8 CPU devices share 9 threads")
+    ]
     assert lines[:-1] == told and len(told) == bool(warned) and warned in "".join(told)
 
 
@@ -131,7 +139,11 @@ def test_threads_are_counted_as_xla_counts_them(monkeypatch, nproc, other, threa
 def test_cores_are_threads_too(monkeypatch):
     monkeypatch.setattr(cpu_threads, "_cores", lambda: 64)
     monkeypatch.delenv("NPROC")
-    assert (cpu_threads.client_threads(8), cpu_threads.threads_for(8), cpu_threads.threads_for(32)) == (64, 64, 96)
+    assert (
+        cpu_threads.client_threads(8),
+        cpu_threads.threads_for(8),
+        cpu_threads.threads_for(32),
+    ) == (64, 64, 96)
     cpu_threads.warn_of_few_threads(jax.make_mesh((2, 4), ("data", "model")))
 
 

@@ -29,17 +29,25 @@ def version(monkeypatch):
 def lowered(function, *arrays):
     """For a GPU that is not there: JAX from 0.11 on lowers kernels for none but a named one."""
     gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=gpu)):
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((1,), ("x",), abstract_device=gpu)
+    ):
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text):
     """Targets of custom calls, the kernels by their names."""
     targets = re.findall(r"custom_call @(\S+?)\(", text)
-    return [each for each in targets if "cudnn" in each], re.findall(r'name = "((?:window|column|flash)_\w+)"', text)
+    return [each for each in targets if "cudnn" in each], re.findall(
+        r'name = "((?:window|column|flash)_\w+)"', text
+    )
 
 
-POLICIES = {"full": jaxkv.FullKV(), "snapkv": jaxkv.SnapKV(budget=16, window=8), "h2o": jaxkv.H2O(budget=16)}
+POLICIES = {
+    "full": jaxkv.FullKV(),
+    "snapkv": jaxkv.SnapKV(budget=16, window=8),
+    "h2o": jaxkv.H2O(budget=16),
+}
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -48,11 +56,15 @@ def test_a_layer_is_prefilled_by_cudnn(name):
     model = tiny.tiny(tiny.MODELS["gqa3"], dtype="bfloat16")
     flat, needs = model.flat, POLICIES[name].parts().needs
     x, length = jnp.zeros((2, SLOTS, 24), jnp.bfloat16), jnp.array([60, 33], jnp.int32)
-    table = angles(jnp.arange(SLOTS, dtype=jnp.int32)[None], model.config.rope, model.config.head_dim)
+    table = angles(
+        jnp.arange(SLOTS, dtype=jnp.int32)[None], model.config.rope, model.config.head_dim
+    )
 
     def run(x, length):
         options = {"graphs": flat.graphs, "needs": needs, "last": False}
-        return layer(flat.blocks[0], x, length, table, implementation=Implementation.CUDNN, **options)
+        return layer(
+            flat.blocks[0], x, length, table, implementation=Implementation.CUDNN, **options
+        )
 
     text = lowered(run, x, length)
     by_cudnn, kernels = calls(text)
@@ -69,7 +81,9 @@ def test_a_window_is_scored_by_a_kernel_where_cudnn_prefills():
     def observe(q, k):
         seen = {"q": q, "k": k, "v": k, "q_positions": positions, "length": positions[:, -1] + 1}
         seen |= {"layer": jnp.int32(0), "key": jax.random.key(0), "sums": None}
-        return WindowAttention(window=8).observe(Observed(**seen, implementation=Implementation.CUDNN))
+        return WindowAttention(window=8).observe(
+            Observed(**seen, implementation=Implementation.CUDNN)
+        )
 
     assert calls(lowered(observe, *arrays)) == ([], ["window_lse", "window_sums"])
 
@@ -78,7 +92,8 @@ def test_what_surrounds_the_call(monkeypatch):
     """Order of axes, padding and the log-sum-exp, with an attention in cuDNN's place that keeps what it does."""
     rng = np.random.default_rng(0)
     q, k, v = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 2, 3, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8))
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((2, 2, 3, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8))
     )
     length = jnp.array([16, 5], jnp.int32)
 
@@ -88,7 +103,11 @@ def test_what_surrounds_the_call(monkeypatch):
 
     def forward(q, k, v):
         """By cuDNN's axes [B, S, H, D]; what lies beyond a sequence's end is not a number."""
-        folded = jnp.swapaxes(q, 1, 2).reshape(2, 2, 3, 16, 8), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        folded = (
+            jnp.swapaxes(q, 1, 2).reshape(2, 2, 3, 16, 8),
+            jnp.swapaxes(k, 1, 2),
+            jnp.swapaxes(v, 1, 2),
+        )
         out, lse = jax.vmap(lambda *a: xla.causal(*a, jnp.int32(0)))(*folded)
         beyond = jnp.arange(16)[None] >= length[:, None]
         lse = jnp.where(beyond[:, None], jnp.nan, lse.reshape(2, 6, 16))
@@ -103,9 +122,16 @@ def test_what_surrounds_the_call(monkeypatch):
     assert nothing is None and lse is not None
     for b, tokens in enumerate((16, 5)):
         expected = xla.causal(q[b], k[b], v[b], jnp.int32(0))
-        np.testing.assert_allclose(np.asarray(out)[b, :, :, :tokens], np.asarray(expected[0])[:, :, :tokens], atol=1e-5)
-        np.testing.assert_allclose(np.asarray(lse)[b, :, :, :tokens], np.asarray(expected[1])[:, :, :tokens], atol=1e-5)
-        assert not np.asarray(out)[b, :, :, tokens:].any() and np.isneginf(np.asarray(lse)[b, :, :, tokens:]).all()
+        np.testing.assert_allclose(
+            np.asarray(out)[b, :, :, :tokens], np.asarray(expected[0])[:, :, :tokens], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            np.asarray(lse)[b, :, :, :tokens], np.asarray(expected[1])[:, :, :tokens], atol=1e-5
+        )
+        assert (
+            not np.asarray(out)[b, :, :, tokens:].any()
+            and np.isneginf(np.asarray(lse)[b, :, :, tokens:]).all()
+        )
 
 
 def test_a_jax_that_keeps_no_log_sum_exp_is_refused(monkeypatch):

@@ -19,9 +19,15 @@ def test_the_first_stage_takes_the_oracles_rows(stage):
         drawn = _Drawn(Policy(budget=9, scorer=scorer), q, k, np.asarray(lengths))
         ranks = np.asarray(drawn.candidates(1).first)
         for row, n in enumerate(lengths):
-            of = (each[1, row].reshape(-1, *each.shape[-2:])[:, :n].astype(np.float64) for each in (q, k))
+            of = (
+                each[1, row].reshape(-1, *each.shape[-2:])[:, :n].astype(np.float64)
+                for each in (q, k)
+            )
             expected, gap = o.defensive_first(*of, 8, stage)
-            found = [[j for _, j in sorted((r, j) for j, r in enumerate(head) if r < 48)] for head in ranks[row]]
+            found = [
+                [j for _, j in sorted((r, j) for j, r in enumerate(head) if r < 48)]
+                for head in ranks[row]
+            ]
             if gap > 1e-5:
                 assert found == expected
                 sure, counts = sure + 1, counts | {len(head) for head in expected}

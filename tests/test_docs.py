@@ -25,7 +25,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-KNOWN = {**vars(jaxkv.evals), **vars(jaxkv.policies), **{name: getattr(jaxkv, name) for name in dir(jaxkv)}}
+KNOWN = {
+    **vars(jaxkv.evals),
+    **vars(jaxkv.policies),
+    **{name: getattr(jaxkv, name) for name in dir(jaxkv)},
+}
 # Capitals between backticks that are no names of ours.
 OTHERS = {"ValueError", "RuntimeError", "DIR", "SRC", "DST", "LICENSE", "WORD", "FILE"}
 
@@ -41,7 +45,11 @@ links = loaded("links")
 
 
 def blocks_of(text, *kinds):
-    return [code for kind, code in re.findall(r"^```([a-z ]*)\n(.*?)^```", text, flags=re.S | re.M) if kind in kinds]
+    return [
+        code
+        for kind, code in re.findall(r"^```([a-z ]*)\n(.*?)^```", text, flags=re.S | re.M)
+        if kind in kinds
+    ]
 
 
 def test_every_link_leads_somewhere():
@@ -91,14 +99,18 @@ def test_addresses_are_asked_where_there_is_a_network():
 
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        answers = [links.answer_of(f"http://127.0.0.1:{server.server_port}/{code}") for code in (200, 403, 404)]
+        answers = [
+            links.answer_of(f"http://127.0.0.1:{server.server_port}/{code}")
+            for code in (200, 403, 404)
+        ]
         server.shutdown()
     assert answers == [None, None, "HTTP 404"]
 
 
 def test_links_of_notebooks_and_pictures_are_followed(tmp_path):
     cell = (
-        '{"cells": [{"cell_type": "markdown", "source": ["![x](a.svg)"]}, {"cell_type": "code", "source": ["[a](b)"]}]}'
+        '{"cells": [{"cell_type": "markdown", "source": '
+        '["![x](a.svg)"]}, {"cell_type": "code", "source": ["[a](b)"]}]}'
     )
     (tmp_path / "n.ipynb").write_text(cell)
     assert links.links_of(links.text_of(tmp_path / "n.ipynb")) == [(1, "a.svg")]
@@ -112,23 +124,36 @@ def test_every_policy_is_in_the_tables(name):
     for policy, cls in POLICIES.items():
         identifier = re.findall(r"\d{4}\.\d{5}", cls.paper or "")
         assert all(each in papers[cls.__name__] for each in identifier), policy
-    assert all(not named or POLICIES[named].__name__ == cls for cls, named, _ in rows if cls in KNOWN)
+    assert all(
+        not named or POLICIES[named].__name__ == cls for cls, named, _ in rows if cls in KNOWN
+    )
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_examples_are_python_and_name_what_exists(name):
     for code in blocks_of(TEXTS[name], "python", "python run", "python hosts"):
         for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jaxkv":
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "jaxkv"
+            ):
                 assert hasattr(jaxkv, node.attr), (name, node.attr)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxkv"):
                 module = importlib.import_module(node.module)
-                assert all(hasattr(module, each.name) for each in node.names), (name, ast.unparse(node))
+                assert all(hasattr(module, each.name) for each in node.names), (
+                    name,
+                    ast.unparse(node),
+                )
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_commands_are_taken(name):
-    lines = [line for code in blocks_of(TEXTS[name], "", "sh") for line in code.replace("\\\n", "").splitlines()]
+    lines = [
+        line
+        for code in blocks_of(TEXTS[name], "", "sh")
+        for line in code.replace("\\\n", "").splitlines()
+    ]
     for line in (line for line in lines if line.startswith(("jaxkv ", "python -m jaxkv"))):
         words = shlex.split(line, comments=True)
         if words[:3] == ["python", "-m", "jaxkv.checkpoints"]:
@@ -144,7 +169,9 @@ def test_values_between_backticks_can_be_made(name):
     """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not refused."""
     # What is written from docstrings names what is beside them, too.
     written = TEXTS[name].partition("<!-- Written by docs/make_lists.py")[0]
-    for code in re.findall(r"(?<!`)`([A-Z]\w*(?:\([^`]*\))?)`(?!`)", re.sub(r"```.*?```", "", written, flags=re.S)):
+    for code in re.findall(
+        r"(?<!`)`([A-Z]\w*(?:\([^`]*\))?)`(?!`)", re.sub(r"```.*?```", "", written, flags=re.S)
+    ):
         called, _, given = code.partition("(")
         if called in OTHERS or called.isupper() and not given:
             continue
@@ -153,8 +180,14 @@ def test_values_between_backticks_can_be_made(name):
             eval(code, dict(KNOWN))
     for code in blocks_of(TEXTS[name], "python"):
         for line in ast.parse(code).body:
-            called = line.value if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
-            if called and all(each.id in KNOWN for each in ast.walk(called) if isinstance(each, ast.Name)):
+            called = (
+                line.value
+                if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call)
+                else None
+            )
+            if called and all(
+                each.id in KNOWN for each in ast.walk(called) if isinstance(each, ast.Name)
+            ):
                 if isinstance(called.func, ast.Name):
                     eval(ast.unparse(called), dict(KNOWN))
 
@@ -164,18 +197,34 @@ def test_the_architecture_names_files_that_exist():
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     paths = set(re.findall(r"(?<![\w/.])((?:[\w-]+/)*[\w-]+\.py|(?:[\w-]+/)+)(?![\w/])", text))
     assert len(paths) > 50
-    assert not [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "jaxkv"))]
+    assert not [
+        path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "jaxkv"))
+    ]
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():
     table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
-    figures = [each for row in table.strip().splitlines()[2:] for each in re.findall(r"[\d.]+", row.split("|", 3)[3])]
-    assert len(figures) >= 20 and all(re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures)
+    figures = [
+        each
+        for row in table.strip().splitlines()[2:]
+        for each in re.findall(r"[\d.]+", row.split("|", 3)[3])
+    ]
+    assert len(figures) >= 20 and all(
+        re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures
+    )
 
 
 def test_the_extra_takes_what_is_pinned():
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCS / "requirements.txt").read_text("utf-8").lower(), flags=re.M))
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    pins = dict(
+        re.findall(
+            r"^([\w.-]+)==(\S+)$",
+            (DOCS / "requirements.txt").read_text("utf-8").lower(),
+            flags=re.M,
+        )
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
     for requirement in map(Requirement, extras["docs"]):
         assert requirement.specifier.contains(pins[requirement.name])
 
@@ -190,11 +239,17 @@ def test_lists_of_policies_are_made_of_their_files(tmp_path, monkeypatch):
     lists = loaded("make_lists")
     assert lists.main(write=False) == []
     found = lists.found()
-    assert found.keys() == set(lists.methods.__all__) and set(found.values()) == set(POLICIES.values())
+    assert found.keys() == set(lists.methods.__all__) and set(found.values()) == set(
+        POLICIES.values()
+    )
     for name in found:
         assert {name} <= set(jaxkv.__all__) and {name} <= set(jaxkv.policies.__all__)
     stale = tmp_path / "__init__.py"
     stale.write_text("")
     monkeypatch.setattr(lists, "INIT", stale)
     monkeypatch.setattr(lists, "ROOT", tmp_path)
-    assert lists.main() == ["__init__.py"] and "import SnapKV\n" in stale.read_text() and lists.main() == []
+    assert (
+        lists.main() == ["__init__.py"]
+        and "import SnapKV\n" in stale.read_text()
+        and lists.main() == []
+    )

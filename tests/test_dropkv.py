@@ -29,11 +29,15 @@ def scores(q, k, v):
 
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
-@pytest.mark.parametrize(("sharpness", "offset"), ((0.5, 0.0), (3.0, 0.0), (12.0, 0.0), (1.0, 100.0)))
+@pytest.mark.parametrize(
+    ("sharpness", "offset"), ((0.5, 0.0), (3.0, 0.0), (12.0, 0.0), (1.0, 100.0))
+)
 def test_scores_are_those_of_the_definition(dtype, sharpness, offset):
     rng, n = np.random.default_rng(3), 30
     q = jnp.asarray(sharpness * rng.standard_normal((HEADS, GROUP, n, DIM)), dtype)
-    k, v = (jnp.asarray(shift + rng.standard_normal((HEADS, n, DIM)), dtype) for shift in (0.0, offset))
+    k, v = (
+        jnp.asarray(shift + rng.standard_normal((HEADS, n, DIM)), dtype) for shift in (0.0, offset)
+    )
     exact = (np.asarray(each, np.float64) for each in (q.reshape(-1, n, DIM), k, v))
     expected = o.dropkv_scores(*exact, WINDOW)
     ours = scores(q, k, v)[:, : n - WINDOW]

@@ -28,7 +28,9 @@ def pattern_of(layers, heads, seed=1):
 
 
 def duo(layers, heads, sparsity=0.5, **options):
-    return DuoAttention(pattern=pattern_of(layers, heads), sparsity=sparsity, sinks=SINKS, window=WINDOW, **options)
+    return DuoAttention(
+        pattern=pattern_of(layers, heads), sparsity=sparsity, sinks=SINKS, window=WINDOW, **options
+    )
 
 
 def held(cache):
@@ -87,7 +89,9 @@ def test_a_window_of_the_text_changes_nothing():
     model, prompts = tiny.tiny(config), tiny.prompts(5, (40, 22))
     roomy = DuoAttention(pattern=pattern_of(config.layers, config.kv_heads), sinks=4, window=60)
     tokens = [
-        jaxkv.Session(model, policy).draw(jaxkv.Session(model, policy).prefill(prompts, new=8), 8)[1]
+        jaxkv.Session(model, policy).draw(jaxkv.Session(model, policy).prefill(prompts, new=8), 8)[
+            1
+        ]
         for policy in (roomy, jaxkv.FullKV())
     ]
     np.testing.assert_array_equal(*tokens)
@@ -98,12 +102,16 @@ def test_protected_spans_come_first():
     policy = duo(config.layers, config.kv_heads, 1.0, protect=((10, 30),))
     session = jaxkv.Session(tiny.tiny(config), policy)
     cache, _ = session.draw(session.prefill(tiny.prompts(5, (40,)), new=6), 6)
-    assert all(set(head) >= {*range(SINKS), *range(10, 30)} for layer in held(cache)[0] for head in layer)
+    assert all(
+        set(head) >= {*range(SINKS), *range(10, 30)} for layer in held(cache)[0] for head in layer
+    )
 
 
 def test_meshes(monkeypatch):
     made = duo(meshes.LAYERS, 2)
-    monkeypatch.setitem(BY_NAME, "duo", Row(name="duo", make=lambda budget: made, oracle=None, uniform=False))
+    monkeypatch.setitem(
+        BY_NAME, "duo", Row(name="duo", make=lambda budget: made, oracle=None, uniform=False)
+    )
     meshes.run.cache_clear()
     assert meshes.run("duo", 2, mesh=(2, 4), asks=True) == meshes.run("duo", 2, asks=True)
     meshes.run.cache_clear()
@@ -111,7 +119,9 @@ def test_meshes(monkeypatch):
 
 def test_slots():
     config = tiny.TWO_LAYERS
-    slot_runs.check(tiny.tiny(config), duo(config.layers, config.kv_heads), slot_runs.requests(1, 8))
+    slot_runs.check(
+        tiny.tiny(config), duo(config.layers, config.kv_heads), slot_runs.requests(1, 8)
+    )
 
 
 def test_files(as_users_call, tmp_path):
@@ -119,7 +129,9 @@ def test_files(as_users_call, tmp_path):
     np.savetxt(tmp_path / "full_attention_heads.tsv", table, delimiter="\t")
     plain = DuoAttention(pattern=tmp_path)
     assert plain == DuoAttention(pattern=table) and (plain.sinks, plain.window) == (64, 256)
-    (tmp_path / "config.json").write_text(json.dumps({"sink_size": 128, "recent_size": 200, "model_name": "x"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"sink_size": 128, "recent_size": 200, "model_name": "x"})
+    )
     for path in (tmp_path, str(tmp_path / "full_attention_heads.tsv")):
         found = DuoAttention(pattern=path, window=7)
         assert found == DuoAttention(pattern=[list(row) for row in table], sinks=128, window=7)
@@ -128,7 +140,9 @@ def test_files(as_users_call, tmp_path):
         DuoAttention(pattern=tmp_path)
 
 
-@pytest.mark.parametrize("bad", ((), ((),), (1.0,), ((1.0,), (1.0, 2.0)), (("1",),), ((True,),), ((float("nan"),),), 3))
+@pytest.mark.parametrize(
+    "bad", ((), ((),), (1.0,), ((1.0,), (1.0, 2.0)), (("1",),), ((True,),), ((float("nan"),),), 3)
+)
 def test_what_is_no_pattern_is_refused(as_users_call, bad):
     with pytest.raises(ValueError, match="pattern=.*for each layer and kv head"):
         DuoAttention(pattern=bad)
@@ -152,7 +166,10 @@ def test_what_does_not_fit_is_refused(as_users_call):
         (lambda: DuoAttention(sparsity=1.5), "sparsity=1.5: give the share"),
         (lambda: DuoAttention(sinks=-1), "sinks=-1: give 0 or more"),
         (lambda: DuoAttention(window=0), "window=0: give 1 or more"),
-        (lambda: Parts(budget=9, scorer=Position(), heads=kinds), "heads=.*the same value as layers"),
+        (
+            lambda: Parts(budget=9, scorer=Position(), heads=kinds),
+            "heads=.*the same value as layers",
+        ),
         (lambda: AdaKV(base=DuoAttention()), "base=.*"),
         (lambda: CriticalKV(base=DuoAttention()), "base=.*"),
         (lambda: ChunkKV(base=DuoAttention()), "base=.*"),

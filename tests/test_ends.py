@@ -35,7 +35,9 @@ def test_max_new_tokens_is_exact_across_blocks(model):
 
 
 def test_answers_longer_than_a_block(monkeypatch, model):
-    expected = jaxkv.generate(model, ids(2, 20)[0], policy=POLICY, stop_at_eos=False, max_new_tokens=40)
+    expected = jaxkv.generate(
+        model, ids(2, 20)[0], policy=POLICY, stop_at_eos=False, max_new_tokens=40
+    )
     # By module object: the package's attribute of this name is the function.
     monkeypatch.setattr(sys.modules["jaxkv.engine.lengths"], "BLOCK", 16)
     out = jaxkv.generate(model, ids(2, 20)[0], policy=POLICY, stop_at_eos=False, max_new_tokens=40)
@@ -58,7 +60,9 @@ def test_eos_ends_rows_separately(tmp_path, model):
         assert int(out.cache.seen[row]) == len(rows[row]) + len(want) - bool(at)
     assert len(out.tokens[0]) <= 4 and len(out.tokens[1]) <= 7
     ended = ["stop" if tokens[-1] in enders else "length" for tokens in out.tokens]
-    assert out.finish_reason == ended and ended[:2] == ["stop"] * 2 and out.stop_reason == [None] * 3
+    assert (
+        out.finish_reason == ended and ended[:2] == ["stop"] * 2 and out.stop_reason == [None] * 3
+    )
     assert out.text is None and out.stats.new_tokens == sum(map(len, out.tokens))
     ignored = jaxkv.generate(other, rows, **DRAWING)
     for a, b in zip(ignored.tokens, free.tokens, strict=True):
@@ -88,11 +92,18 @@ def test_stop_strings(model):
         np.testing.assert_array_equal(out.tokens[row], free.tokens[row][:count])
         assert out.text[row] == text and not any(stop in out.text[row] for stop in stops)
         assert int(out.cache.seen[row]) == len(rows[row]) + count
-    assert [len(each) for each in out.tokens][0] < [len(each) for each in out.tokens][1] < 16 == len(out.tokens[2])
+    assert (
+        [len(each) for each in out.tokens][0]
+        < [len(each) for each in out.tokens][1]
+        < 16
+        == len(out.tokens[2])
+    )
     assert out.finish_reason == ["stop", "stop", "length"] and out.stop_reason == [*stops, None]
     # Alone, and streamed: nothing of a stop string is ever shown.
     for row in range(2):
-        stream = jaxkv.generate(model, rows[row], stop=stops, stop_at_eos=False, max_new_tokens=16, stream=True)
+        stream = jaxkv.generate(
+            model, rows[row], stop=stops, stop_at_eos=False, max_new_tokens=16, stream=True
+        )
         assert stream.result is None
         pieces = list(stream)
         assert "".join(pieces) == stream.result.text == out.text[row]
@@ -100,17 +111,28 @@ def test_stop_strings(model):
         assert (stream.result.finish_reason, stream.result.stop_reason) == ("stop", stops[row])
     # The prompts' answers one by one: as a sequence, though the result is none.
     texts = [each.text for each in out]
-    assert len(out) == 3 and texts == out.text and [each.stop_reason for each in out[1:]] == [stops[1], None]
+    assert (
+        len(out) == 3
+        and texts == out.text
+        and [each.stop_reason for each in out[1:]] == [stops[1], None]
+    )
     for row in (1, -2, np.int64(1)):
         each = out[row]
         assert (each.text, each.finish_reason, each.stop_reason) == (texts[1], "stop", stops[1])
         assert each.tokens is out.tokens[1]
-    assert repr(out[1]) == f"Completion({texts[1]!r}, {len(out.tokens[1])} tokens, stop at {stops[1]!r})"
+    assert (
+        repr(out[1])
+        == f"Completion({texts[1]!r}, {len(out.tokens[1])} tokens, stop at {stops[1]!r})"
+    )
     # Each is equal to itself alone: no array is asked for its truth.
     first, again = out[1], out[1]
     assert first != again and first == first
     alone = stream.result
-    assert len(alone) == 1 and alone[0].text == alone.text and [each.tokens for each in alone] == [alone.tokens]
+    assert (
+        len(alone) == 1
+        and alone[0].text == alone.text
+        and [each.tokens for each in alone] == [alone.tokens]
+    )
     for result, at in ((out, 3), (out, -4), (alone, 1)):
         with pytest.raises(IndexError):
             result[at]
@@ -122,7 +144,9 @@ def test_behind_a_stop_the_cache_is_as_if_nothing_had_been_drawn(model):
     stop = free.text[1:3]
     count, _ = expected_stop(model, free.tokens, [stop])
     assert count < 8  # tokens are looked at in eights: some were drawn for nothing
-    out = jaxkv.generate(model, prompt, policy=POLICY, stop=stop, stop_at_eos=False, max_new_tokens=16)
+    out = jaxkv.generate(
+        model, prompt, policy=POLICY, stop=stop, stop_at_eos=False, max_new_tokens=16
+    )
     exact = jaxkv.generate(model, prompt, policy=POLICY, stop_at_eos=False, max_new_tokens=count)
     assert_same_rows(out.cache, exact.cache)
     nexts = [jaxkv.generate(model, "So?", cache=each.cache, **DRAWING) for each in (out, exact)]
@@ -150,7 +174,10 @@ def test_streams_of_lists(model):
     pieces = list(stream)
     # A token is a letter here, or a special one without text.
     spoken = zip(*stream.result.tokens, strict=True)
-    assert pieces == [[shown(model, [token]) for token in tokens] for tokens in spoken] and len(pieces) == 16
+    assert (
+        pieces == [[shown(model, [token]) for token in tokens] for tokens in spoken]
+        and len(pieces) == 16
+    )
     assert ["".join(each) for each in zip(*pieces, strict=True)] == stream.result.text
     assert next(stream, None) is None and stream.result.stats.new_tokens == 48
 

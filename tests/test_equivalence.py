@@ -102,7 +102,9 @@ def test_a_compressed_batch_gives_each_row_what_it_gets_alone(layout):
     for row, each in enumerate(ids):
         alone, _ = running.prefill(model("gqa3"), [each], policy)
         assert np.array_equal(running.kept(cache, 300)[:, row], running.kept(alone, 300)[:, 0])
-        assert running.gap(after[row], running.extend(model("gqa3"), alone, [more[row]])[0][0]) < 1e-4
+        assert (
+            running.gap(after[row], running.extend(model("gqa3"), alone, [more[row]])[0][0]) < 1e-4
+        )
 
 
 # --- questions on top of a cache -------------------------------------------------------------------------------------
@@ -135,21 +137,29 @@ def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt_on_the_r
 
 # From four sequences on, few heads take another formulation.
 @pytest.mark.parametrize(
-    ("name", "lengths"), [*((name, (300, 2)) for name in CONFIGS), ("gqa3", (300, 280, 31, 90, 2))], ids=str
+    ("name", "lengths"),
+    [*((name, (300, 2)) for name in CONFIGS), ("gqa3", (300, 280, 31, 90, 2))],
+    ids=str,
 )
 def test_a_budget_of_the_length_gives_the_full_cache(name, lengths):
     ids, more = prompts(7, *lengths), prompts(8, *(9,) * len(lengths))
     cache, logits = running.prefill(model(name), ids)
     expected, _ = running.extend(model(name), cache, more)
     rolling = StreamingLLM(budget=300, rolling_positions=True)
-    for layout, policy in [*everything(300).items(), (Layout.EQUAL, StreamingLLM(budget=400)), (Layout.EQUAL, rolling)]:
+    for layout, policy in [
+        *everything(300).items(),
+        (Layout.EQUAL, StreamingLLM(budget=400)),
+        (Layout.EQUAL, rolling),
+    ]:
         mine, mine_logits = running.prefill(model(name), ids, policy)
         assert mine.layout is layout
         assert np.array_equal(running.kept(mine, 300), running.kept(cache, 300))
         assert running.gap(mine_logits, logits) < 1e-4
         for chunk in (1, 9):
             after, _ = running.extend(model(name), mine, more, chunk=chunk)
-            assert all(running.gap(a[-1], e[-1]) < 1e-4 for a, e in zip(after, expected, strict=True)), policy
+            assert all(
+                running.gap(a[-1], e[-1]) < 1e-4 for a, e in zip(after, expected, strict=True)
+            ), policy
 
 
 @pytest.mark.real
@@ -178,7 +188,13 @@ def test_growing_block_by_block_equals_one_run(layout):
     assert np.asarray(out.cache.seen).tolist() == [90 + steps, 60 + steps]
     assert np.array_equal(out.cache.kept, cache.kept + steps)
     streamed = jaxkv.generate(
-        model("gqa3"), ids, policy=policy, max_new_tokens=20, stop_at_eos=False, stream=True, progress=False
+        model("gqa3"),
+        ids,
+        policy=policy,
+        max_new_tokens=20,
+        stop_at_eos=False,
+        stream=True,
+        progress=False,
     )
     for _ in streamed:
         pass

@@ -24,13 +24,21 @@ def plain(monkeypatch):
 def test_lines_of_a_run_are_counted_without_making_them(tmp_path):
     told(tmp_path / "out", policies=POLICIES)
     run = Evaluation.read(tmp_path / "out").run
-    for samples, batch, shard in ((14, 3, None), (14, 3, (0, 2)), (14, 3, (1, 2)), (15, 3, (1, 2)), (2, 8, (0, 1))):
+    for samples, batch, shard in (
+        (14, 3, None),
+        (14, 3, (0, 2)),
+        (14, 3, (1, 2)),
+        (15, 3, (1, 2)),
+        (2, 8, (0, 1)),
+    ):
         part = dataclasses.replace(run, samples=samples, batch=batch, shard=shard)
         assert part.lines == sum(map(len, part.batches()))
     assert dataclasses.replace(run, samples=10**15).lines == 10**15
 
 
-@pytest.mark.parametrize("settings", [{"jax_enable_x64": True}, {"jax_numpy_rank_promotion": "raise"}])
+@pytest.mark.parametrize(
+    "settings", [{"jax_enable_x64": True}, {"jax_numpy_rank_promotion": "raise"}]
+)
 def test_settings_of_jax_change_no_line(tmp_path, settings):
     lines, task = [], Words(count=3)
     for name, given in (("usual", {}), ("other", settings)):
@@ -75,7 +83,9 @@ def test_a_list_of_answers_becomes_a_tuple(as_users_call):
 
 def test_a_line_that_was_changed_by_hand_is_named(tmp_path):
     out = tmp_path / "out"
-    lines = told(out, policies={**POLICIES, "other": jaxkv.KNorm(budget=8)}).splitlines(keepends=True)
+    lines = told(out, policies={**POLICIES, "other": jaxkv.KNorm(budget=8)}).splitlines(
+        keepends=True
+    )
     for odd in (
         {"score": "x"},
         {"score": float("nan")},
@@ -97,7 +107,14 @@ def test_a_line_that_was_changed_by_hand_is_named(tmp_path):
             Evaluation.read(out)
     (out / "samples.jsonl").write_bytes(b"".join(lines))
     said = json.loads((out / "run.json").read_text())
-    for odd in ({"shard": 5}, {"shard": "x"}, {"policies": None}, {"policies": {}}, {"batch": 0}, {"budgets": {}}):
+    for odd in (
+        {"shard": 5},
+        {"shard": "x"},
+        {"policies": None},
+        {"policies": {}},
+        {"batch": 0},
+        {"budgets": {}},
+    ):
         (out / "run.json").write_text(json.dumps({**said, **odd}))
         with pytest.raises(ValueError, match=r"run\.json='changed'"):
             Evaluation.read(out)
@@ -106,7 +123,10 @@ def test_a_line_that_was_changed_by_hand_is_named(tmp_path):
 def test_odd_names_break_no_table(tmp_path):
     class Odd(Told):
         def samples(self, params):
-            return [dataclasses.replace(each, id=f"ü\n😀{each.id}", group="a\n|b") for each in super().samples(params)]
+            return [
+                dataclasses.replace(each, id=f"ü\n😀{each.id}", group="a\n|b")
+                for each in super().samples(params)
+            ]
 
     told(tmp_path / "out", Odd(), policies={"a|b": POLICIES["k"], "<b>": POLICIES["k"]})
     lines = Evaluation.read(tmp_path / "out").table().splitlines()

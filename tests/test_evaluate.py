@@ -63,23 +63,41 @@ def test_lines_are_what_the_model_says(tmp_path, plain, agnostic):
     found = evaluate(words(), task, policies, tmp_path / "out", how=how, batch=3)
     samples = task.samples(words())
     for name, policy in policies.items():
-        said = [text for part in (samples[:3], samples[3:]) for text in answers(words(), policy, part, how)]
+        said = [
+            text
+            for part in (samples[:3], samples[3:])
+            for text in answers(words(), policy, part, how)
+        ]
         records = found.of(name)
         assert [record.prediction for record in records] == said
-        assert [record.score for record in records] == [task.score(samples[0], text) for text in said]
+        assert [record.score for record in records] == [
+            task.score(samples[0], text) for text in said
+        ]
         assert [record.tokens for record in records] == [22 + at for at in range(6)]
         # What an agnostic run's question brings comes on top of what was compressed.
         kept = [9] * 6 if name == "few" else [22 + at for at in range(6)]
         assert [record.rows for record in records] == kept
         config, row = words().config, 2 * 8 * 4
-        assert [record.nbytes for record in records] == [n * config.layers * config.kv_heads * row for n in kept]
+        assert [record.nbytes for record in records] == [
+            n * config.layers * config.kv_heads * row for n in kept
+        ]
     assert found.scores("few").shape == (6,) and found.run.agnostic is agnostic
 
 
 def test_a_task_of_the_library_runs(tmp_path, plain):
     task = TwoStage(count=3, sizes=(3, 4), new_tokens=2)
-    found = evaluate(words(), task, {"few": jaxkv.StreamingLLM(budget=16)}, tmp_path / "out", how=How(agnostic=True))
-    assert found.run.task == "2stageretr" and [record.id for record in found.records] == ["0000", "0001", "0002"]
+    found = evaluate(
+        words(),
+        task,
+        {"few": jaxkv.StreamingLLM(budget=16)},
+        tmp_path / "out",
+        how=How(agnostic=True),
+    )
+    assert found.run.task == "2stageretr" and [record.id for record in found.records] == [
+        "0000",
+        "0001",
+        "0002",
+    ]
     assert found.run.settings["sizes"] == [3, 4] and found.cell("few").n == 3
     assert all(record.score == (record.answers[0] in record.prediction) for record in found.records)
 
@@ -88,7 +106,9 @@ def test_a_mesh_says_the_same(tmp_path, plain):
     mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
     task, policies = Words(count=3), {"few": jaxkv.KNorm(budget=9)}
     places = (("one", None), ("several", mesh))
-    one, other = (evaluate(words(), task, policies, tmp_path / name, batch=3, mesh=at) for name, at in places)
+    one, other = (
+        evaluate(words(), task, policies, tmp_path / name, batch=3, mesh=at) for name, at in places
+    )
     assert one.records == other.records and one.run.fingerprint == other.run.fingerprint
     assert (one.folder / "kept.json").read_bytes() == (other.folder / "kept.json").read_bytes()
     assert (one.run.made_with["devices"], other.run.made_with["devices"]) == ("1", "2x1x1")
@@ -100,7 +120,9 @@ def test_a_mesh_says_the_same(tmp_path, plain):
 def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, plain, monkeypatch):
     given, ran = whole(), []
     lines = given.split(b"\n")[:-1]
-    assert [json.loads(line)["policy"] for line in lines] == [name for name in POLICIES for _ in range(14)]
+    assert [json.loads(line)["policy"] for line in lines] == [
+        name for name in POLICIES for _ in range(14)
+    ]
     assert [json.loads(line)["id"] for line in lines[:3]] == ["00", "10", "01"]
     run = Told.run
     monkeypatch.setattr(Told, "run", lambda self, *each: ran.append(each[2]) or run(self, *each))
@@ -108,7 +130,14 @@ def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, plain, mo
     told(out)
     ends = np.cumsum([0, *(len(line) + 1 for line in lines)])
     rng = np.random.default_rng(0)
-    cuts = {0, 1, len(given) - 1, *ends[[3, 4, 14, 15]], ends[5] - 1, *rng.integers(0, len(given), 25)}
+    cuts = {
+        0,
+        1,
+        len(given) - 1,
+        *ends[[3, 4, 14, 15]],
+        ends[5] - 1,
+        *rng.integers(0, len(given), 25),
+    }
     for cut in sorted(int(each) for each in cuts):
         (out / "samples.jsonl").write_bytes(given[:cut])
         ran.clear()
@@ -144,7 +173,10 @@ def test_a_process_that_is_killed_leaves_whole_lines(tmp_path, plain):
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     ) as slow:
-        while not (out / "samples.jsonl").exists() or (out / "samples.jsonl").read_bytes().count(b"\n") < 6:
+        while (
+            not (out / "samples.jsonl").exists()
+            or (out / "samples.jsonl").read_bytes().count(b"\n") < 6
+        ):
             assert slow.poll() is None
             time.sleep(0.01)
         with pytest.raises(ValueError, match="another process is at it"):
@@ -166,7 +198,9 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, plain, monkeypatch):
 
     monkeypatch.setattr(folder.os, "write", full)
     out = tmp_path / "out"
-    with pytest.raises(OSError, match=r"samples\.jsonl: No space left on device; \d+ lines are whole: make room"):
+    with pytest.raises(
+        OSError, match=r"samples\.jsonl: No space left on device; \d+ lines are whole: make room"
+    ):
         told(out)
     monkeypatch.undo()
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
@@ -182,14 +216,18 @@ def test_a_file_system_without_locks_is_told_in_our_words(tmp_path, monkeypatch)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuses)
-    with pytest.raises(OSError, match=r"out='.*out': No locks available: it cannot be locked.*another file system"):
+    with pytest.raises(
+        OSError, match=r"out='.*out': No locks available: it cannot be locked.*another file system"
+    ):
         told(tmp_path / "out")
 
 
 def test_names_are_written_through_to_the_disk(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
     told_apart = lambda number: "folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "file"  # noqa: E731
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(told_apart(number)) or fsync(number))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: done.append(told_apart(number)) or fsync(number)
+    )
     monkeypatch.setattr(os, "replace", lambda *each: done.append("renamed") or replace(*each))
     write_whole(tmp_path / "run.json", b"{}")
     assert done == ["file", "renamed", "folder"]
@@ -232,7 +270,9 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, plain, 
     cases = {
         "sample 02: score=nan": lambda: Outcome(score=float("nan")),
         "sample 02: score=1.5": lambda: Outcome(score=1.5),
-        "sample 02: figures=inf: JSON has no such number": lambda: Outcome(score=1.0, figures={"loss": float("inf")}),
+        "sample 02: figures=inf: JSON has no such number": lambda: Outcome(
+            score=1.0, figures={"loss": float("inf")}
+        ),
         "samples 11 to 12: MemoryError: too long": fails,
     }
     for number, (message, what) in enumerate(cases.items()):
@@ -242,7 +282,9 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, plain, 
         # The first policy is done, and the first batch of the second.
         assert "17 lines are in" in str(failed.value)
         assert (out / "samples.jsonl").read_bytes().count(b"\n") == 17
-    short = dataclasses.make_dataclass("Short", [], bases=(Told,), namespace={"run": lambda *_: []}, frozen=True)()
+    short = dataclasses.make_dataclass(
+        "Short", [], bases=(Told,), namespace={"run": lambda *_: []}, frozen=True
+    )()
     with pytest.raises(Failed, match="gave 0 outcomes for 3"):
         told(tmp_path / "short", short)
 
@@ -258,7 +300,10 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, plain, 
         ({"how": How(agnostic=True)}, "agnostic: false there, true asked for"),
         ({"how": How(seed=1)}, "seed: 0 there, 1 asked for"),
         ({"shard": (0, 2)}, r"shard: null there, \[0, 2\] asked for"),
-        ({"policies": {"full": jaxkv.FullKV()}}, "policies: full, knorm@9, streamingllm@9 there, full asked for"),
+        (
+            {"policies": {"full": jaxkv.FullKV()}},
+            "policies: full, knorm@9, streamingllm@9 there, full asked for",
+        ),
         (
             {"policies": {**POLICIES, "knorm@9": jaxkv.KNorm(budget=8)}},
             r"policies.knorm@9: .*budgets.knorm@9: 9 there, 8 asked for",
@@ -294,7 +339,11 @@ def test_changed_files_are_refused(tmp_path, plain):
     out = tmp_path / "out"
     given = told(out)
     lines = given.split(b"\n")
-    for changed in ([*lines[:2], b"{}", *lines[3:]], [*lines[:2], b"\x00", *lines[3:]], [lines[1], *lines[1:]]):
+    for changed in (
+        [*lines[:2], b"{}", *lines[3:]],
+        [*lines[:2], b"\x00", *lines[3:]],
+        [lines[1], *lines[1:]],
+    ):
         (out / "samples.jsonl").write_bytes(b"\n".join(changed))
         with pytest.raises(ValueError, match="remove (it|the line) and those behind it"):
             told(out)
@@ -337,7 +386,10 @@ def test_rows_of_names_and_budgets():
 def test_shards_are_the_whole(tmp_path, plain, count):
     parts = [tmp_path / f"{at}" for at in range(count)]
     lines = [told(part, shard=(at, count)) for at, part in enumerate(parts)]
-    assert sum(each.count(b"\n") for each in lines) == whole().count(b"\n") and len(set(lines)) == count
+    assert (
+        sum(each.count(b"\n") for each in lines) == whole().count(b"\n")
+        and len(set(lines)) == count
+    )
     joined = merge(parts[::-1], tmp_path / "joined")
     assert (tmp_path / "joined" / "samples.jsonl").read_bytes() == whole()
     # It is one: nothing is run again, and what a run would have said is said.
@@ -346,7 +398,11 @@ def test_shards_are_the_whole(tmp_path, plain, count):
     # Shards whose policies came one by one, in another order, are shards of the same.
     names = [*POLICIES][::-1]
     for end in (1, len(names)):
-        told(tmp_path / "last", shard=(count - 1, count), policies={name: POLICIES[name] for name in names[:end]})
+        told(
+            tmp_path / "last",
+            shard=(count - 1, count),
+            policies={name: POLICIES[name] for name in names[:end]},
+        )
     merge([*parts[:-1], tmp_path / "last"], tmp_path / "again")
     assert (tmp_path / "again" / "samples.jsonl").read_bytes() == whole()
     with pytest.raises(ValueError, match=r"shard \[0\] of .*it is missing"):

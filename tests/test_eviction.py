@@ -40,7 +40,12 @@ MERGES = {
     "value": {"metric": "value"},
     "both": {"metric": "both"},
     "average": {"weights": "average"},
-    "official": {"beta": 0.5, "weights": "scatter_mean", "tau_scope": "layer", "decision": "shared"},
+    "official": {
+        "beta": 0.5,
+        "weights": "scatter_mean",
+        "tau_scope": "layer",
+        "decision": "shared",
+    },
     "nothing": {"threshold": np.inf},
     "everything": {"threshold": -np.inf},
 }
@@ -87,11 +92,17 @@ CASES = {
     "roco": _case(partial(RoCo), 0, "mean", 0.5),
     "tova": _case(partial(TOVA), 0, "last", 0.0),
     "fading": _case(partial(Policy, evict=ByAttention(decay=0.8), **HEAVY), 0, 0.8, 0.5),
-    "norm": _case(partial(Policy, scorer=KeyNorm(), keep=Keep(window=1), evict=ByNorm()), 0, "norm", 0.0),
+    "norm": _case(
+        partial(Policy, scorer=KeyNorm(), keep=Keep(window=1), evict=ByNorm()), 0, "norm", 0.0
+    ),
     "halving": _case(partial(H2O, merge=Halving()), 0, "sum", 0.5, o.halve_values),
     **{
         f"d2o-{name}": _case(
-            partial(D2O, merge=_merge(options), allocation=UniformLayers()), 4, "sum", 0.25, dict(options)
+            partial(D2O, merge=_merge(options), allocation=UniformLayers()),
+            4,
+            "sum",
+            0.25,
+            dict(options),
         )
         for name, options in MERGES.items()
     },
@@ -104,7 +115,9 @@ def _tau(given, head, number):
     return [UNSET if one is None else one[head] for one in pairs]
 
 
-def check_steps(case, seed, group, budget, layout, lengths=LENGTHS, *, widest=None, **options) -> bool:
+def check_steps(
+    case, seed, group, budget, layout, lengths=LENGTHS, *, widest=None, **options
+) -> bool:
     """Asserts equality with the oracle at every step; False where its choices are too narrow to tell."""
     make, sinks, accumulate, share, merge = CASES[case]
     drawn, policy = draw(seed, group, **options), make(budget=budget)
@@ -112,13 +125,20 @@ def check_steps(case, seed, group, budget, layout, lengths=LENGTHS, *, widest=No
     for row, n in enumerate(lengths):
         recent = max(1, int((budget - sinks) * share))
         prefill, steps, gap = o.simulate(
-            *drawn.of(row, n), rows=budget, sinks=sinks, recent=recent, accumulate=accumulate, merge=merge
+            *drawn.of(row, n),
+            rows=budget,
+            sinks=sinks,
+            recent=recent,
+            accumulate=accumulate,
+            merge=merge,
         )
         expected.append([prefill, *steps])
         smallest = min(smallest, gap)
     if smallest < o.MIN_GAP:
         return False
-    for at, (pool, segments, out, _) in enumerate(follow(policy, drawn, lengths, layout, widest=widest)):
+    for at, (pool, segments, out, _) in enumerate(
+        follow(policy, drawn, lengths, layout, widest=widest)
+    ):
         for row in range(len(lengths)):
             oracle = expected[row][at]
             for head in range(HEADS):
@@ -130,7 +150,9 @@ def check_steps(case, seed, group, budget, layout, lengths=LENGTHS, *, widest=No
                     np.testing.assert_allclose(score, oracle["scores"][head], rtol=1e-4, atol=1e-5)
                 if isinstance(merge, dict):
                     ours = np.asarray(segments.tau)[row, head]
-                    np.testing.assert_allclose(ours, _tau(oracle["tau"], head, len(ours)), atol=1e-6)
+                    np.testing.assert_allclose(
+                        ours, _tau(oracle["tau"], head, len(ours)), atol=1e-6
+                    )
             if out is not None:
                 np.testing.assert_allclose(out[row].reshape(-1, DIM), oracle["out"], atol=1e-5)
     return True
@@ -142,7 +164,9 @@ def test_every_step_agrees_with_the_oracle(case):
     assert any(check_steps(case, seed, 2, 16, Layout.EQUAL, like=0.7) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", ("h2o", "roco", "fading", "norm", "halving", "d2o-plain", "d2o-both", "d2o-official"))
+@pytest.mark.parametrize(
+    "case", ("h2o", "roco", "fading", "norm", "halving", "d2o-plain", "d2o-both", "d2o-official")
+)
 def test_every_step_agrees_with_the_oracle_in_a_shared_pool(case):
     assert any(check_steps(case, seed, 3, 29, Layout.SHARED, like=0.7) for seed in range(3))
 
@@ -152,7 +176,8 @@ def test_eviction_begins_when_the_budget_is_reached(group, budget, widest):
     # Between the prompts' lengths, above them, and above all that comes: rows go at once, later, and never. What is
     # known of a segment's width changes how a shared pool is read.
     assert any(
-        check_steps("d2o-plain", seed, group, budget, Layout.SHARED, like=0.7, widest=widest) for seed in range(3)
+        check_steps("d2o-plain", seed, group, budget, Layout.SHARED, like=0.7, widest=widest)
+        for seed in range(3)
     )
 
 
@@ -162,14 +187,18 @@ def test_the_row_that_goes_is_guessed_right_or_wrong_with_the_same_outcome():
     steps = list(follow(policy, draw(0, 1, like=0.7), LENGTHS, Layout.SHARED, widest=30))
     for (pool, segments, *_), (after, later, _, norms) in itertools.pairwise(steps):
         for row, head in np.ndindex(*segments.start.shape):
-            before, left = (set(held(p, s, row, head)[0]) for p, s in ((pool, segments), (after, later)))
+            before, left = (
+                set(held(p, s, row, head)[0]) for p, s in ((pool, segments), (after, later))
+            )
             gone = before - left
             likely = int(segments.likely[row, head])
             if gone and likely >= 0:
                 guessed = int(pool.pos[row, likely])
                 right, wrong = right + (guessed in gone), wrong + (guessed not in gone)
         inside = np.asarray(after.pos) >= 0
-        np.testing.assert_allclose(np.asarray(norms)[inside], np.asarray(row_norms(after.k))[inside], rtol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(norms)[inside], np.asarray(row_norms(after.k))[inside], rtol=1e-6
+        )
     assert right > wrong > 0
 
 
@@ -180,7 +209,9 @@ def test_rows_below_every_threshold_are_dropped():
 
 # --- ties, with scores that float32 holds exactly --------------------------------------------------------------------
 
-scores_of_few_kinds = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from(list(Layout)))
+scores_of_few_kinds = st.tuples(
+    st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from(list(Layout))
+)
 
 
 @settings(max_examples=15)
@@ -221,7 +252,10 @@ def test_among_equals_the_latest_goes(drawn):
 
 
 @settings(max_examples=60)
-@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=9), st.sampled_from(("softmax", "average")))
+@given(
+    st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=9),
+    st.sampled_from(("softmax", "average")),
+)
 def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights):
     add, divide, own = Merge(weights=weights).shares(jnp.asarray(cosines, jnp.float32))
     total = own + np.asarray(divide, np.float64).sum()
@@ -257,7 +291,13 @@ def test_the_sum_of_rows_weighted_by_merging_is_that_of_the_prompt():
         stay = [[i for i in range(n) if i % 3 == 0]] * HEADS
         gone = [[i for i in range(n) if i % 3]] * HEADS
         expected = o.merge_rows(
-            drawn.k[row][:, :n], drawn.v[row][:, :n], stay, gone, None, weights="average", threshold=-np.inf
+            drawn.k[row][:, :n],
+            drawn.v[row][:, :n],
+            stay,
+            gone,
+            None,
+            weights="average",
+            threshold=-np.inf,
         )
         np.testing.assert_allclose(np.asarray(new.k)[row, :, :n], expected[0], atol=1e-5)
         np.testing.assert_allclose(np.asarray(new.v)[row, :, :n], expected[1], atol=1e-5)
@@ -284,8 +324,15 @@ def test_attention_that_is_not_a_number_drops_nothing():
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    left = evict(pool, full, attended, Eviction(heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk))
-    np.testing.assert_array_equal(np.asarray(segments.length) - left.segments.length, [[0, 1], [1, 0]])
+    left = evict(
+        pool,
+        full,
+        attended,
+        Eviction(heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk),
+    )
+    np.testing.assert_array_equal(
+        np.asarray(segments.length) - left.segments.length, [[0, 1], [1, 0]]
+    )
 
 
 @settings(max_examples=3)

@@ -51,13 +51,20 @@ CASES = [
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("exports")
 
-    def made(name: str, dtype: str = "float32", batch: tuple[int, ...] = (3,), mesh: tuple[int, int] | None = None):
+    def made(
+        name: str,
+        dtype: str = "float32",
+        batch: tuple[int, ...] = (3,),
+        mesh: tuple[int, int] | None = None,
+    ):
         target = root / f"{name}-{dtype}-{len(batch)}-{mesh}"
         on = None if mesh is None else meshes.mesh_of(*mesh)
         of = {"lengths": 64, "question": 16, "new": 2 * NEW, "mesh": on}
         if target.exists():
             return target
-        return jaxkv.export(tiny.tiny(MODEL, dtype=dtype), target, policy=POLICIES[name], batch=batch, **of)
+        return jaxkv.export(
+            tiny.tiny(MODEL, dtype=dtype), target, policy=POLICIES[name], batch=batch, **of
+        )
 
     return made
 
@@ -69,7 +76,11 @@ def asked(count: int = 3):
 @functools.cache
 def wanted(name: str, dtype: str = "float32", count: int = 3):
     """What `generate` draws, for prompts and for questions on top of their cache."""
-    model, policy, (prompts, questions) = tiny.tiny(MODEL, dtype=dtype), POLICIES[name], asked(count)
+    model, policy, (prompts, questions) = (
+        tiny.tiny(MODEL, dtype=dtype),
+        POLICIES[name],
+        asked(count),
+    )
     answers = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=NEW)
     cache = jaxkv.prefill(model, prompts, policy=policy)
     return [[row.tolist() for row in each.tokens] for each in (answers, jaxkv.generate(
@@ -79,7 +90,10 @@ def wanted(name: str, dtype: str = "float32", count: int = 3):
 def drawn(model, count: int = 3, **drawing):
     prompts, questions = asked(count)
     cache = model.read(prompts)
-    return [model.generate(prompts, NEW, **drawing)[0], model.generate(questions, NEW, cache=cache, **drawing)[0]]
+    return [
+        model.generate(prompts, NEW, **drawing)[0],
+        model.generate(questions, NEW, cache=cache, **drawing)[0],
+    ]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -91,7 +105,9 @@ def test_same_tokens_as_generate(folders, name, dtype):
 def test_a_batch_is_filled_and_a_cache_is_asked_many_times(folders):
     model = runtime.Model(folders("snapkv", batch=(1, 3)))
     heard = []
-    assert drawn(model, 1, tell=lambda tokens: heard.append(tokens.shape[1])) == wanted("snapkv", count=1)
+    assert drawn(model, 1, tell=lambda tokens: heard.append(tokens.shape[1])) == wanted(
+        "snapkv", count=1
+    )
     assert drawn(model, 2) == [each[:2] for each in wanted("snapkv")]
     # One sequence serves several prompts, and is left as it was.
     cache, (prompts, questions) = model.read(asked(1)[0]), asked()
@@ -120,7 +136,10 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("jaxkv", "fla
 
 def test_a_process_without_jaxkv(folders, tmp_path):
     shutil.copytree(folders("d2o", "bfloat16"), tmp_path / "moved")
-    places = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("jax", "flatbuffers")}
+    places = {
+        str(Path(importlib.util.find_spec(name).origin).parents[1])
+        for name in ("jax", "flatbuffers")
+    }
     given = (str(tmp_path / "moved"), json.dumps(sorted(places)), json.dumps([*asked(), NEW]))
     command = [sys.executable, "-I", "-S", "-c", ALONE, *given]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -131,7 +150,11 @@ def test_a_process_without_jaxkv(folders, tmp_path):
 def test_the_loader_is_short_and_imports_jax_and_numpy_alone():
     text = Path(runtime.__file__).read_text("utf-8")
     assert len(text.splitlines()) <= 260
-    imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    imported = {
+        line.split()[1].split(".")[0]
+        for line in text.splitlines()
+        if line.startswith(("import ", "from "))
+    }
     assert imported - set(sys.stdlib_module_names) == {"jax", "numpy"}
 
 
@@ -144,9 +167,13 @@ def test_four_devices(folders):
 def test_programs_for_a_gpu_are_written_without_one(tmp_path):
     model = tiny.tiny(MODEL, dtype="bfloat16").on(meshes.mesh_of(1, 4))
     options = {"lengths": 64, "question": 0, "new": NEW, "platforms": ("cuda",)}
-    folder = jaxkv.export(model, tmp_path / "out", policy=POLICIES["adakv"], weights=False, **options)
+    folder = jaxkv.export(
+        model, tmp_path / "out", policy=POLICIES["adakv"], weights=False, **options
+    )
     said = json.loads((folder / "manifest.json").read_text("utf-8"))
-    read = jax.export.deserialize(bytearray((folder / "programs" / said["programs"][0]["file"]).read_bytes()))
+    read = jax.export.deserialize(
+        bytearray((folder / "programs" / said["programs"][0]["file"]).read_bytes())
+    )
     assert read.platforms == ("cuda",) and read.nr_devices == 4
     # Tails are a CPU's.
     assert {each["kind"] for each in said["programs"]} == {"prompt", "draw.Greedy"}
@@ -161,7 +188,9 @@ def test_numbers_of_samplers_are_arguments(tmp_path):
     ids = tiny.prompts(5, (40,))
     for heat, p in ((1.0, 0.9), (3.0, 0.5)):
         mine = exported.generate(ids, NEW, seed=7, sampling="TopP", temperature=heat, p=p)[0]
-        theirs = jaxkv.generate(model, ids, max_new_tokens=NEW, sampling=jaxkv.TopP(temperature=heat, p=p), key=7)
+        theirs = jaxkv.generate(
+            model, ids, max_new_tokens=NEW, sampling=jaxkv.TopP(temperature=heat, p=p), key=7
+        )
         assert mine == [theirs.tokens[0].tolist()]
     with pytest.raises(ValueError, match="sampling='TopK': give of {'Greedy': {}, 'TopP': "):
         exported.generate(ids, NEW, sampling="TopK")
@@ -188,7 +217,9 @@ def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(questio
 def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
     options = {"lengths": 64, "question": 0, "new": NEW}
     policy = jaxkv.SnapKV(budget=0.25, min_budget="raise")
-    model = runtime.Model(jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", policy=policy, **options))
+    model = runtime.Model(
+        jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", policy=policy, **options)
+    )
     with pytest.raises(ValueError, match=r"prompt=\[40\] tokens: the policy's budget is too small"):
         model.read(tiny.prompts(5, (40,)))
 
@@ -216,14 +247,31 @@ def changed(folder: Path, change) -> None:
 
 DAMAGE = {
     "a wrong shape": (
-        lambda folder: changed(folder, lambda said: said["programs"][0]["outputs"][0]["shape"].append(1)),
+        lambda folder: changed(
+            folder, lambda said: said["programs"][0]["outputs"][0]["shape"].append(1)
+        ),
         r"not as the manifest says, pools.0.store.k \('bfloat16', 3, \d+, 8, 1\), here \('bfloat16', 3, \d+, 8\)",
     ),
-    "a missing program": (lambda folder: next((folder / "programs").iterdir()).unlink(), "missing: copy the whole"),
-    "a program cut short": (lambda folder: os.truncate(next((folder / "programs").iterdir()), 100), "damaged: copy"),
-    "missing weights": (lambda folder: (folder / "weights.safetensors").unlink(), "weights.safetensors: missing"),
-    "weights cut short": (lambda folder: os.truncate(folder / "weights.safetensors", 999), "weights.*: damaged"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: .*: give a folder"),
+    "a missing program": (
+        lambda folder: next((folder / "programs").iterdir()).unlink(),
+        "missing: copy the whole",
+    ),
+    "a program cut short": (
+        lambda folder: os.truncate(next((folder / "programs").iterdir()), 100),
+        "damaged: copy",
+    ),
+    "missing weights": (
+        lambda folder: (folder / "weights.safetensors").unlink(),
+        "weights.safetensors: missing",
+    ),
+    "weights cut short": (
+        lambda folder: os.truncate(folder / "weights.safetensors", 999),
+        "weights.*: damaged",
+    ),
+    "no manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        "manifest.json: .*: give a folder",
+    ),
     "a manifest cut short": (
         lambda folder: os.truncate(folder / "manifest.json", 99),
         "manifest.json: .*: give a folder",
@@ -241,10 +289,15 @@ DAMAGE = {
         "manifest.json: not of this runtime.py's version: give a folder",
     ),
     "a later jax": (
-        lambda folder: changed(folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})),
+        lambda folder: changed(
+            folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})
+        ),
         r"made by jax 99.0.1, jax .* is outside its window: export anew",
     ),
-    "more devices": (lambda folder: changed(folder, lambda said: said.update(devices=16)), "made for 16 devices"),
+    "more devices": (
+        lambda folder: changed(folder, lambda said: said.update(devices=16)),
+        "made for 16 devices",
+    ),
     "another platform": (
         lambda folder: changed(folder, lambda said: said.update(platforms=["tpu"])),
         "devices of .'tpu'., here",

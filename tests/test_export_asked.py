@@ -52,7 +52,11 @@ def short(root):
 
 def answer(out):
     """Tokens and text, as runtime.py gives them."""
-    tokens = [row.tolist() for row in out.tokens] if isinstance(out.tokens, list) else out.tokens.tolist()
+    tokens = (
+        [row.tolist() for row in out.tokens]
+        if isinstance(out.tokens, list)
+        else out.tokens.tolist()
+    )
     return tokens, out.text
 
 
@@ -94,9 +98,40 @@ def test_prompts_that_generate_takes(model, prompt):
 
 
 REFUSED = (
-    *("", [], [""], [[]], None, b"bytes", [b"x"], bytearray(b"k"), memoryview(b"ab"), {"a": 1}, {"input_ids": [1]}),
-    *(5, 5.0, True, [True, False], [1.5], ["a", 3], [3, "a"], [[1, 2], None], [None], {1, 2}, iter([1, 2])),
-    *(np.zeros(0, np.int32), np.zeros((2, 0), np.int32), np.asarray(3), np.ones(3), np.ones((1, 2, 3), int), [[[1]]]),
+    *(
+        "",
+        [],
+        [""],
+        [[]],
+        None,
+        b"bytes",
+        [b"x"],
+        bytearray(b"k"),
+        memoryview(b"ab"),
+        {"a": 1},
+        {"input_ids": [1]},
+    ),
+    *(
+        5,
+        5.0,
+        True,
+        [True, False],
+        [1.5],
+        ["a", 3],
+        [3, "a"],
+        [[1, 2], None],
+        [None],
+        {1, 2},
+        iter([1, 2]),
+    ),
+    *(
+        np.zeros(0, np.int32),
+        np.zeros((2, 0), np.int32),
+        np.asarray(3),
+        np.ones(3),
+        np.ones((1, 2, 3), int),
+        [[[1]]],
+    ),
     *([2**70], [-1], [260], [[3], [260]], "half \ud800", ["fine", "half \ud800"], [["a", "b"]]),
 )
 
@@ -126,20 +161,51 @@ def test_texts_on_a_cache_go_on_where_its_turns_stand(model, talk):
     first, then = TALKS[talk]
     theirs, mine = jaxkv.prefill(chat(), first, policy=POLICY), model.read(first)
     for _ in range(2):
-        out, found = jaxkv.generate(chat(), then, cache=theirs, max_new_tokens=NEW), model.generate(then, NEW, mine)
+        out, found = (
+            jaxkv.generate(chat(), then, cache=theirs, max_new_tokens=NEW),
+            model.generate(then, NEW, mine),
+        )
         assert found[:2] == answer(out)
         theirs, mine = out.cache, found[2]
 
 
 VALUES = (
-    *(-1, 0, 0.0, 1, 0.5, 5, 5.0, 90, 1.0000001, math.nan, math.inf, -math.inf, "0.9", None, True, 1j, [0.5]),
-    *(np.float32(0.9), jnp.float32(0.9), np.int32(5), np.asarray([0.5]), Fraction(1, 2), 1e-30, 1e39),
+    *(
+        -1,
+        0,
+        0.0,
+        1,
+        0.5,
+        5,
+        5.0,
+        90,
+        1.0000001,
+        math.nan,
+        math.inf,
+        -math.inf,
+        "0.9",
+        None,
+        True,
+        1j,
+        [0.5],
+    ),
+    *(
+        np.float32(0.9),
+        jnp.float32(0.9),
+        np.int32(5),
+        np.asarray([0.5]),
+        Fraction(1, 2),
+        1e-30,
+        1e39,
+    ),
     *(2**31 - 1, 2**31, 2**70),
 )
 NUMBERS = [(type(of), field.name) for of in SAMPLERS for field in dataclasses.fields(of)]
 
 
-@pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("kind", "name"), NUMBERS, ids=lambda each: getattr(each, "__name__", each)
+)
 def test_numbers_of_samplers_lie_where_they_do_in_jaxkv(model, kind, name, as_users_call):
     valid = dataclasses.asdict(next(of for of in SAMPLERS if type(of) is kind))
     for value in VALUES:
@@ -150,12 +216,24 @@ def test_numbers_of_samplers_lie_where_they_do_in_jaxkv(model, kind, name, as_us
 
 
 WRONG = (
-    *(({"max_new_tokens": new}, "max_new_tokens=.*: give a whole number") for new in (0, -1, 2.5, 2.0, True, "3", [3])),
-    *(({"seed": seed}, r"seed=.*: give a whole number in \[0, 4294967296\)") for seed in (-1, 2**32, 1.0, True, None)),
-    ({"sampling": "TopP", "k": 3}, r"k: sampling='TopP' has no such number: give of \['temperature', 'p'\]"),
+    *(
+        ({"max_new_tokens": new}, "max_new_tokens=.*: give a whole number")
+        for new in (0, -1, 2.5, 2.0, True, "3", [3])
+    ),
+    *(
+        ({"seed": seed}, r"seed=.*: give a whole number in \[0, 4294967296\)")
+        for seed in (-1, 2**32, 1.0, True, None)
+    ),
+    (
+        {"sampling": "TopP", "k": 3},
+        r"k: sampling='TopP' has no such number: give of \['temperature', 'p'\]",
+    ),
     ({"p": 0.5}, "p: sampling='Greedy' has no such number"),
     ({"new": 3}, "new: sampling='Greedy' has no such number"),
-    *(({"sampling": odd}, "sampling=.*: give of ") for odd in ("beam", None, [], jaxkv.TopP(p=0.5), jaxkv.TopP)),
+    *(
+        ({"sampling": odd}, "sampling=.*: give of ")
+        for odd in ("beam", None, [], jaxkv.TopP(p=0.5), jaxkv.TopP)
+    ),
     *(({"stop_at_eos": odd}, "stop_at_eos=.*: give True or False") for odd in (1, None)),
 )
 
@@ -168,7 +246,10 @@ def test_what_cannot_be_asked_for(model, given, told):
 
 
 def test_numbers_of_numpy_are_numbers(model):
-    mine = [model.generate([[1, 2]], new, seed=seed) for new, seed in ((3, 4), (np.int64(3), jnp.int32(4)))]
+    mine = [
+        model.generate([[1, 2]], new, seed=seed)
+        for new, seed in ((3, 4), (np.int64(3), jnp.int32(4)))
+    ]
     assert mine[0][0] == mine[1][0]
 
 
@@ -209,9 +290,13 @@ def test_what_there_is_no_room_for(short):
     """Of a question, and of the cache where rows are only added: each names what to export with."""
     model = short(jaxkv.FullKV(), lengths=65)
     cache = model.read(tiny.prompts(1, (20, 9)))
-    assert "at most 8: give fewer, or export with more question=" in str(refusal(model.read, [[1] * 9] * 2, cache))
+    assert "at most 8: give fewer, or export with more question=" in str(
+        refusal(model.read, [[1] * 9] * 2, cache)
+    )
     cache = model.draw(cache, 20, stop_at_eos=False)[1]
-    assert "at most 4: give fewer, or export with more new=" in str(refusal(model.read, [[1] * 5] * 2, cache))
+    assert "at most 4: give fewer, or export with more new=" in str(
+        refusal(model.read, [[1] * 5] * 2, cache)
+    )
     told = "max_new_tokens=5: there is room for 4: lower it, or export with new=5"
     assert str(refusal(model.draw, cache, 5)) == told
 
@@ -221,16 +306,26 @@ def test_positions_that_are_places_within_the_cache(short, tmp_path):
     rolling = {"budget": 16, "sinks": 2, "rolling_positions": True}
     policy, model = jaxkv.StreamingLLM(**rolling, every=4), tiny.tiny(SHORT)
     mine = short(policy, lengths=96).generate(tiny.prompts(1, (96, 50)), 16, stop_at_eos=False)
-    theirs = jaxkv.generate(model, tiny.prompts(1, (96, 50)), policy=policy, max_new_tokens=16, stop_at_eos=False)
+    theirs = jaxkv.generate(
+        model, tiny.prompts(1, (96, 50)), policy=policy, max_new_tokens=16, stop_at_eos=False
+    )
     assert mine[0] == answer(theirs)[0] and int(mine[2].arrays["cache.seen"].max()) > 96
     told = "prompt='97 tokens, 0 new ones included': the model was made for 96"
     assert str(refusal(short(policy, lengths=96).read, [[1] * 97])).startswith(told)
     with pytest.raises(ValueError, match="lengths=97: a prompt: the model was made for 96"):
         jaxkv.export(model, tmp_path / "out", policy=policy, lengths=97)
     with pytest.raises(
-        ValueError, match="new=80: with question=8 up to 104 rows are kept and the model was made for 96"
+        ValueError,
+        match="new=80: with question=8 up to 104 rows are kept and the model was made for 96",
     ):
-        jaxkv.export(model, tmp_path / "out", policy=jaxkv.StreamingLLM(**rolling), lengths=96, question=8, new=80)
+        jaxkv.export(
+            model,
+            tmp_path / "out",
+            policy=jaxkv.StreamingLLM(**rolling),
+            lengths=96,
+            question=8,
+            new=80,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -245,7 +340,9 @@ def test_a_cache_of_another_export(short):
     mine = short(jaxkv.FullKV(), lengths=65)
     for other in (short(jaxkv.H2O(budget=16)), short(jaxkv.FullKV(), lengths=30)):
         for told in refused(mine, other.read([[1, 2, 3]])):
-            assert str(told).startswith(f"cache={other.of[1]}: made by that export, not by {mine.of[1]}: ")
+            assert str(told).startswith(
+                f"cache={other.of[1]}: made by that export, not by {mine.of[1]}: "
+            )
     # The same folder, read twice, is the same export.
     again = runtime.Model(mine.of[1]).generate([[4]], 2, cache=mine.read([[1, 2, 3]]))
     assert again[0] == mine.generate([[4]], 2, cache=mine.read([[1, 2, 3]]))[0]
@@ -254,7 +351,9 @@ def test_a_cache_of_another_export(short):
 @pytest.mark.parametrize("cache", [0, (), "", False, {}, ([[1]], None, "cache")])
 def test_what_is_no_cache(model, cache):
     for told in refused(model, cache):
-        assert isinstance(told, TypeError) and f"cache={type(cache).__name__}: give what read" in str(told)
+        assert isinstance(
+            told, TypeError
+        ) and f"cache={type(cache).__name__}: give what read" in str(told)
 
 
 def test_a_cache_of_jaxkvs_own(model):

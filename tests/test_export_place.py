@@ -20,7 +20,9 @@ def model():
 def seen(folder):
     """All that lies in a folder, links as what they are."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.is_file() and path.read_bytes()
         for path in folder.rglob("*")
     }
 
@@ -50,7 +52,9 @@ TAKEN = {
 def test_what_lies_there_stays(tmp_path, no_programs, taken):
     TAKEN[taken](tmp_path / "out")
     before = seen(tmp_path)
-    with pytest.raises(ValueError, match="directory=.*/out: something is there already: choose another folder"):
+    with pytest.raises(
+        ValueError, match="directory=.*/out: something is there already: choose another folder"
+    ):
         jaxkv.export(model(), tmp_path / "out", **OF)
     assert seen(tmp_path) == before
 
@@ -58,19 +62,27 @@ def test_what_lies_there_stays(tmp_path, no_programs, taken):
 @pytest.mark.parametrize("taken", TAKEN)
 def test_what_comes_to_lie_there_meanwhile_stays(tmp_path, monkeypatch, taken):
     made = []
-    monkeypatch.setattr(writing, "_programs", lambda *_: made.append(TAKEN[taken](tmp_path / "out")))
-    monkeypatch.setattr(writing, "_write", lambda part, *_: (part / "manifest.json").write_text("{}"))
+    monkeypatch.setattr(
+        writing, "_programs", lambda *_: made.append(TAKEN[taken](tmp_path / "out"))
+    )
+    monkeypatch.setattr(
+        writing, "_write", lambda part, *_: (part / "manifest.json").write_text("{}")
+    )
     with pytest.raises(ValueError, match="directory=.*/out: something is there already"):
         jaxkv.export(model(), tmp_path / "out", **OF)
     assert made and set(seen(tmp_path)) <= {"out", "out/mine.txt"}
 
 
-@pytest.mark.parametrize("place", ["file/out", "file/deeper/out", "nowhere/out", "n" * 256, "deep/" + "n" * 256])
+@pytest.mark.parametrize(
+    "place", ["file/out", "file/deeper/out", "nowhere/out", "n" * 256, "deep/" + "n" * 256]
+)
 def test_where_no_folder_can_be(tmp_path, no_programs, place):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "nowhere").symlink_to("never")
     before = seen(tmp_path)
-    with pytest.raises(ValueError, match="directory=.*: no folder can be made there .*: choose another"):
+    with pytest.raises(
+        ValueError, match="directory=.*: no folder can be made there .*: choose another"
+    ):
         jaxkv.export(model(), tmp_path / place, **OF)
     assert seen(tmp_path) == before
 
@@ -83,7 +95,9 @@ def test_a_folder_that_is_read_only(tmp_path, monkeypatch, no_programs):
     tmp_path.chmod(0o555)
     if os.access(tmp_path, os.W_OK):  # root writes there all the same
         monkeypatch.setattr(os, "mkdir", denied)
-    with pytest.raises(ValueError, match="directory=.*/out: no folder can be made there .*Permission denied"):
+    with pytest.raises(
+        ValueError, match="directory=.*/out: no folder can be made there .*Permission denied"
+    ):
         jaxkv.export(given, tmp_path / "deep" / "out", **OF)
     assert not seen(tmp_path)
 
@@ -129,5 +143,6 @@ def test_samplers_that_users_derive_from_greedy(tmp_path):
         made.generate([[1, 2]], 3, sampling="Beyond")
     assert made.generate([[1, 2]], 3, sampling="Last")[0] == [[63, 63, 63]]
     assert "draw.Last" in {
-        each["kind"] for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["programs"]
+        each["kind"]
+        for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["programs"]
     }

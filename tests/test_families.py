@@ -147,10 +147,46 @@ PHI_4_MINI = PHI_4 | {
     "partial_rotary_factor": 0.75,
     "rope_scaling": {
         "long_factor": [
-            *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
-            *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533),
-            *(5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651),
-            *(14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03),
+            *(
+                1,
+                1.118320672,
+                1.250641126,
+                1.398617824,
+                1.564103225,
+                1.74916897,
+                1.956131817,
+                2.187582649,
+            ),
+            *(
+                2.446418898,
+                2.735880826,
+                3.059592084,
+                3.421605075,
+                3.826451687,
+                4.279200023,
+                4.785517845,
+                5.351743533,
+            ),
+            *(
+                5.984965424,
+                6.693110555,
+                7.485043894,
+                8.370679318,
+                9.36110372,
+                10.4687158,
+                11.70738129,
+                13.09260651,
+            ),
+            *(
+                14.64173252,
+                16.37415215,
+                18.31155283,
+                20.47818807,
+                22.90118105,
+                25.61086418,
+                28.64115884,
+                32.03,
+            ),
             *(32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7),
             *(32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
         ],
@@ -359,33 +395,69 @@ def test_what_is_read():
     assert (seven.kv_heads, seven.group, seven.head_dim, seven.hidden) == (1, 71, 64, 4 * 4544)
     assert (forty.kv_heads, forty.group, forty.shared_norm) == (8, 16, False)
     for each in (seven, forty):
-        assert each.parallel and each.layer_norm and not each.gated and each.tied and not each.alternates
+        assert (
+            each.parallel
+            and each.layer_norm
+            and not each.gated
+            and each.tied
+            and not each.alternates
+        )
     assert seven.shared_norm
     assert ModelConfig.from_hf(FALCON_40B | {"num_ln_in_parallel_attn": 1}).shared_norm
-    old = ModelConfig.from_hf(FALCON_7B | {"multi_query": False, "parallel_attn": False, "bias": True})
+    old = ModelConfig.from_hf(
+        FALCON_7B | {"multi_query": False, "parallel_attn": False, "bias": True}
+    )
     assert (old.kv_heads, old.parallel, old.shared_norm) == (71, False, False)
     assert old.qkv_bias and old.out_bias and old.mlp_bias
     mixtral, qwen = ModelConfig.from_hf(MIXTRAL), ModelConfig.from_hf(QWEN3_30B)
-    assert mixtral.experts == Experts(count=8, chosen=2) and mixtral.hidden == 14336 and not mixtral.qk_norm
+    assert (
+        mixtral.experts == Experts(count=8, chosen=2)
+        and mixtral.hidden == 14336
+        and not mixtral.qk_norm
+    )
     assert qwen.experts == Experts(count=128, chosen=8) and qwen.hidden == 768 and qwen.qk_norm
     phi, small = ModelConfig.from_hf(PHI_4), ModelConfig.from_hf(SMOLLM3_3B)
     assert (phi.group, phi.head_dim, phi.rope) == (4, 128, Rope(theta=250000.0)) and not phi.kinds
     rotated = [isinstance(small.spec_of(layer).rope, NoRope) for layer in range(36)]
     assert rotated == [False, False, False, True] * 9 and len(small.kinds) == 4 and small.tied
     granite, olmo = ModelConfig.from_hf(GRANITE_8B), ModelConfig.from_hf(OLMO2_7B)
-    assert granite.spec_of(7) == LayerSpec(rope=Rope(theta=1e7), scale=1 / 128) and not granite.alternates
-    assert (granite.embedding_scale, granite.residual_scale, granite.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert (
+        granite.spec_of(7) == LayerSpec(rope=Rope(theta=1e7), scale=1 / 128)
+        and not granite.alternates
+    )
+    assert (granite.embedding_scale, granite.residual_scale, granite.logit_scale) == (
+        12.0,
+        0.22,
+        1 / 16,
+    )
     assert olmo.norms == "after" and olmo.qk_norm_wide and olmo.channels is None
     glm, command, gemma = (ModelConfig.from_hf(each) for each in (GLM4_9B, COMMAND_R, GEMMA_7B))
     assert glm.norms == "both" and glm.qkv_bias and not glm.out_bias and glm.rope == Rope(share=0.5)
     # Of 64 rotated channels the even ones come first, then half of those that are not rotated.
     assert glm.channels == (*range(0, 64, 2), *range(64, 96), *range(1, 64, 2), *range(96, 128))
-    assert command.channels == (*range(0, 128, 2), *range(1, 128, 2)) and command.logit_scale == 1 / 16
-    assert command.parallel and command.shared_norm and command.layer_norm and not command.norm_bias and command.tied
+    assert (
+        command.channels == (*range(0, 128, 2), *range(1, 128, 2)) and command.logit_scale == 1 / 16
+    )
+    assert (
+        command.parallel
+        and command.shared_norm
+        and command.layer_norm
+        and not command.norm_bias
+        and command.tied
+    )
     assert command.max_positions == 131072
     assert ModelConfig.from_hf(GEMMA_7B | {"hidden_act": "gelu"}) == gemma
-    assert gemma.embedding_scale == 3072**0.5 and gemma.norm_offset and gemma.tanh_gelu and gemma.head_dim == 256
-    later = {key: value for key, value in QWEN3_30B.items() if key not in ("num_experts", "norm_topk_prob")}
+    assert (
+        gemma.embedding_scale == 3072**0.5
+        and gemma.norm_offset
+        and gemma.tanh_gelu
+        and gemma.head_dim == 256
+    )
+    later = {
+        key: value
+        for key, value in QWEN3_30B.items()
+        if key not in ("num_experts", "norm_topk_prob")
+    }
     assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(
         count=64, chosen=8, normalised=False
     )
@@ -393,19 +465,47 @@ def test_what_is_read():
 
 FUSED = "transformer.h.1.self_attention.query_key_value.weight"
 QKV = "model.layers.1.self_attn.qkv_proj.weight"
-EXPERT, ALL = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.layers.0.mlp.experts.gate_up_proj"
+EXPERT, ALL = (
+    "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+    "model.layers.0.mlp.experts.gate_up_proj",
+)
 
 
 @pytest.mark.parametrize(
     "name, tensor, change, message",
     [
-        ("falcon_40b", FUSED, lambda a: a[:-1], rf"{FUSED}=\(95, 48\): the config asks for \(96, 48\)"),
+        (
+            "falcon_40b",
+            FUSED,
+            lambda a: a[:-1],
+            rf"{FUSED}=\(95, 48\): the config asks for \(96, 48\)",
+        ),
         ("falcon_40b", FUSED, lambda a: None, rf"{FUSED}'.*\]: the checkpoint lacks these tensors"),
         ("phi3", QKV, lambda a: a[:-1], rf"{QKV}=\(79, 48\): the config asks for \(80, 48\)"),
-        ("mixtral", EXPERT, lambda a: None, rf"weights=\['{EXPERT}'\]: the checkpoint lacks these tensors"),
-        ("mixtral", EXPERT, lambda a: a * np.nan, rf"weights=\['{EXPERT}'\]: these tensors hold NaN"),
-        ("mixtral", EXPERT.replace("2.w3", "4.w3"), lambda a: np.ones((64, 48), "f"), "no place for these tensors"),
-        ("qwen3_moe_fused", ALL, lambda a: a[:-1], rf"{ALL}=\(7, 48, 48\): the config asks for \(8, 48, 48\)"),
+        (
+            "mixtral",
+            EXPERT,
+            lambda a: None,
+            rf"weights=\['{EXPERT}'\]: the checkpoint lacks these tensors",
+        ),
+        (
+            "mixtral",
+            EXPERT,
+            lambda a: a * np.nan,
+            rf"weights=\['{EXPERT}'\]: these tensors hold NaN",
+        ),
+        (
+            "mixtral",
+            EXPERT.replace("2.w3", "4.w3"),
+            lambda a: np.ones((64, 48), "f"),
+            "no place for these tensors",
+        ),
+        (
+            "qwen3_moe_fused",
+            ALL,
+            lambda a: a[:-1],
+            rf"{ALL}=\(7, 48, 48\): the config asks for \(8, 48, 48\)",
+        ),
     ],
     ids=[
         "a row less",
@@ -422,6 +522,8 @@ def test_tensors_that_do_not_fit(tmp_path, name, tensor, change, message):
     shutil.copytree(Path(__file__).parent / "golden" / "models" / name, copied)
     tensors = load_file(copied / "model.safetensors")
     changed = change(tensors.pop(tensor, None))
-    save_file(tensors | ({} if changed is None else {tensor: changed}), copied / "model.safetensors")
+    save_file(
+        tensors | ({} if changed is None else {tensor: changed}), copied / "model.safetensors"
+    )
     with pytest.raises(ValueError, match=message):
         jaxkv.load(copied, progress=False)

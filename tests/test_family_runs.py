@@ -31,12 +31,26 @@ SHAPES = {
     ),
     "falcon-40b": dataclasses.replace(SMALL, layer_norm=True, parallel=True, gated=False),
     "cohere": dataclasses.replace(
-        SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, logit_scale=0.3, interleaved=True
+        SMALL,
+        layer_norm=True,
+        norm_bias=False,
+        parallel=True,
+        shared_norm=True,
+        logit_scale=0.3,
+        interleaved=True,
     ),
     "command-r-plus": dataclasses.replace(
-        SMALL, layer_norm=True, norm_bias=False, parallel=True, shared_norm=True, interleaved=True, qk_layer_norm=True
+        SMALL,
+        layer_norm=True,
+        norm_bias=False,
+        parallel=True,
+        shared_norm=True,
+        interleaved=True,
+        qk_layer_norm=True,
     ),
-    "gemma": dataclasses.replace(SMALL, norm_offset=True, tanh_gelu=True, embedding_scale=5.0, tied=True),
+    "gemma": dataclasses.replace(
+        SMALL, norm_offset=True, tanh_gelu=True, embedding_scale=5.0, tied=True
+    ),
     "gemma2": dataclasses.replace(
         SMALL,
         norms="both",
@@ -47,7 +61,9 @@ SHAPES = {
         logit_softcap=0.5,
         tied=True,
     ),
-    "glm4": dataclasses.replace(SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True),
+    "glm4": dataclasses.replace(
+        SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True
+    ),
     "granite": dataclasses.replace(
         SMALL,
         kinds=(LayerSpec(scale=0.2),),
@@ -146,7 +162,12 @@ def test_meshes(name, sums):
     assert out[0] == out[1]
     # What a layer sends in a step: attention's and the MLP's sums, or both as one.
     loops = [each for each in new_programs((2, 4)) if each.name == "_loop"]
-    sent = [shape for each in loops for kind, shape in each.sent if kind == "all-reduce" and shape == (1, 1, 24)]
+    sent = [
+        shape
+        for each in loops
+        for kind, shape in each.sent
+        if kind == "all-reduce" and shape == (1, 1, 24)
+    ]
     assert loops and len(sent) == len(loops) * (1 + sums * of.config.layers)
 
 

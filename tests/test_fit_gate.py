@@ -34,18 +34,26 @@ def test_command_line_writes_the_gate(texts, tmp_path, capsys):
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
     path = tmp_path / "gate.safetensors"
-    assert cli.main(["fit-gate", MODEL, *map(str, files), "--out", str(path), "--penalty", "0.5"]) == 0
+    assert (
+        cli.main(["fit-gate", MODEL, *map(str, files), "--out", str(path), "--penalty", "0.5"]) == 0
+    )
     assert f"gate of {MODEL} from" in capsys.readouterr().out
     params, tensors = jaxkv.load(MODEL), load_file(path)
     session, asked = jaxkv.Session(params), Replay(sinks=0, weighted=True)
-    layers = [fitting._observed(params, session.encoded(params.text.encode(text, bos=True)), asked) for text in texts]
+    layers = [
+        fitting._observed(params, session.encoded(params.text.encode(text, bos=True)), asked)
+        for text in texts
+    ]
     shares = []
     for layer in range(params.config.layers):
         x, y = (np.concatenate([each[layer][of] for each in layers]) for of in (0, 1))
         weight, bias = ridge(x, y, 0.5)
         np.testing.assert_allclose(tensors[f"layers.{layer}.weight"], weight, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(tensors[f"layers.{layer}.bias"], bias, rtol=1e-3, atol=1e-3)
-        shares.append(1 - ((y - x @ weight.T - bias) ** 2).sum(axis=0) / ((y - y.mean(axis=0)) ** 2).sum(axis=0))
+        shares.append(
+            1
+            - ((y - x @ weight.T - bias) ** 2).sum(axis=0) / ((y - y.mean(axis=0)) ** 2).sum(axis=0)
+        )
     fitted = fit_gate(params, texts, penalty=0.5)
     np.testing.assert_allclose(fitted.explained, np.mean(shares, axis=1), atol=1e-3)
     assert fitted.gate.layers == params.config.layers and fitted.tokens == len(x)
@@ -57,7 +65,9 @@ def test_command_line_writes_the_gate(texts, tmp_path, capsys):
 def test_what_it_refuses(texts, tmp_path, capsys):
     file = tmp_path / "text.txt"
     file.write_text(texts[0])
-    assert "--out=" in refused(capsys, "fit-gate", MODEL, str(file), "--out", str(tmp_path / "none" / "gate"))
+    assert "--out=" in refused(
+        capsys, "fit-gate", MODEL, str(file), "--out", str(tmp_path / "none" / "gate")
+    )
     shown = refused(capsys, "fit-gate", MODEL, str(file), "--out", str(file))
     assert "it is the file of TEXT[0]" in shown
     params = jaxkv.load(MODEL)

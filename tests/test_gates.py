@@ -33,7 +33,9 @@ def zap_tensors(config, width=None, seed=0):
     rng, found = np.random.default_rng(seed), {}
 
     def linear(name, rows, columns):
-        found[f"{name}.weight"] = rng.standard_normal((rows, columns)).astype(np.float32) / columns**0.5
+        found[f"{name}.weight"] = (
+            rng.standard_normal((rows, columns)).astype(np.float32) / columns**0.5
+        )
         found[f"{name}.bias"] = rng.standard_normal(rows).astype(np.float32)
 
     for layer in range(config.layers):
@@ -96,7 +98,10 @@ def row_of(config):
 
 def check_kept(kept, scores, budget, n):
     """Kept rows [L][K] are the best of each head by the oracle's scores [L][K, n]."""
-    forced, rows = o.forced_positions(n, 2, WINDOW, ()), max(o.resolve_budget(budget, n), min(n, 2 + WINDOW))
+    forced, rows = (
+        o.forced_positions(n, 2, WINDOW, ()),
+        max(o.resolve_budget(budget, n), min(n, 2 + WINDOW)),
+    )
     for layer, of_heads in enumerate(scores):
         for head, own in enumerate(of_heads):
             expected, gap = o.top_select(own, rows, forced, n)
@@ -111,7 +116,11 @@ def test_prefill_keeps_the_oracles_rows(width, budget):
     policy = zap(CONFIG, width, budget=budget, min_budget="clamp")
     cache, _, _ = tiny.run(model, ids, policy)
     scores = [
-        [o.kvzap_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)] for each in ids
+        [
+            o.kvzap_scores(tensors, layer, hidden(model, layer, each))
+            for layer in range(CONFIG.layers)
+        ]
+        for each in ids
     ]
     for row, each in enumerate(ids):
         check_kept([layer[row] for layer in tiny.kept(cache)], scores[row], budget, len(each))
@@ -120,7 +129,9 @@ def test_prefill_keeps_the_oracles_rows(width, budget):
         shared = tiny.kept(tiny.run(model, ids, wide)[0])
         for row, each in enumerate(ids):
             n, forced = len(each), o.forced_positions(len(each), 2, WINDOW, ())
-            expected, gap = o.global_select(scores[row], max(o.resolve_budget(budget, n), len(forced)), forced, n)
+            expected, gap = o.global_select(
+                scores[row], max(o.resolve_budget(budget, n), len(forced)), forced, n
+            )
             assert gap > o.MIN_GAP
             assert [layer[row] for layer in shared] == expected
 
@@ -132,7 +143,10 @@ def test_fast_kvzip_keeps_the_oracles_rows(recent):
     kept = tiny.kept(tiny.run(model, ids, policy)[0])
     for row, each in enumerate(ids):
         n = len(each)
-        scores = [o.fastkvzip_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)]
+        scores = [
+            o.fastkvzip_scores(tensors, layer, hidden(model, layer, each))
+            for layer in range(CONFIG.layers)
+        ]
         first = n - int(recent * n)
         for own in scores:
             own[:, first:] = 1.0
@@ -181,7 +195,9 @@ def test_new_tokens_of_all_layers_keep_the_oracles_rows():
     session = jaxkv.Session(model, zap(config, width, budget=budget, every=every))
     cache = session.prefill([text[:n]], new=every)
     for seen in range(n, n + steps):
-        cache = session.compress_again(session.extend(cache, [[text[seen]]], new=every, donate=True), room=every)
+        cache = session.compress_again(
+            session.extend(cache, [[text[seen]]], new=every, donate=True), room=every
+        )
     stops = range(n + every, n + steps + 1, every)
     for layer, of_heads in enumerate(tiny.kept(cache)):
         scores = o.kvzap_scores(tensors, layer, hidden(model, layer, text))
@@ -200,7 +216,9 @@ def test_analysis_keeps_what_prefill_keeps():
     masks = kept_rows(model, jaxkv.Session(model, policies[0]).encoded(ids), policies)
     for policy in policies:
         kept = tiny.kept(tiny.run(model, [ids], policy)[0])
-        assert [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]] == [a[0] for a in kept]
+        assert [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]] == [
+            a[0] for a in kept
+        ]
 
 
 @pytest.mark.parametrize(("kv_heads", "every"), ((4, None), (2, 3)))
@@ -223,17 +241,26 @@ def test_fast_kvzip_on_a_mesh(monkeypatch):
 
 def test_slots():
     config = tiny.TWO_LAYERS
-    slot_runs.check(tiny.tiny(config, dtype="bfloat16"), zap(config, budget=20, every=4), slot_runs.requests(1, 8))
+    slot_runs.check(
+        tiny.tiny(config, dtype="bfloat16"),
+        zap(config, budget=20, every=4),
+        slot_runs.requests(1, 8),
+    )
 
 
 def test_gates_are_compared_by_their_weights(tmp_path):
     other = tmp_path / "other.safetensors"
-    save_file({name: array.astype(np.float64) for name, array in zap_tensors(CONFIG).items()}, other)
+    save_file(
+        {name: array.astype(np.float64) for name, array in zap_tensors(CONFIG).items()}, other
+    )
     one, same = zap(CONFIG), KVzap(gate=str(other), window=WINDOW, sinks=2)
     assert one == same and hash(one) == hash(same) and one.gate is not same.gate
     assert one != zap(CONFIG, 7) and one != KVzap(gate=None, window=WINDOW, sinks=2)
     assert dataclasses.replace(one, budget=5000).gate is one.gate
-    assert dataclasses.replace(one.gate) == one.gate and dataclasses.replace(one.gate).weights is one.gate.weights
+    assert (
+        dataclasses.replace(one.gate) == one.gate
+        and dataclasses.replace(one.gate).weights is one.gate.weights
+    )
     (tmp_path / "folder").mkdir()
     other.rename(tmp_path / "folder" / "model.safetensors")
     assert KVzapGate.read("gate", tmp_path / "folder") == one.gate
@@ -246,20 +273,29 @@ def test_saved_caches_have_the_digest(tmp_path):
     policy = zap(CONFIG, budget=20)
     cache, _, _ = tiny.run(model, ids, policy)
     cache.save(tmp_path / "cache")
-    for loaded in (jaxkv.load_cache(tmp_path / "cache"), jaxkv.load_cache(tmp_path / "cache", policy=policy)):
+    for loaded in (
+        jaxkv.load_cache(tmp_path / "cache"),
+        jaxkv.load_cache(tmp_path / "cache", policy=policy),
+    ):
         assert loaded.policy == policy
         assert tiny.kept(loaded) == tiny.kept(cache)
         after, expected = (tiny.decode(model, each, [[5] * 3] * 2)[0] for each in (loaded, cache))
         np.testing.assert_array_equal(after, expected)
     alone = jaxkv.load_cache(tmp_path / "cache").policy
-    with pytest.raises(ValueError, match=r"^gate=KVzapGate\(.*a digest without arrays, which are in no saved cache"):
+    with pytest.raises(
+        ValueError, match=r"^gate=KVzapGate\(.*a digest without arrays, which are in no saved cache"
+    ):
         tiny.run(model, ids, alone)
 
 
 def test_the_last_two_gates_stay_on_the_device():
     model, (ids,) = tiny.tiny(CONFIG), tiny.prompts(3, (20,))
     model.flat.gates.clear()
-    made = [KVzap(gate=KVzapGate.of_weights(zap(CONFIG).gate.weights[:1] * CONFIG.layers), window=WINDOW)]
+    made = [
+        KVzap(
+            gate=KVzapGate.of_weights(zap(CONFIG).gate.weights[:1] * CONFIG.layers), window=WINDOW
+        )
+    ]
     made += [zap(CONFIG, budget=12), zap(CONFIG, 7, budget=12)]
     for policy in (*made, made[1]):
         tiny.run(model, [ids], policy)
@@ -271,29 +307,51 @@ def test_the_last_two_gates_stay_on_the_device():
     ("change", "message"),
     (
         ({"layers.1.weight": None}, r"tensor layers\.1\..* is missing"),
-        ({"layers.0.bias": np.zeros(3, np.float32)}, r"tensor layers\.0\.bias has the shape \[3\], not \[2\]"),
+        (
+            {"layers.0.bias": np.zeros(3, np.float32)},
+            r"tensor layers\.0\.bias has the shape \[3\], not \[2\]",
+        ),
         ({"layers.2.weight": np.zeros((2, 9), np.float32)}, r"layer 2=.*differ from layer 0"),
         ({"layers.1.bias": np.zeros(2, np.int32)}, r"layers\.1\.bias is of int32"),
-        ({"layers.1.weight": np.full((2, 24), np.nan, np.float32)}, r"layers\.1\.weight holds numbers that are not"),
-        ({"model.norm.weight": np.zeros(2, np.float32)}, r"tensor model\.norm\.weight belongs to no such gate"),
-        ({"layers.1.scale": np.zeros(2, np.float32)}, r"tensor layers\.1\.scale belongs to no such gate"),
-        ({"layers.01.weight": np.zeros((2, 24), np.float32)}, r"tensor layers\.01\.weight belongs to no such gate"),
+        (
+            {"layers.1.weight": np.full((2, 24), np.nan, np.float32)},
+            r"layers\.1\.weight holds numbers that are not",
+        ),
+        (
+            {"model.norm.weight": np.zeros(2, np.float32)},
+            r"tensor model\.norm\.weight belongs to no such gate",
+        ),
+        (
+            {"layers.1.scale": np.zeros(2, np.float32)},
+            r"tensor layers\.1\.scale belongs to no such gate",
+        ),
+        (
+            {"layers.01.weight": np.zeros((2, 24), np.float32)},
+            r"tensor layers\.01\.weight belongs to no such gate",
+        ),
         ({"layers.1.weight": None, "layers.1.bias": None}, r"of the layers \[0, 2\]"),
     ),
 )
 def test_files_are_refused_by_name(tmp_path, change, message):
     path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG) | change
     save_file({name: array for name, array in tensors.items() if array is not None}, path)
-    with pytest.raises(ValueError, match=rf"^gate='.*no KVzapGate in it: .*{message}.*: give the gate of your model"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^gate='.*no KVzapGate in it: .*{message}.*: give the gate of your model",
+    ):
         KVzap(gate=str(path))
 
 
 def test_gates_of_more_layers_than_two_are_refused(tmp_path):
     """Read as the first two of three maps, such a gate would be another one."""
     path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG, 2)
-    third = {f"layers.{layer}.4.weight": np.eye(2, dtype=np.float32) for layer in range(CONFIG.layers)}
+    third = {
+        f"layers.{layer}.4.weight": np.eye(2, dtype=np.float32) for layer in range(CONFIG.layers)
+    }
     save_file(tensors | third, path)
-    with pytest.raises(ValueError, match=r"^gate='.*tensor layers\.0\.4\.weight belongs to no such gate"):
+    with pytest.raises(
+        ValueError, match=r"^gate='.*tensor layers\.0\.4\.weight belongs to no such gate"
+    ):
         KVzap(gate=str(path))
 
 
@@ -303,7 +361,9 @@ def test_other_files_and_models_are_refused(tmp_path):
     for given, message in ((path, "a whole safetensors file"), (tmp_path / "none", "no such file")):
         with pytest.raises(ValueError, match=rf"^gate='.*{message}"):
             KVzap(gate=str(given))
-    with pytest.raises(TypeError, match=r"^gate=3: give the gate of your model, a safetensors file"):
+    with pytest.raises(
+        TypeError, match=r"^gate=3: give the gate of your model, a safetensors file"
+    ):
         KVzapGate.read("gate", 3)
     with pytest.raises(ValueError, match=r"^gate=None: give the gate of your model"):
         jaxkv.Session(tiny.tiny(CONFIG), KVzap())
@@ -316,4 +376,6 @@ def test_other_files_and_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="looks at hidden states"):
         jaxkv.compress(k, k, policy=zap(CONFIG, budget=12))
     with pytest.raises(ValueError, match="weights are in no exported program"):
-        jaxkv.export(tiny.tiny(CONFIG), tmp_path / "out", policy=zap(CONFIG, budget=12), lengths=64, new=8)
+        jaxkv.export(
+            tiny.tiny(CONFIG), tmp_path / "out", policy=zap(CONFIG, budget=12), lengths=64, new=8
+        )

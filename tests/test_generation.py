@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import running
-from lettered import BOS, DOC, DRAWING, FOLDER, NEW, POLICY, TEMPLATE, assert_same_rows, ids, shown, tiny
+from lettered import (
+    BOS,
+    DOC,
+    DRAWING,
+    FOLDER,
+    NEW,
+    POLICY,
+    TEMPLATE,
+    assert_same_rows,
+    ids,
+    shown,
+    tiny,
+)
 from tiny import segments
 
 import jaxkv
@@ -60,7 +72,9 @@ def test_every_kind_of_prompt_of_the_same_ids_gives_the_same_answer(model):
     out = jaxkv.generate(model, DOC, raw=True, **DRAWING)
     np.testing.assert_array_equal(out.tokens, want[tuple(plain)].tokens)
     bare = tiny(None)
-    np.testing.assert_array_equal(jaxkv.generate(bare, DOC, **DRAWING).tokens, want[tuple(plain)].tokens)
+    np.testing.assert_array_equal(
+        jaxkv.generate(bare, DOC, **DRAWING).tokens, want[tuple(plain)].tokens
+    )
 
 
 def test_conversations_and_batches_of_them(model):
@@ -71,18 +85,30 @@ def test_conversations_and_batches_of_them(model):
     ]
     chats = [long, [{"role": "user", "content": DOC}], [{"role": "user", "content": "Hi"}]]
     out = jaxkv.generate(model, chats, **DRAWING)
-    rendered = ["<s>[What is tin?]=A metal.</s>[And copper? Is it one as well?]=", f"<s>[{DOC}]=", "<s>[Hi]="]
+    rendered = [
+        "<s>[What is tin?]=A metal.</s>[And copper? Is it one as well?]=",
+        f"<s>[{DOC}]=",
+        "<s>[Hi]=",
+    ]
     wanted = [model.text.encode(each, bos=False) for each in rendered]
     assert out.stats.prompt_tokens == sum(map(len, wanted))
     for row, alone in enumerate(wanted):
-        np.testing.assert_array_equal(out.tokens[row], jaxkv.generate(model, alone, **DRAWING).tokens)
+        np.testing.assert_array_equal(
+            out.tokens[row], jaxkv.generate(model, alone, **DRAWING).tokens
+        )
     # A prefilled conversation leaves its last turn open.
     cache = jaxkv.prefill(model, long)
     assert cache.turn is Turn.USER and int(cache.seen[0]) == len(wanted[0]) - 2
 
 
 @pytest.mark.parametrize(
-    "policy", [jaxkv.FullKV(), POLICY, jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4)), jaxkv.KNorm(budget=0.5)]
+    "policy",
+    [
+        jaxkv.FullKV(),
+        POLICY,
+        jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4)),
+        jaxkv.KNorm(budget=0.5),
+    ],
 )
 def test_a_row_of_a_batch_gets_what_it_gets_alone(model, policy):
     rows = ids(1, 60, 38, 45)
@@ -96,7 +122,11 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone(model, policy):
 
 @pytest.mark.real
 def test_the_real_model_batched_streamed_and_asked_twice(smol):
-    prompts = ["What is the capital of France?", "Hi", "Name three colours of the rainbow, please, and one more."]
+    prompts = [
+        "What is the capital of France?",
+        "Hi",
+        "Name three colours of the rainbow, please, and one more.",
+    ]
     out = jaxkv.generate(smol, prompts, max_new_tokens=16)
     assert "Paris" in out.text[0]
     for row, prompt in enumerate(prompts):
@@ -106,7 +136,10 @@ def test_the_real_model_batched_streamed_and_asked_twice(smol):
     stream = jaxkv.generate(smol, prompts[2], max_new_tokens=16, stream=True)
     assert "".join(stream) == stream.result.text == out.text[2]
     # The piece "document, then question" is tokenized here as the whole is: a sentence each.
-    document, question = "The password of the old gate is swordfish.", "\n\nWhat is the password of the old gate?"
+    document, question = (
+        "The password of the old gate is swordfish.",
+        "\n\nWhat is the password of the old gate?",
+    )
     cache = jaxkv.prefill(smol, document)
     pieces = [smol.text.turns.opening + document, question + smol.text.turns.closing]
     first, second = (smol.text.encode(each, bos=False) for each in pieces)
@@ -127,7 +160,9 @@ def test_prefill_leaves_the_turn_open_and_the_question_closes_it(model):
     assert out.stats.prompt_tokens == len("\n\nwhy?]=") and out.cache.turn is Turn.ANSWER
     whole = jaxkv.generate(model, DOC + "\n\nwhy?", **DRAWING)
     np.testing.assert_array_equal(out.tokens, whole.tokens)
-    np.testing.assert_array_equal(out.tokens, jaxkv.generate(model, "\n\nwhy?", cache=cache, **DRAWING).tokens)
+    np.testing.assert_array_equal(
+        out.tokens, jaxkv.generate(model, "\n\nwhy?", cache=cache, **DRAWING).tokens
+    )
     assert_same_rows(out.cache, whole.cache)
     # The next question ends the answer's turn first, which the model left without an end.
     again = jaxkv.generate(model, "So?", cache=out.cache, **DRAWING)
@@ -136,7 +171,9 @@ def test_prefill_leaves_the_turn_open_and_the_question_closes_it(model):
     spelled += model.text.encode("</s>[So?]=", bos=False)
     np.testing.assert_array_equal(again.tokens, jaxkv.generate(model, spelled, **DRAWING).tokens)
     message = [{"role": "user", "content": "So?"}]
-    np.testing.assert_array_equal(again.tokens, jaxkv.generate(model, message, cache=out.cache, **DRAWING).tokens)
+    np.testing.assert_array_equal(
+        again.tokens, jaxkv.generate(model, message, cache=out.cache, **DRAWING).tokens
+    )
 
 
 def test_bos_only_where_nothing_has_been_seen():
@@ -159,7 +196,11 @@ def test_bos_only_where_nothing_has_been_seen():
 
 @pytest.mark.parametrize(
     "policy",
-    [POLICY, jaxkv.AdaKV(base=POLICY), jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())],
+    [
+        POLICY,
+        jaxkv.AdaKV(base=POLICY),
+        jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers()),
+    ],
     ids=["equal", "ragged", "shared"],
 )
 def test_a_cache_is_a_value(model, policy):
@@ -185,13 +226,18 @@ def test_a_cache_is_a_value(model, policy):
 # --- statistics, spans, dtypes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [None, POLICY, jaxkv.AdaKV(base=POLICY)], ids=["full", "snapkv", "adakv"])
+@pytest.mark.parametrize(
+    "policy", [None, POLICY, jaxkv.AdaKV(base=POLICY)], ids=["full", "snapkv", "adakv"]
+)
 def test_statistics(model, policy):
     rows = ids(1, 60, 38, 45)
     out = jaxkv.generate(model, rows, policy=policy, **DRAWING)
     cache, stats, config = jaxkv.prefill(model, rows, policy=policy), out.stats, model.config
     assert stats.cache_bytes == cache.nbytes
-    assert stats.full_bytes == (60 + 38 + 45) * config.layers * config.kv_heads * config.head_dim * 2 * 4
+    assert (
+        stats.full_bytes
+        == (60 + 38 + 45) * config.layers * config.kv_heads * config.head_dim * 2 * 4
+    )
     assert stats.allocated_bytes == out.cache.nbytes > stats.cache_bytes
     assert stats.kept == pytest.approx((60 + 38 + 45) / 3 if policy is None else 16)
     assert stats.prompt_tokens == 143 and stats.new_tokens == 3 * NEW
@@ -210,7 +256,9 @@ def test_kept_and_full_count_entries_alone(model, store):
         out = jaxkv.generate(model, rows, policy=policy, **DRAWING)
         cache, stats = jaxkv.prefill(model, rows, policy=policy), out.stats
         assert stats.full_bytes == cache.full_nbytes == 133 * heads * 8 * dim
-        assert stats.kept_bytes == cache.kept_nbytes == held * heads * cache.entry_bytes < cache.nbytes
+        assert (
+            stats.kept_bytes == cache.kept_nbytes == held * heads * cache.entry_bytes < cache.nbytes
+        )
         stored = jax.tree.leaves(cache.pools[0].store)
         entry = sum(leaf.nbytes // math.prod(leaf.shape[:2]) for leaf in stored)
         assert cache.entry_bytes == entry
@@ -234,7 +282,9 @@ def test_negative_spans_are_protected_from_the_end(model):
     cache = jaxkv.prefill(model, ids(1, 60, 45), policy=policy)
     for _, row, _, _, _, pos in segments(cache):
         n = (60, 45)[row]
-        assert {2, 3, *range(n - 20, n - 15), *range(n - 4, n)} <= set(pos.tolist()) and len(pos) == 16
+        assert {2, 3, *range(n - 20, n - 15), *range(n - 4, n)} <= set(pos.tolist()) and len(
+            pos
+        ) == 16
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

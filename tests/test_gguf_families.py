@@ -84,7 +84,12 @@ def write(path, arch, tensors, *, numbers, kinds=None):
         if value is None:
             continue
         key = key if key.startswith("tokenizer.") else f"{arch}.{key}"
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+        }
         add.get(type(value), writer.add_array)(key, value)
     for key, array in tensors.items():
         writer.add_tensor(key, np.ascontiguousarray(array), raw_dtype=(kinds or {}).get(key))
@@ -132,7 +137,9 @@ def test_gemmas_give_the_logits_of_transformers(tmp_path, arch):
     for logits, expected in zip(batch, golden(arch), strict=True):
         assert running.gap(logits, expected) < 2e-5
     norm = open_checkpoint(path).stored["model.layers.1.pre_feedforward_layernorm.weight"]
-    theirs = load_file(MODELS / arch / "model.safetensors")["model.layers.1.pre_feedforward_layernorm.weight"]
+    theirs = load_file(MODELS / arch / "model.safetensors")[
+        "model.layers.1.pre_feedforward_layernorm.weight"
+    ]
     np.testing.assert_allclose(norm.read((slice(5, 30),)), theirs[5:30], atol=1e-6)
 
 
@@ -142,13 +149,17 @@ def read(path):
 
 def test_configs_of_gemmas(tmp_path):
     """What the files leave out is what llama.cpp takes: defaults, and the 27B models' scale by their layers."""
-    second = read(gemma(tmp_path / "a.gguf", "gemma2", **dict.fromkeys(GEMMA2.keys() - NUMBERS.keys())))
+    second = read(
+        gemma(tmp_path / "a.gguf", "gemma2", **dict.fromkeys(GEMMA2.keys() - NUMBERS.keys()))
+    )
     assert (second.spec_of(0).softcap, second.logit_softcap, second.tied) == (50.0, 30.0, True)
     assert second.windows == (12, None, 12) and second.spec_of(0).scale == 16**-0.5
     usual = {"context_length": 8192, "attention.sliding_window": None}
     assert read(gemma(tmp_path / "b.gguf", "gemma2", **usual)).windows == (4096, None, 4096)
     for arch, layers in (("gemma2", 46), ("gemma3", 62)):
-        assert read(gemma(tmp_path / "c.gguf", arch, block_count=layers)).spec_of(0).scale == 12**-0.5
+        assert (
+            read(gemma(tmp_path / "c.gguf", arch, block_count=layers)).spec_of(0).scale == 12**-0.5
+        )
     third = {"attention.sliding_window_pattern": None, "block_count": 13}
     config = read(gemma(tmp_path / "d.gguf", "gemma3", **third))
     assert config.windows == ((12,) * 5 + (None,)) * 2 + (12,)
@@ -159,7 +170,11 @@ def test_configs_of_gemmas(tmp_path):
     ]
     local = read(gemma(tmp_path / "e.gguf", "gemma3", **{"rope.freq_base_swa": 20_000.0}))
     assert local.spec_of(0).rope == Rope(theta=20_000.0)
-    capped = {"final_logit_softcapping": 30.0, "attention.sliding_window": None, "rope.scaling.type": "none"}
+    capped = {
+        "final_logit_softcapping": 30.0,
+        "attention.sliding_window": None,
+        "rope.scaling.type": "none",
+    }
     config = read(gemma(tmp_path / "f.gguf", "gemma3", **capped))
     assert config.windows == (None,) * 4 and config.logit_softcap == 30.0
     assert {config.spec_of(layer).rope for layer in range(4)} == {Rope(theta=1e6)}
@@ -171,7 +186,16 @@ def test_a_gemmas_turns_end(tmp_path):
     """Where the file names no id for it, at the token of this text."""
     vocabulary = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", "a", "▁"],
+        "tokenizer.ggml.tokens": [
+            "<pad>",
+            "<eos>",
+            "<bos>",
+            "<unk>",
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "a",
+            "▁",
+        ],
         "tokenizer.ggml.scores": [0.0] * 8,
         "tokenizer.ggml.token_type": [3, 3, 3, 2, 3, 3, 1, 1],
         "tokenizer.ggml.bos_token_id": 2,
@@ -184,7 +208,9 @@ def test_a_gemmas_turns_end(tmp_path):
     assert (config.bos, config.eos) == (2, (1, 5)) and tokenizer.adds_bos
     built = tokenizer.build()
     assert built.encode("a a<end_of_turn>").ids == [6, 7, 6, 5]
-    named = read(gemma(tmp_path / "b.gguf", "gemma3", **vocabulary | {"tokenizer.ggml.eot_token_id": 4}))
+    named = read(
+        gemma(tmp_path / "b.gguf", "gemma3", **vocabulary | {"tokenizer.ggml.eot_token_id": 4})
+    )
     assert named.eos == (1, 4)
 
 
@@ -194,20 +220,68 @@ PATTERN = "attention.sliding_window_pattern"
 @pytest.mark.parametrize(
     "arch, numbers, message",
     [
-        ("gemma2", {"block_count": None}, r"gemma2\.block_count=None: the metadata must give a whole number"),
-        ("gemma3", {"feed_forward_length": None}, r"gemma3\.feed_forward_length=None: the metadata must give"),
-        ("gemma2", {"attn_logit_softcapping": "50"}, r"gemma2\.attn_logit_softcapping='50': a number is expected"),
-        ("gemma2", {"final_logit_softcapping": -1.0}, r"final_logit_softcapping=-1\.0: give a positive number"),
-        ("gemma2", {"rope.freq_base_swa": 1e6}, r"gemma2\.rope\.freq_base_swa=1000000\.0: a rotary embedding of"),
-        ("gemma2", {"expert_count": 4}, r"gemma2\.expert_count=4: mixtures of experts of this architecture"),
-        ("gemma3", {"attention.value_length": 8}, r"gemma3\.attention\.value_length=8: only heads where"),
-        ("gemma3", {"attention.causal": False}, r"gemma3\.attention\.causal=False: only models where it is True"),
-        ("gemma3", {"attention.shared_kv_layers": 2}, r"attention\.shared_kv_layers=2: only models where it is 0"),
+        (
+            "gemma2",
+            {"block_count": None},
+            r"gemma2\.block_count=None: the metadata must give a whole number",
+        ),
+        (
+            "gemma3",
+            {"feed_forward_length": None},
+            r"gemma3\.feed_forward_length=None: the metadata must give",
+        ),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": "50"},
+            r"gemma2\.attn_logit_softcapping='50': a number is expected",
+        ),
+        (
+            "gemma2",
+            {"final_logit_softcapping": -1.0},
+            r"final_logit_softcapping=-1\.0: give a positive number",
+        ),
+        (
+            "gemma2",
+            {"rope.freq_base_swa": 1e6},
+            r"gemma2\.rope\.freq_base_swa=1000000\.0: a rotary embedding of",
+        ),
+        (
+            "gemma2",
+            {"expert_count": 4},
+            r"gemma2\.expert_count=4: mixtures of experts of this architecture",
+        ),
+        (
+            "gemma3",
+            {"attention.value_length": 8},
+            r"gemma3\.attention\.value_length=8: only heads where",
+        ),
+        (
+            "gemma3",
+            {"attention.causal": False},
+            r"gemma3\.attention\.causal=False: only models where it is True",
+        ),
+        (
+            "gemma3",
+            {"attention.shared_kv_layers": 2},
+            r"attention\.shared_kv_layers=2: only models where it is 0",
+        ),
         ("gemma3", {"attention.scale": 0.5}, r"attention\.scale=0\.5: only models where it is 0"),
-        ("gemma3", {PATTERN: [True, False]}, rf"gemma3\.{PATTERN}=\[True, False\]: a true or false for each of the 4"),
-        ("gemma3", {PATTERN: ["a"] * 4}, rf"{PATTERN}=\['a', 'a', 'a', 'a'\]: a true or false for each"),
+        (
+            "gemma3",
+            {PATTERN: [True, False]},
+            rf"gemma3\.{PATTERN}=\[True, False\]: a true or false for each of the 4",
+        ),
+        (
+            "gemma3",
+            {PATTERN: ["a"] * 4},
+            rf"{PATTERN}=\['a', 'a', 'a', 'a'\]: a true or false for each",
+        ),
         ("gemma3", {PATTERN: 1.5}, rf"{PATTERN}=1\.5: a whole number is expected"),
-        ("gemma3", {"rope.scaling.type": "longrope"}, r"rope\.scaling\.type='longrope': jaxkv reads linear, yarn"),
+        (
+            "gemma3",
+            {"rope.scaling.type": "longrope"},
+            r"rope\.scaling\.type='longrope': jaxkv reads linear, yarn",
+        ),
     ],
 )
 def test_gemmas_that_are_not_built(tmp_path, arch, numbers, message):
@@ -218,9 +292,18 @@ def test_gemmas_that_are_not_built(tmp_path, arch, numbers, message):
 @pytest.mark.parametrize(
     "tensors, message",
     [
-        ({"blk.0.attn_sinks.weight": np.ones(4, "f")}, r"tensor='blk\.0\.attn_sinks\.weight': jaxkv builds no part"),
-        ({"blk.1.post_ffw_norm.weight": None}, r"layers\.1\.post_feedforward_layernorm\.weight'.*lacks these tensors"),
-        ({"blk.1.ffn_norm.weight": np.ones(47, "f")}, r"pre_feedforward_layernorm\.weight=\(47,\): the config asks"),
+        (
+            {"blk.0.attn_sinks.weight": np.ones(4, "f")},
+            r"tensor='blk\.0\.attn_sinks\.weight': jaxkv builds no part",
+        ),
+        (
+            {"blk.1.post_ffw_norm.weight": None},
+            r"layers\.1\.post_feedforward_layernorm\.weight'.*lacks these tensors",
+        ),
+        (
+            {"blk.1.ffn_norm.weight": np.ones(47, "f")},
+            r"pre_feedforward_layernorm\.weight=\(47,\): the config asks",
+        ),
         ({"blk.2.ffn_up.bias": np.ones(64, "f")}, "up_proj.bias"),
         ({"token_embd.weight": None}, r"tensor='token_embd\.weight': the file lacks it"),
     ],
@@ -314,13 +397,22 @@ def test_a_gpt_oss_gives_the_logits_of_transformers(tmp_path, name):
     mine, theirs = open_checkpoint(path).stored, open_checkpoint(MODELS / name).stored
     assert mine.keys() == theirs.keys()
     for key, tensor in mine.items():
-        np.testing.assert_array_equal(tensor.read(()), theirs[key].read(()).astype(np.float32), err_msg=key)
+        np.testing.assert_array_equal(
+            tensor.read(()), theirs[key].read(()).astype(np.float32), err_msg=key
+        )
     both = "model.layers.1.mlp.experts.gate_up_proj.weight"
-    for part in ((slice(1, 3), slice(1, 2), slice(5, 40), slice(7, 33)), (slice(3, 4), slice(0, 1))):
-        np.testing.assert_array_equal(mine[both].read(part), theirs[both].read(part).astype(np.float32))
+    for part in (
+        (slice(1, 3), slice(1, 2), slice(5, 40), slice(7, 33)),
+        (slice(3, 4), slice(0, 1)),
+    ):
+        np.testing.assert_array_equal(
+            mine[both].read(part), theirs[both].read(part).astype(np.float32)
+        )
 
 
-@pytest.mark.parametrize("write", [lambda path: gemma(path, "gemma3"), lambda path: gpt_oss(path, "gpt_oss_mxfp4")])
+@pytest.mark.parametrize(
+    "write", [lambda path: gemma(path, "gemma3"), lambda path: gpt_oss(path, "gpt_oss_mxfp4")]
+)
 def test_converted(tmp_path, write):
     source = write(tmp_path / "m.gguf")
     assert_same(jaxkv.load(convert(source, tmp_path / "model", progress=False)), jaxkv.load(source))
@@ -331,26 +423,55 @@ def test_configs_of_gpt_oss(tmp_path):
     config = read(gpt_oss(tmp_path / "a.gguf"))
     rope = YarnRope(theta=150_000.0, factor=4.0, original_max_position=32, truncate=False)
     assert config.experts == Experts(count=4, chosen=2, bias=True, limit=7.0)
-    assert config.windows == (24, None) * 2 and config.spec_of(0).rope == rope == config.spec_of(1).rope
-    assert config.qkv_bias and config.out_bias and config.sink_logits and not config.tied and config.hidden == 64
+    assert (
+        config.windows == (24, None) * 2
+        and config.spec_of(0).rope == rope == config.spec_of(1).rope
+    )
+    assert (
+        config.qkv_bias
+        and config.out_bias
+        and config.sink_logits
+        and not config.tied
+        and config.hidden == 64
+    )
     plain = {"rope.scaling.type": None, "rope.scaling.factor": None}
     assert read(gpt_oss(tmp_path / "b.gguf", **plain)).spec_of(1).rope == Rope(theta=150_000.0)
-    assert read(gpt_oss(tmp_path / "c.gguf", **{PATTERN: [False, True, True, True]})).windows == (None, 24, 24, 24)
+    assert read(gpt_oss(tmp_path / "c.gguf", **{PATTERN: [False, True, True, True]})).windows == (
+        None,
+        24,
+        24,
+        24,
+    )
 
 
 @pytest.mark.parametrize(
     "numbers, message",
     [
-        ({"expert_count": None}, r"gpt-oss\.expert_count=None: the metadata must give a whole number"),
+        (
+            {"expert_count": None},
+            r"gpt-oss\.expert_count=None: the metadata must give a whole number",
+        ),
         ({"expert_used_count": None}, r"gpt-oss\.expert_used_count=None: the metadata must give"),
-        ({"expert_feed_forward_length": None}, r"gpt-oss\.expert_feed_forward_length=None: the metadata must give"),
-        ({"attention.sliding_window": None}, r"gpt-oss\.attention\.sliding_window=None: the metadata must give"),
+        (
+            {"expert_feed_forward_length": None},
+            r"gpt-oss\.expert_feed_forward_length=None: the metadata must give",
+        ),
+        (
+            {"attention.sliding_window": None},
+            r"gpt-oss\.attention\.sliding_window=None: the metadata must give",
+        ),
         ({"expert_used_count": 8}, "chosen=8: a block has 4 experts"),
         ({"expert_shared_count": 1}, r"expert_shared_count=1: only models where it is 0, or none"),
         ({"expert_gating_func": 2}, r"expert_gating_func=2: only models where"),
-        ({"swiglu_clamp_exp": [7.0, 10.0]}, r"swiglu_clamp_exp=\[7\.0, 10\.0\]: only models where it is 7\.0"),
+        (
+            {"swiglu_clamp_exp": [7.0, 10.0]},
+            r"swiglu_clamp_exp=\[7\.0, 10\.0\]: only models where it is 7\.0",
+        ),
         ({"rope.scaling.yarn_ext_factor": 0.5}, r"yarn_ext_factor=0\.5: only models where"),
-        ({"rope.freq_base_swa": 10_000.0}, r"gpt-oss\.rope\.freq_base_swa=10000\.0: a rotary embedding of windows"),
+        (
+            {"rope.freq_base_swa": 10_000.0},
+            r"gpt-oss\.rope\.freq_base_swa=10000\.0: a rotary embedding of windows",
+        ),
     ],
 )
 def test_gpt_oss_that_are_not_built(tmp_path, numbers, message):
@@ -361,8 +482,14 @@ def test_gpt_oss_that_are_not_built(tmp_path, numbers, message):
 @pytest.mark.parametrize(
     "tensors, message",
     [
-        ({"blk.1.ffn_up_exps.weight": None}, r"experts\.up_proj\.weight': missing, and .*gate_proj\.weight cannot be"),
-        ({"blk.1.ffn_gate_exps.bias": None}, r"experts\.gate_proj\.bias': missing, and .*up_proj\.bias cannot be"),
+        (
+            {"blk.1.ffn_up_exps.weight": None},
+            r"experts\.up_proj\.weight': missing, and .*gate_proj\.weight cannot be",
+        ),
+        (
+            {"blk.1.ffn_gate_exps.bias": None},
+            r"experts\.gate_proj\.bias': missing, and .*up_proj\.bias cannot be",
+        ),
         (
             {"blk.1.ffn_up_exps.bias": np.ones((4, 63), "f")},
             r"up_proj\.bias=\(4, 63\): .*gate_proj\.bias has \(4, 64\)",
@@ -374,8 +501,14 @@ def test_gpt_oss_that_are_not_built(tmp_path, numbers, message):
         ({"blk.1.ffn_down_exps.weight": None}, r"down_proj\.weight'.*lacks these tensors"),
         ({"blk.1.attn_sinks.weight": None}, r"self_attn\.sinks'.*lacks these tensors"),
         ({"blk.1.attn_sinks.weight": np.ones(3, "f")}, r"sinks=\(3,\): the config asks for \(4,\)"),
-        ({"blk.1.attn_sinks.bias": np.ones(4, "f")}, r"tensor='blk\.1\.attn_sinks\.bias': jaxkv builds no part"),
-        ({"blk.1.ffn_gate.weight": np.ones((64, 48), "f")}, r"tensor='blk\.1\.ffn_gate\.weight': jaxkv builds no part"),
+        (
+            {"blk.1.attn_sinks.bias": np.ones(4, "f")},
+            r"tensor='blk\.1\.attn_sinks\.bias': jaxkv builds no part",
+        ),
+        (
+            {"blk.1.ffn_gate.weight": np.ones((64, 48), "f")},
+            r"tensor='blk\.1\.ffn_gate\.weight': jaxkv builds no part",
+        ),
     ],
 )
 def test_tensors_of_a_gpt_oss_that_do_not_fit(tmp_path, tensors, message):
@@ -386,6 +519,8 @@ def test_tensors_of_a_gpt_oss_that_do_not_fit(tmp_path, tensors, message):
 def test_scales_that_are_no_number_are_refused(tmp_path):
     blocks, _ = gpt_oss_tensors("gpt_oss_mxfp4")
     name = "blk.1.ffn_down_exps.weight"
-    path = gpt_oss(tmp_path / "m.gguf", "gpt_oss_mxfp4", tensors={name: np.full_like(blocks[name], 255)})
+    path = gpt_oss(
+        tmp_path / "m.gguf", "gpt_oss_mxfp4", tensors={name: np.full_like(blocks[name], 255)}
+    )
     with pytest.raises(ValueError, match="these tensors hold NaN or infinity"):
         jaxkv.load(path, progress=False)

@@ -39,10 +39,22 @@ CLAIMS = {
     "tensors": (dict(tensors=2**40), "tensors, at most"),
     "text": (dict(body=pair(STRING, HUGE)), "beyond the metadata"),
     "name": (dict(keys=1, body=HUGE), "beyond the metadata"),
-    "list of numbers": (dict(body=pair(ARRAY, struct.pack("<I", U8) + HUGE)), "items in '.x00key', at most"),
-    "list of texts": (dict(body=pair(ARRAY, struct.pack("<I", STRING) + HUGE)), "items in '.x00key', at most"),
-    "list past the end": (dict(body=pair(ARRAY, struct.pack("<IQ", U32, 10**6))), "4,000,000 bytes from byte"),
-    "list of lists": (dict(body=pair(ARRAY, struct.pack("<IQ", ARRAY, 1) * 99)), "items of unknown kind 9"),
+    "list of numbers": (
+        dict(body=pair(ARRAY, struct.pack("<I", U8) + HUGE)),
+        "items in '.x00key', at most",
+    ),
+    "list of texts": (
+        dict(body=pair(ARRAY, struct.pack("<I", STRING) + HUGE)),
+        "items in '.x00key', at most",
+    ),
+    "list past the end": (
+        dict(body=pair(ARRAY, struct.pack("<IQ", U32, 10**6))),
+        "4,000,000 bytes from byte",
+    ),
+    "list of lists": (
+        dict(body=pair(ARRAY, struct.pack("<IQ", ARRAY, 1) * 99)),
+        "items of unknown kind 9",
+    ),
     "kind": (dict(body=pair(77, b"")), "unknown kind 77"),
     "not UTF-8": (dict(body=pair(STRING, text(b"\xff"))), "utf-8"),
     "twice": (dict(body=pair(U8, b"\1") * 2), "'.x00key' twice"),
@@ -61,7 +73,9 @@ def test_claims_that_the_file_does_not_hold(tmp_path, claim):
     parts, message = CLAIMS[claim]
     path = file(tmp_path / "m.gguf", **parts)
     started = time.perf_counter()
-    with pytest.raises(ValueError, match=rf"m\.gguf: truncated or corrupt GGUF of \d+ bytes .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"m\.gguf: truncated or corrupt GGUF of \d+ bytes .*{message}"
+    ):
         open_checkpoint(path)
     assert time.perf_counter() - started < 5
 
@@ -83,16 +97,23 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 def test_a_file_that_is_cut_after_it_was_opened(tmp_path):
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf"))
     os.truncate(tmp_path / "m.gguf", os.path.getsize(tmp_path / "m.gguf") - 1000)
-    with pytest.raises(ValueError, match=r"m\.gguf: the file ends within '.*', and did not when it was opened"):
+    with pytest.raises(
+        ValueError, match=r"m\.gguf: the file ends within '.*', and did not when it was opened"
+    ):
         for tensor in checkpoint.stored.values():
             tensor.read(())
 
 
 def test_it_reads_what_the_formats_library_reads(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", edit=lambda writer: writer.add_array("mixed.texts", ["é", "", "x" * 300]))
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        edit=lambda writer: writer.add_array("mixed.texts", ["é", "", "x" * 300]),
+    )
     metadata, tensors = gguf_reader.read(path)
     theirs = gguf.GGUFReader(path)
-    own = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    own = {
+        key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")
+    }
     assert metadata == own and list(tensors) == [each.name for each in theirs.tensors]
     for each in theirs.tensors:
         np.testing.assert_array_equal(tensors[each.name].data, each.data)
@@ -102,14 +123,26 @@ def test_it_reads_what_the_formats_library_reads(tmp_path):
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda w: w.add_string("llama.attention.key_length", "8"), "llama.attention.key_length='8': a whole number"),
+        (
+            lambda w: w.add_string("llama.attention.key_length", "8"),
+            "llama.attention.key_length='8': a whole number",
+        ),
         (lambda w: w.add_float32("llama.expert_count", 0.0), r"expert_count=0\.0: a whole number"),
         (lambda w: w.add_string("split.count", "1"), "split.count='1': a whole number"),
         (lambda w: w.add_array("llama.rope.dimension_count", [8, 4]), "layers of different shapes"),
         (lambda w: w.add_array("llama.rope.dimension_count", ["8"]), "must give a whole number"),
-        (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), r"tokens=\[1, 2\]: a list of text"),
-        (lambda w: w.add_string("tokenizer.ggml.eos_token_id", "2"), "eos_token_id='2': a whole number"),
-        (lambda w: w.add_string("llama.rope.scaling.type", "linear"), "llama.rope.scaling.factor=None: .*a number"),
+        (
+            lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]),
+            r"tokens=\[1, 2\]: a list of text",
+        ),
+        (
+            lambda w: w.add_string("tokenizer.ggml.eos_token_id", "2"),
+            "eos_token_id='2': a whole number",
+        ),
+        (
+            lambda w: w.add_string("llama.rope.scaling.type", "linear"),
+            "llama.rope.scaling.factor=None: .*a number",
+        ),
     ],
 )
 def test_metadata_of_another_kind(tmp_path, edit, message):
@@ -128,7 +161,10 @@ def yarn(writer):
     [
         (lambda w: None, None),
         (lambda w: w.add_rope_scaling_factor(2.0), {"rope_type": "linear", "factor": 2.0}),
-        (lambda w: w.add_float32("llama.rope.scale_linear", 2.0), {"rope_type": "linear", "factor": 2.0}),
+        (
+            lambda w: w.add_float32("llama.rope.scale_linear", 2.0),
+            {"rope_type": "linear", "factor": 2.0},
+        ),
         (lambda w: w.add_rope_scaling_factor(1.0), None),
         (lambda w: w.add_rope_scaling_factor(0.0), None),
         # The context that the file names is the one it was trained with.
@@ -136,7 +172,10 @@ def yarn(writer):
     ],
 )
 def test_scalings_that_leave_keys_out(tmp_path, edit, scaling):
-    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=edit)).config["rope_scaling"] == scaling
+    assert (
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=edit)).config["rope_scaling"]
+        == scaling
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +209,9 @@ def test_ids_that_are_left_out(tmp_path, model, keys, bos, eos):
 def test_windows_of_all_layers(tmp_path):
     """Of Qwen's too, whose class would give none to a model's first 28 layers."""
     for arch in ("qwen2", "qwen3"):
-        path = write_gguf(tmp_path / f"{arch}.gguf", arch=arch, edit=lambda writer: writer.add_sliding_window(64))
+        path = write_gguf(
+            tmp_path / f"{arch}.gguf", arch=arch, edit=lambda writer: writer.add_sliding_window(64)
+        )
         read = ModelConfig.from_hf(open_checkpoint(path).config)
         assert read.windows == (64,) * read.layers
     path = write_gguf(tmp_path / "llama.gguf", edit=lambda writer: writer.add_sliding_window(64))
@@ -188,6 +229,8 @@ def test_no_heads(tmp_path, monkeypatch):
 def test_projections_of_another_shape_reach_whoever_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr("test_checkpoints.HEADS", 3)
     monkeypatch.setattr("test_checkpoints.permute", lambda array, heads: array[:-1])
-    stored = open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=lambda w: w.add_key_length(8))).stored
+    stored = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", edit=lambda w: w.add_key_length(8))
+    ).stored
     projection = stored["model.layers.0.self_attn.q_proj.weight"]
     assert projection.read(()).shape == projection.shape == (23, EMBED)

@@ -19,7 +19,9 @@ LENGTHS = MODELS["lengths"].tolist()
 
 
 def rows(name):
-    return [MODELS[f"{name}/input_ids"][row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    return [
+        MODELS[f"{name}/input_ids"][row, :length].tolist() for row, length in enumerate(LENGTHS)
+    ]
 
 
 def golden(name):
@@ -77,7 +79,9 @@ def test_shards_give_the_logits_of_one_file():
 def test_dtype_is_honoured(name, dtype, bits):
     model = running.golden_model(name, dtype)
     cache, logits = running.prefill(model, rows(name), room=4)
-    assert model.dtype == dtype and cache.pools[0].k.dtype == dtype and cache.pools[0].v.dtype == dtype
+    assert (
+        model.dtype == dtype and cache.pools[0].k.dtype == dtype and cache.pools[0].v.dtype == dtype
+    )
     assert logits.dtype == np.float32
     assert 2 * model.nbytes == running.golden_model(name).nbytes
     expected = np.stack([each[-1] for each in golden(name)])
@@ -99,14 +103,22 @@ def test_dtype_defaults_to_float32_here_and_others_are_refused():
 def test_smollm2_gives_the_logits_of_transformers():
     expected = running.archive("smollm2.npz")
     ids = expected["input_ids"].tolist()
-    _, logits = running.prefill(running.smollm2(), [ids[: position + 1] for position in expected["positions"]])
+    _, logits = running.prefill(
+        running.smollm2(), [ids[: position + 1] for position in expected["positions"]]
+    )
     assert running.gap(logits, expected["logits"]) < 2e-3
 
 
 @pytest.mark.real
 def test_smollm2_draws_the_tokens_of_transformers():
     expected = running.archive("smollm2.npz")
-    out = jaxkv.generate(running.smollm2(), expected["input_ids"], max_new_tokens=32, stop_at_eos=False, progress=False)
+    out = jaxkv.generate(
+        running.smollm2(),
+        expected["input_ids"],
+        max_new_tokens=32,
+        stop_at_eos=False,
+        progress=False,
+    )
     assert out.tokens.tolist() == expected["tokens"].tolist()
 
 

@@ -30,23 +30,39 @@ def folder(tmp_path, name, *, config=None, tensors=None):
     raw = json.loads((there / "config.json").read_text("utf-8")) | (config or {})
     (there / "config.json").write_text(json.dumps(raw), "utf-8")
     held = load_file(there / "model.safetensors") | (tensors or {})
-    save_file({name: each for name, each in held.items() if each is not None}, there / "model.safetensors")
+    save_file(
+        {name: each for name, each in held.items() if each is not None}, there / "model.safetensors"
+    )
     return there
 
 
 def test_the_published_config():
     rope = YarnRope(theta=150_000.0, factor=32.0, original_max_position=4096, truncate=False)
-    for raw in (PUBLISHED, PUBLISHED | {"quantization_config": None, "layer_types": None, "rope_scaling": None}):
+    for raw in (
+        PUBLISHED,
+        PUBLISHED | {"quantization_config": None, "layer_types": None, "rope_scaling": None},
+    ):
         config = ModelConfig.from_hf(raw)
         assert config.experts == Experts(count=32, chosen=4, bias=True, limit=7.0)
         assert config.kinds == (LayerSpec(rope=rope, window=128), LayerSpec(rope=rope))
         assert config.windows == (128, None) * 12 and not config.alternates
-        assert config.sink_logits and config.qkv_bias and config.out_bias and not config.mlp_bias and not config.tied
+        assert (
+            config.sink_logits
+            and config.qkv_bias
+            and config.out_bias
+            and not config.mlp_bias
+            and not config.tied
+        )
         assert (config.eos, config.bos, config.max_positions) == ((200_002,), None, 131_072)
     written = dict(PUBLISHED, rope_parameters=PUBLISHED["rope_scaling"] | {"rope_theta": 150_000})
-    assert ModelConfig.from_hf({key: each for key, each in written.items() if key != "rope_scaling"}) == config
+    assert (
+        ModelConfig.from_hf({key: each for key, each in written.items() if key != "rope_scaling"})
+        == config
+    )
     plain = ModelConfig.from_hf(PUBLISHED | {"rope_scaling": {"rope_type": "default"}})
-    assert plain.spec_of(0).rope.theta == 150_000 and not isinstance(plain.spec_of(0).rope, YarnRope)
+    assert plain.spec_of(0).rope.theta == 150_000 and not isinstance(
+        plain.spec_of(0).rope, YarnRope
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,11 +70,17 @@ def test_the_published_config():
     [
         ({"swiglu_limit": 0}, "swiglu_limit=0: give a positive"),
         ({"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0: only 1\.702 is built"),
-        ({"experts_per_token": 2}, "experts_per_token=2: it is another name of num_experts_per_tok=4"),
+        (
+            {"experts_per_token": 2},
+            "experts_per_token=2: it is another name of num_experts_per_tok=4",
+        ),
         ({"num_experts_per_tok": 64, "experts_per_token": 64}, "chosen=64: a block has 32 experts"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': jaxkv builds gpt_oss with silu only"),
         ({"mlp_bias": True}, "mlp_bias=True: no gpt_oss has such biases"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.*gptq.*: load the published weights"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config=.*gptq.*: load the published weights",
+        ),
         ({"quantization_config": "mxfp4"}, "quantization_config='mxfp4': .* load the published"),
         ({"attention_chunk_size": 8}, "config=.*attention_chunk_size"),
     ],
@@ -70,7 +92,9 @@ def test_configs_that_are_not_built(keys, message):
 
 def test_blocks_of_other_families_are_refused():
     llama = json.loads((MODELS / "llama_gqa" / "config.json").read_text("utf-8"))
-    with pytest.raises(ValueError, match="quantization_config=.*: load the unquantised weights, or a GGUF"):
+    with pytest.raises(
+        ValueError, match="quantization_config=.*: load the unquantised weights, or a GGUF"
+    ):
         ModelConfig.from_hf(llama | {"quantization_config": PUBLISHED["quantization_config"]})
 
 
@@ -109,7 +133,10 @@ def test_experts_from_blocks():
                 wide[expert, row, 32 * group + 2 * byte + half] = value
         bias = stored[f"{EXPERTS}.{part}_proj_bias"]
         if part == "gate_up":
-            wide, bias = np.stack([wide[:, ::2], wide[:, 1::2]], 1), np.stack([bias[:, ::2], bias[:, 1::2]], 1)
+            wide, bias = (
+                np.stack([wide[:, ::2], wide[:, 1::2]], 1),
+                np.stack([bias[:, ::2], bias[:, 1::2]], 1),
+            )
         np.testing.assert_array_equal(held[f"blocks.1.mlp.experts_{part}"].get_value(), wide)
         np.testing.assert_array_equal(held[f"blocks.1.mlp.experts_{part}_bias"].get_value(), bias)
 
@@ -121,12 +148,16 @@ def test_experts_from_floats():
     for expert, half in itertools.product(range(4), range(2)):
         mine = held["blocks.1.mlp.experts_gate_up"].get_value()[expert, half]
         np.testing.assert_array_equal(mine, both[expert, :, half::2].T)
-    np.testing.assert_array_equal(held["blocks.1.mlp.experts_down"].get_value(), down.swapaxes(1, 2))
+    np.testing.assert_array_equal(
+        held["blocks.1.mlp.experts_down"].get_value(), down.swapaxes(1, 2)
+    )
     sinks = held["blocks.1.attention.sink_logits"].get_value()
     np.testing.assert_array_equal(sinks, stored["model.layers.1.self_attn.sinks"].reshape(2, 2))
 
 
-@pytest.mark.parametrize("code, scale, value", [(7, 254, 6 * 2.0**127), (1, 0, 2.0**-128), (7, 127, 6.0)])
+@pytest.mark.parametrize(
+    "code, scale, value", [(7, 254, 6 * 2.0**127), (1, 0, 2.0**-128), (7, 127, 6.0)]
+)
 def test_the_ends_of_a_scale(tmp_path, code, scale, value):
     stored = load_file(MODELS / "gpt_oss_mxfp4" / "model.safetensors")
     blocks, scales = np.full_like(stored[BLOCKS], code), np.full_like(stored[SCALES], scale)
@@ -138,7 +169,10 @@ def test_the_ends_of_a_scale(tmp_path, code, scale, value):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_mxfp4"])
 def test_converted(tmp_path, name):
-    assert_same(jaxkv.load(convert(MODELS / name, tmp_path / "model", progress=False)), jaxkv.load(MODELS / name))
+    assert_same(
+        jaxkv.load(convert(MODELS / name, tmp_path / "model", progress=False)),
+        jaxkv.load(MODELS / name),
+    )
 
 
 @pytest.mark.parametrize("data, model, weights", [(2, 4, None), (1, 2, "int8")])
@@ -159,15 +193,51 @@ def test_a_mesh_gives_the_logits_of_one_device(data, model, weights):
 @pytest.mark.parametrize(
     "name, tensors, message",
     [
-        ("gpt_oss_mxfp4", {SCALES: None}, rf"tensor='{SCALES}': missing, and {BLOCKS} cannot be read"),
-        ("gpt_oss_mxfp4", {BLOCKS: None}, rf"tensor='{SCALES}': {BLOCKS}, which it scales, is missing"),
-        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 192, 2, 8), "B")}, rf"{BLOCKS}=\(4, 192, 2, 8\): MXFP4 blocks are"),
-        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 192, 32), "B")}, rf"{BLOCKS}=\(4, 192, 32\): MXFP4 blocks are"),
-        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 191, 2, 16), "B")}, rf"{BLOCKS}=\(4, 191, 2, 16\): MXFP4 blocks are"),
-        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 192, 2, 16), "b")}, rf"{BLOCKS}\.dtype='int8': MXFP4 blocks are uint8"),
-        ("gpt_oss_mxfp4", {SCALES: np.zeros((4, 192, 3), "B")}, rf"{SCALES}=\(4, 192, 3\): a byte for each block"),
-        ("gpt_oss_mxfp4", {SCALES: np.zeros((4, 192, 2), "f")}, rf"{SCALES}\.dtype='float32': a byte for each block"),
-        ("gpt_oss_mxfp4", {SCALES: np.full((4, 192, 2), 255, "B")}, "these tensors hold NaN or infinity"),
+        (
+            "gpt_oss_mxfp4",
+            {SCALES: None},
+            rf"tensor='{SCALES}': missing, and {BLOCKS} cannot be read",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {BLOCKS: None},
+            rf"tensor='{SCALES}': {BLOCKS}, which it scales, is missing",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {BLOCKS: np.zeros((4, 192, 2, 8), "B")},
+            rf"{BLOCKS}=\(4, 192, 2, 8\): MXFP4 blocks are",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {BLOCKS: np.zeros((4, 192, 32), "B")},
+            rf"{BLOCKS}=\(4, 192, 32\): MXFP4 blocks are",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {BLOCKS: np.zeros((4, 191, 2, 16), "B")},
+            rf"{BLOCKS}=\(4, 191, 2, 16\): MXFP4 blocks are",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {BLOCKS: np.zeros((4, 192, 2, 16), "b")},
+            rf"{BLOCKS}\.dtype='int8': MXFP4 blocks are uint8",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {SCALES: np.zeros((4, 192, 3), "B")},
+            rf"{SCALES}=\(4, 192, 3\): a byte for each block",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {SCALES: np.zeros((4, 192, 2), "f")},
+            rf"{SCALES}\.dtype='float32': a byte for each block",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            {SCALES: np.full((4, 192, 2), 255, "B")},
+            "these tensors hold NaN or infinity",
+        ),
         (
             "gpt_oss_mxfp4",
             {BLOCKS: np.zeros((3, 192, 2, 16), "B"), SCALES: np.zeros((3, 192, 2), "B")},
@@ -178,12 +248,36 @@ def test_a_mesh_gives_the_logits_of_one_device(data, model, weights):
             {f"{EXPERTS}.gate_up_proj": np.zeros((4, 64, 192), "f")},
             "blocks and floats of one weight: keep one",
         ),
-        ("gpt_oss", {f"{EXPERTS}.gate_up_proj": np.zeros((4, 48, 127), "f")}, r"gate_up_proj=\(4, 48, 127\): 3 axes"),
-        ("gpt_oss", {f"{EXPERTS}.down_proj_bias": np.zeros(48, "f")}, r"down_proj_bias=\(48,\): 2 axes are expected"),
-        ("gpt_oss", {f"{EXPERTS}.down_proj": np.zeros((4, 64, 48), "B")}, r"\.dtype='uint8': weights are floating"),
-        ("gpt_oss", {f"{EXPERTS}.down_proj": None}, "down_proj.weight'.*the checkpoint lacks these tensors"),
-        ("gpt_oss", {"model.layers.1.self_attn.sinks": np.zeros(3, "f")}, r"sinks=\(3,\): the config asks for \(4,\)"),
-        ("gpt_oss", {"model.layers.1.self_attn.sinks": None}, "self_attn.sinks'.*the checkpoint lacks"),
+        (
+            "gpt_oss",
+            {f"{EXPERTS}.gate_up_proj": np.zeros((4, 48, 127), "f")},
+            r"gate_up_proj=\(4, 48, 127\): 3 axes",
+        ),
+        (
+            "gpt_oss",
+            {f"{EXPERTS}.down_proj_bias": np.zeros(48, "f")},
+            r"down_proj_bias=\(48,\): 2 axes are expected",
+        ),
+        (
+            "gpt_oss",
+            {f"{EXPERTS}.down_proj": np.zeros((4, 64, 48), "B")},
+            r"\.dtype='uint8': weights are floating",
+        ),
+        (
+            "gpt_oss",
+            {f"{EXPERTS}.down_proj": None},
+            "down_proj.weight'.*the checkpoint lacks these tensors",
+        ),
+        (
+            "gpt_oss",
+            {"model.layers.1.self_attn.sinks": np.zeros(3, "f")},
+            r"sinks=\(3,\): the config asks for \(4,\)",
+        ),
+        (
+            "gpt_oss",
+            {"model.layers.1.self_attn.sinks": None},
+            "self_attn.sinks'.*the checkpoint lacks",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, name, tensors, message):

@@ -69,18 +69,32 @@ def asked(tmp_path):
 
 
 def row_of(name, *, part="fake", device="Fake 1", **said):
-    of = {"part": part, "case": {"name": name}, "device": device, "versions": {}, "sources": "s", "tuned": None}
+    of = {
+        "part": part,
+        "case": {"name": name},
+        "device": device,
+        "versions": {},
+        "sources": "s",
+        "tuned": None,
+    }
     return of | {"date": "today", "took": 1} | (said or {"figures": {}})
 
 
 def test_a_killed_run_loses_the_row_in_hand_at_most(bench, tmp_path):
     (tmp_path / "door.py").write_text(DOOR)
     rng, kills = random.Random(0), 0
-    command = [sys.executable, str(tmp_path / "door.py"), str(tmp_path / "out"), str(tmp_path / "worker.py")]
+    command = [
+        sys.executable,
+        str(tmp_path / "door.py"),
+        str(tmp_path / "out"),
+        str(tmp_path / "worker.py"),
+    ]
     path = tmp_path / "out" / "fake-1.jsonl"
     before = 0
     while True:
-        run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+        )
         try:
             if kills < 6:
                 # From before the first row on.
@@ -147,14 +161,22 @@ def test_what_hangs_or_dies_is_a_row_and_the_next_goes_on(bench, tmp_path):
     with bench() as two:
         assert two.measure("fake", {"name": "dies", "does": "die"}, limit=10, sources="s") == dies
     with bench(retry=True) as three:
-        assert three.measure("fake", {"name": "dies", "does": "die"}, limit=10, sources="s")["failed"] == dies["failed"]
+        assert (
+            three.measure("fake", {"name": "dies", "does": "die"}, limit=10, sources="s")["failed"]
+            == dies["failed"]
+        )
         assert three.measure("fake", {"name": "fine"}, limit=10, sources="s") == fine
     assert asked(tmp_path) == ["hangs", "dies", "fine", "dies"]
 
 
 def test_rows_of_their_own_get_processes_of_their_own(bench):
     with bench() as one:
-        pid = lambda name, **how: one.measure("fake", {"name": name}, limit=10, sources="s", **how)["figures"]["pid"]  # noqa: E731
+
+        def pid(name, **how):
+            return one.measure("fake", {"name": name}, limit=10, sources="s", **how)["figures"][
+                "pid"
+            ]  # noqa: E731
+
         first, second = pid("a"), pid("b")
         alone = [pid(name, alone=True) for name in "cd"]
         assert first == second and len({first, *alone, pid("e")}) == 4
@@ -165,7 +187,10 @@ def test_another_device_than_before_ends_the_run(bench, tmp_path, monkeypatch):
     with bench() as one:
         one.measure("fake", {"name": "a"}, limit=10, sources="s")
         monkeypatch.setattr(one, "_environment", os.environ | {"DEVICE": "cpu"})
-        with pytest.raises(RuntimeError, match="this was Fake 1, now it is cpu: see whether another process holds it"):
+        with pytest.raises(
+            RuntimeError,
+            match="this was Fake 1, now it is cpu: see whether another process holds it",
+        ):
             one.measure("fake", {"name": "b"}, limit=10, sources="s", alone=True)
     assert asked(tmp_path) == ["a"]
 
@@ -183,15 +208,30 @@ def test_a_device_that_is_too_small_leaves_parts_out(bench, benchmark, tmp_path,
 def test_estimates_of_a_v6e_are_those_of_its_model(benchmark):
     """Kernels' are computed, steps' read from the table of decode loops; other TPUs have none."""
     parts, report = benchmark("tpu_parts"), benchmark("tpu_report")
-    rows = [row_of("", part=part.name) | {"case": case} for part in parts.PARTS for case in part.cases]
-    on = lambda device: report.estimates(report.ESTIMATES, [row | {"device": device} for row in rows])  # noqa: E731
+    rows = [
+        row_of("", part=part.name) | {"case": case} for part in parts.PARTS for case in part.cases
+    ]
+
+    def on(device):
+        return report.estimates(report.ESTIMATES, [row | {"device": device} for row in rows])  # noqa: E731
+
     assert on("TPU v5 lite") == {}
     found = on("TPU v6 lite")
     loops = [case for case in parts.BY_NAME["end"].cases if case["batch"] > 1]
-    assert all(float(found[case["name"]]["ms"]) > 1 for case in loops) and "FullKV 1 x 32768" not in found
-    page = [line.split(" | ") for line in report.ESTIMATES.with_suffix(".md").read_text().splitlines()]
-    column = next(each for each in page if "ms a step, estimate" in each).index("ms a step, estimate")
-    assert found["SnapKV 8 x 32768"]["ms"] == next(each for each in page if each[0] == "| SnapKV")[column]
+    assert (
+        all(float(found[case["name"]]["ms"]) > 1 for case in loops)
+        and "FullKV 1 x 32768" not in found
+    )
+    page = [
+        line.split(" | ") for line in report.ESTIMATES.with_suffix(".md").read_text().splitlines()
+    ]
+    column = next(each for each in page if "ms a step, estimate" in each).index(
+        "ms a step, estimate"
+    )
+    assert (
+        found["SnapKV 8 x 32768"]["ms"]
+        == next(each for each in page if each[0] == "| SnapKV")[column]
+    )
     assert float(found["64 x 1024, int8"]["us"]) > 0
     assert float(found["64 x 1024, scored"]["us"]) > float(found["64 x 1024"]["us"]) > 0
     assert {"32768 by tpu", "8 x 1025"} <= found.keys() and "8192 by xla" not in found
@@ -212,13 +252,23 @@ def test_time_that_is_over_begins_no_row(bench, benchmark, tmp_path):
 def test_files_that_cannot_be_used_are_refused(benchmark, tmp_path):
     rows, path = benchmark("gpu_rows"), tmp_path / "rows.jsonl"
     good = json.dumps(row_of("one")) + "\n"
-    for bad in ("not JSON", "[]", '{"part": "fake"}', json.dumps(row_of("x") | {"failed": "both"}), "\x00"):
+    for bad in (
+        "not JSON",
+        "[]",
+        '{"part": "fake"}',
+        json.dumps(row_of("x") | {"failed": "both"}),
+        "\x00",
+    ):
         path.write_text(good + bad + "\n" + good)
-        with pytest.raises(rows.RowsError, match=r"rows\.jsonl: line 2 is no row: remove that line"):
+        with pytest.raises(
+            rows.RowsError, match=r"rows\.jsonl: line 2 is no row: remove that line"
+        ):
             rows.Rows(path, "Fake 1")
         assert path.read_text() == good + bad + "\n" + good
     path.write_text(good + json.dumps(row_of("x", device="Other 2")) + "\n")
-    with pytest.raises(rows.RowsError, match="line 2 is of Other 2, this is Fake 1: give another --out"):
+    with pytest.raises(
+        rows.RowsError, match="line 2 is of Other 2, this is Fake 1: give another --out"
+    ):
         rows.Rows(path, "Fake 1")
     with pytest.raises(rows.RowsError, match="cannot be written .*: give another --out"):
         rows.Rows(path / "below" / "a.jsonl", "Fake 1")
@@ -253,7 +303,9 @@ def test_a_full_disk_is_told_and_mended_by_the_next_run(benchmark, tmp_path, mon
 
 def test_a_worker_that_does_not_start_is_told(bench, tmp_path):
     (tmp_path / "worker.py").write_text("raise SystemExit('no driver here')")
-    with pytest.raises(RuntimeError, match="could be started: the process ended with code 1: no driver here"):
+    with pytest.raises(
+        RuntimeError, match="could be started: the process ended with code 1: no driver here"
+    ):
         bench()
     assert not (tmp_path / "out").exists()
 
@@ -273,12 +325,16 @@ def test_parts_are_plain_data(benchmark, name):
     for part in parts.PARTS:
         for cases in (part.cases, part.quick):
             assert json.loads(json.dumps(cases)) == list(cases)
-            assert all(max(case.get("filter_layers", [0])) < case.get("layers", 32) for case in cases)
+            assert all(
+                max(case.get("filter_layers", [0])) < case.get("layers", 32) for case in cases
+            )
             names = [json.dumps(case, sort_keys=True) for case in cases]
             assert len(set(names)) == len(names) and all(case["name"] for case in cases)
         module, name = part.function.split(":")
         assert f"def {name}(case" in (ROOT / "benchmarks" / f"{module}.py").read_text()
-        assert all(list(ROOT.glob(pattern)) for pattern in part.sources if "tuned" not in pattern), part.name
+        assert all(
+            list(ROOT.glob(pattern)) for pattern in part.sources if "tuned" not in pattern
+        ), part.name
 
 
 def test_the_page_says_how_long_a_tpu_takes(benchmark):
@@ -289,7 +345,10 @@ def test_the_page_says_how_long_a_tpu_takes(benchmark):
         names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 4 else []
         if names and set(names) <= parts.keys():
             told += names
-            sizes = [(len(parts[name].cases), len(parts[name].cases) * parts[name].limit / 60) for name in names]
+            sizes = [
+                (len(parts[name].cases), len(parts[name].cases) * parts[name].limit / 60)
+                for name in names
+            ]
             assert cells[2:4] == [f"{sum(each):.0f}" for each in zip(*sizes, strict=True)], line
     assert sorted(told) == sorted(parts)
 
@@ -322,11 +381,20 @@ def test_a_report_puts_estimates_beside_measurements(benchmark, tmp_path):
         "| sequences x tokens | policy | estimate, ms |\n|---|---|---|\n| 1 x 32768 | SnapKV | 4.60 |\n"
     )
     seconds = lambda each: {"seconds": each, "range": [each / 2, 2 * each]}  # noqa: E731
-    step = {"step_seconds": 0.005, "step": seconds(0.005), "tokens_per_second": 200.0, "prefill_seconds": 1.5}
+    step = {
+        "step_seconds": 0.005,
+        "step": seconds(0.005),
+        "tokens_per_second": 200.0,
+        "prefill_seconds": 1.5,
+    }
     step |= {"runs": "pallas", "cache_bytes": 2e9, "prefill_holds": {"peak_bytes": None}}
     decode = seconds(2e-5) | {"bytes_per_second": 2e12}
     rows = [
-        row_of("2048 MiB", part="copy", figures={"copy_bytes_per_second": 4e12, "read_bytes_per_second": 4.4e12}),
+        row_of(
+            "2048 MiB",
+            part="copy",
+            figures={"copy_bytes_per_second": 4e12, "read_bytes_per_second": 4.4e12},
+        ),
         row_of("70B/8 4 x 8192", part="decode", failed="first it failed"),
         row_of("70B/8 4 x 8192", part="decode", figures=decode),
         row_of("SnapKV 1 x 32768", part="end", figures=step),
@@ -334,6 +402,11 @@ def test_a_report_puts_estimates_beside_measurements(benchmark, tmp_path):
     ]
     text = report.report(rows, report.estimates(path))
     assert "| 70B/8 4 x 8192 | rule | 20.0 (10.0 to 40.0) | 10.2 | 50% | 94% |" in text
-    assert "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 4.60 | 200.0 | 1.50 | 2.00 |" in text
-    assert "| end | H2O 1 x 32768 | out of memory / no more |" in text and "first it failed" not in text
+    assert (
+        "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 4.60 | 200.0 | 1.50 | 2.00 |" in text
+    )
+    assert (
+        "| end | H2O 1 x 32768 | out of memory / no more |" in text
+        and "first it failed" not in text
+    )
     assert report.estimates(tmp_path / "none.md") == {} and report.report([], {}) == "# No rows\n"

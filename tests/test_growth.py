@@ -56,7 +56,12 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     prompt = tiny.prompts(0, [600])[0]
     tokens, late = 0, None
     with Listener() as events:
-        options = {"max_new_tokens": 2000, "stop_at_eos": False, "stream": True, "stream_interval": 8}
+        options = {
+            "max_new_tokens": 2000,
+            "stop_at_eos": False,
+            "stream": True,
+            "stream_interval": 8,
+        }
         stream = jaxkv.generate(model, prompt, policy=POLICIES[name], **options)
         for _ in stream:
             tokens += 8
@@ -87,7 +92,11 @@ def test_all_compilation_is_told(model):
         assert more.stats.compiled_programs == events.programs > 0
         with Listener() as events:
             same = jaxkv.generate(model, prompt, policy=policy, **options)
-        assert (events.programs, same.stats.compiled_programs, same.stats.compile_seconds) == (0, 0, 0.0)
+        assert (events.programs, same.stats.compiled_programs, same.stats.compile_seconds) == (
+            0,
+            0,
+            0.0,
+        )
 
 
 FRESH = """
@@ -104,24 +113,32 @@ assert out.stats.compiled_programs == len(events) > 0, (out.stats.compiled_progr
 def test_all_compilation_is_told_in_a_fresh_process():
     # Here the smallest programs, which every process makes once, are not there yet.
     folder = Path(__file__).parent / "golden" / "models" / "llama_gqa"
-    done = subprocess.run([sys.executable, "-c", FRESH, folder], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, folder], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    "policy", [jaxkv.FullKV(), jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)), jaxkv.H2O(budget=24)]
+    "policy",
+    [jaxkv.FullKV(), jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)), jaxkv.H2O(budget=24)],
 )
 def test_questions_of_up_to_64_tokens_share_programs(model, policy):
     # So long that the whole text stays in one bucket, which evicting policies compile for.
     cache = jaxkv.prefill(model, tiny.prompts(3, [140]), policy=policy)
     options = {"cache": cache, "max_new_tokens": 10, "stop_at_eos": False}
-    first, *others = (jaxkv.generate(model, tiny.prompts(4, each), **options) for each in ([16, 5], [18, 3], [40, 64]))
+    first, *others = (
+        jaxkv.generate(model, tiny.prompts(4, each), **options)
+        for each in ([16, 5], [18, 3], [40, 64])
+    )
     assert [each.stats.compiled_programs for each in others] == [0, 0]
     # Padding changes no answer.
     alone = jaxkv.generate(model, tiny.prompts(4, [16]), **options)
     np.testing.assert_array_equal(alone.tokens[0], first.tokens[0])
     # As in slots.
-    slots = Slots(jaxkv.Session(model, policy), count=2, max_prompt=40, max_question=64, max_new_tokens=4)
+    slots = Slots(
+        jaxkv.Session(model, policy), count=2, max_prompt=40, max_question=64, max_new_tokens=4
+    )
     document = slots.prefill(tiny.prompts(3, [40]))
     slots.extend(document, tiny.prompts(4, [16]))
     clock = Clock()
@@ -191,9 +208,14 @@ def test_rooms_repeat_and_double():
 
 
 def test_ten_turns_meet_few_shapes(model):
-    cache, shapes = jaxkv.prefill(model, tiny.prompts(3, [100])[0], policy=jaxkv.SnapKV(budget=64)), set()
+    cache, shapes = (
+        jaxkv.prefill(model, tiny.prompts(3, [100])[0], policy=jaxkv.SnapKV(budget=64)),
+        set(),
+    )
     for turn, question in enumerate(tiny.prompts(4, np.random.default_rng(0).integers(3, 60, 10))):
-        cache = jaxkv.generate(model, question, cache=cache, max_new_tokens=30 + turn, stop_at_eos=False).cache
+        cache = jaxkv.generate(
+            model, question, cache=cache, max_new_tokens=30 + turn, stop_at_eos=False
+        ).cache
         shapes.add(tuple(pool.rows for pool in cache.pools))
     assert len(shapes) <= 4, shapes
 
@@ -207,13 +229,26 @@ def test_rolling_positions_go_beyond_what_the_model_was_made_for():
     out = jaxkv.generate(short, prompt, **options)
     np.testing.assert_array_equal(out.tokens, jaxkv.generate(long, prompt, **options).tokens)
     assert int(out.cache.seen[0]) == 250 and out.cache.kept.max() <= 24 + 16
-    after = jaxkv.generate(short, prompt[:10], cache=out.cache, max_new_tokens=100, stop_at_eos=False)
+    after = jaxkv.generate(
+        short, prompt[:10], cache=out.cache, max_new_tokens=100, stop_at_eos=False
+    )
     assert len(after.tokens) == 100
-    with pytest.raises(ValueError, match=r"prompt='65 tokens, those kept included': the model was made for 64"):
+    with pytest.raises(
+        ValueError, match=r"prompt='65 tokens, those kept included': the model was made for 64"
+    ):
         jaxkv.generate(short, prompt + prompt[:15], **options)
     endless = jaxkv.StreamingLLM(budget=24, rolling_positions=True)
-    assert len(jaxkv.generate(short, prompt, **(options | {"policy": endless, "max_new_tokens": 40})).tokens) == 40
-    with pytest.raises(ValueError, match=r"max_new_tokens=41: 65 rows would be kept .* give every=64"):
+    assert (
+        len(
+            jaxkv.generate(
+                short, prompt, **(options | {"policy": endless, "max_new_tokens": 40})
+            ).tokens
+        )
+        == 40
+    )
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens=41: 65 rows would be kept .* give every=64"
+    ):
         jaxkv.generate(short, prompt, **(options | {"policy": endless, "max_new_tokens": 41}))
     with pytest.raises(ValueError, match="prompt='90 tokens, 40 new ones included'"):
         jaxkv.generate(short, prompt, policy=jaxkv.StreamingLLM(budget=24), max_new_tokens=40)
@@ -242,5 +277,7 @@ def test_rolling_positions_where_layers_hold_different_rows(dtype):
         np.testing.assert_array_equal(alone.tokens, tokens)
         # The next token does not depend on whether rows were read back one at a time or all at once.
         cache = jaxkv.prefill(model, prompt, policy=policy)
-        first = jaxkv.generate(model, tokens[:6].tolist(), cache=cache, max_new_tokens=1, stop_at_eos=False)
+        first = jaxkv.generate(
+            model, tokens[:6].tolist(), cache=cache, max_new_tokens=1, stop_at_eos=False
+        )
         assert dtype == "bfloat16" or first.tokens[0] == tokens[6]

@@ -36,7 +36,9 @@ class StandIn:
             if context == "":
                 behind = self.tok_encode(continuation, add_special_tokens=False)
                 first = behind[0] == self.prefix_token_id
-                before, behind = (behind[:1], behind[1:]) if first else ([self.prefix_token_id], behind)
+                before, behind = (
+                    (behind[:1], behind[1:]) if first else ([self.prefix_token_id], behind)
+                )
             else:
                 cut = len(context.rstrip())
                 before = self.tok_encode(context[:cut])
@@ -70,7 +72,10 @@ def lm_class():
         if importlib.util.find_spec("lm_eval") is None:
             parts = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.api.model": {"TemplateLM": StandIn}}
             parts["lm_eval.api.registry"] = {"register_model": lambda *names: lambda cls: cls}
-            parts["lm_eval.utils"] = {"get_rolling_token_windows": rolling, "make_disjoint_window": disjoint}
+            parts["lm_eval.utils"] = {
+                "get_rolling_token_windows": rolling,
+                "make_disjoint_window": disjoint,
+            }
             for name, held in parts.items():
                 module = types.ModuleType(name)
                 vars(module).update(held)
@@ -98,9 +103,13 @@ def test_likelihoods_are_those_of_the_model(made):
     prefixes = [before + behind[:at] for before, behind in ids for at in range(len(behind))]
     # All in one batch.
     _, logits = running.prefill(lm.params, prefixes)
-    logs = np.asarray(logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True)))
+    logs = np.asarray(
+        logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True))
+    )
     ends = np.cumsum([len(behind) for _, behind in ids])
-    for (value, greedy), (_, behind), part in zip(found, ids, np.split(logs, ends[:-1]), strict=True):
+    for (value, greedy), (_, behind), part in zip(
+        found, ids, np.split(logs, ends[:-1]), strict=True
+    ):
         assert value == pytest.approx(part[np.arange(len(behind)), behind].sum(), abs=1e-4)
         assert greedy == (part.argmax(axis=-1).tolist() == behind) and not greedy
 
@@ -108,7 +117,9 @@ def test_likelihoods_are_those_of_the_model(made):
 def test_what_greedy_drawing_gives_is_said_to_be(made):
     lm = made(policy="h2o", budget=12)
     ids = lm.tok_encode(CONTEXT)
-    drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=4, stop_at_eos=False).tokens.tolist()
+    drawn = jaxkv.generate(
+        lm.params, ids, policy=lm.policy, max_new_tokens=4, stop_at_eos=False
+    ).tokens.tolist()
     other = [*drawn[:-1], (drawn[-1] + 1) % 256]
     values, greedy = lm._score([ids], [drawn, other, drawn[:2]])
     assert greedy.tolist() == [True, False, True] and values[2] > values[0] > values[1]
@@ -117,34 +128,54 @@ def test_what_greedy_drawing_gives_is_said_to_be(made):
 @pytest.mark.parametrize("name", POLICIES)
 def test_choices_of_one_context_are_what_they_are_alone(made, name):
     lm = made(policy=name, **POLICIES[name], batch_size=3)
-    asked = [(CONTEXT, " yes"), (CONTEXT, " a longer one"), (CONTEXT, "!"), (CONTEXT[:-3], " no"), (CONTEXT[3:], " we")]
+    asked = [
+        (CONTEXT, " yes"),
+        (CONTEXT, " a longer one"),
+        (CONTEXT, "!"),
+        (CONTEXT[:-3], " no"),
+        (CONTEXT[3:], " we"),
+    ]
     together = lm.loglikelihood(requests(*asked), disable_tqdm=True)
     lm.batch_size = 1
     alone = [lm.loglikelihood(requests(each), disable_tqdm=True)[0] for each in asked]
-    np.testing.assert_allclose([value for value, _ in together], [value for value, _ in alone], atol=1e-4)
+    np.testing.assert_allclose(
+        [value for value, _ in together], [value for value, _ in alone], atol=1e-4
+    )
     assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
     # What they are is the policy's own: rows are gone.
     if name != "full":
         full = made(batch_size=3).loglikelihood(requests(*asked), disable_tqdm=True)
-        assert not np.allclose([value for value, _ in together], [value for value, _ in full], atol=1e-2)
+        assert not np.allclose(
+            [value for value, _ in together], [value for value, _ in full], atol=1e-2
+        )
 
 
 def test_choices_share_the_prefill_of_their_context_whatever_the_batch(made, monkeypatch):
     prefilled, prefill = [], Session.prefill
-    monkeypatch.setattr(Session, "prefill", lambda *of, **by: prefilled.append(len(of[1])) or prefill(*of, **by))
+    monkeypatch.setattr(
+        Session, "prefill", lambda *of, **by: prefilled.append(len(of[1])) or prefill(*of, **by)
+    )
     asked = [(CONTEXT, each) for each in (" yes", " a longer one", "!", " no", " we")]
     for size, name in ((1, "h2o"), (2, "snapkv")):
         prefilled.clear()
-        found = made(policy=name, **POLICIES[name], batch_size=size).loglikelihood(requests(*asked), disable_tqdm=True)
+        found = made(policy=name, **POLICIES[name], batch_size=size).loglikelihood(
+            requests(*asked), disable_tqdm=True
+        )
         assert prefilled == [1]
-        whole = made(policy=name, **POLICIES[name], batch_size=5).loglikelihood(requests(*asked), disable_tqdm=True)
-        np.testing.assert_allclose([value for value, _ in found], [value for value, _ in whole], atol=1e-4)
+        whole = made(policy=name, **POLICIES[name], batch_size=5).loglikelihood(
+            requests(*asked), disable_tqdm=True
+        )
+        np.testing.assert_allclose(
+            [value for value, _ in found], [value for value, _ in whole], atol=1e-4
+        )
 
 
 def test_continuations_are_read_under_every_as_answers_are_drawn(made):
     lm = made(policy="snapkv", budget=8, window=4, every=3)
     ids = lm.tok_encode(CONTEXT)
-    drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=8, stop_at_eos=False).tokens.tolist()
+    drawn = jaxkv.generate(
+        lm.params, ids, policy=lm.policy, max_new_tokens=8, stop_at_eos=False
+    ).tokens.tolist()
     assert lm._score([ids], [drawn])[1].tolist() == [True]
     (value,), _ = lm._score([ids], [drawn])
     losses, *_ = losses_of(lm.params, lm.policy, [ids], np.asarray([drawn], np.int32))
@@ -181,7 +212,10 @@ def test_answers_are_those_of_generate(made):
     whole = [jaxkv.generate(lm.params, text, **of).text for text in texts]
     stop = whole[0][3:5]
     # The harness gives one dictionary a task; these are of two.
-    asked = [(text, {"until": [stop], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}) for text in texts]
+    asked = [
+        (text, {"until": [stop], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0})
+        for text in texts
+    ]
     asked.insert(1, (CONTEXT, {"until": None, "max_new_tokens": 5}))
     told = lm.generate_until(requests(*asked), disable_tqdm=True)
     assert [told[0], *told[2:]] == [text.split(stop)[0] for text in whole] and told[0] != whole[0]
@@ -194,10 +228,17 @@ def test_answers_are_those_of_generate(made):
 def test_contexts_have_draws_of_their_own_whatever_the_batch(made):
     lm, alone = (made(policy="random", budget=8, batch_size=size) for size in (3, 1))
     asked = requests((CONTEXT, " yes"), (CONTEXT[::-1], " yes"), (CONTEXT, " no"))
-    found, again = lm.loglikelihood(asked, disable_tqdm=True), alone.loglikelihood(asked, disable_tqdm=True)
-    np.testing.assert_allclose([value for value, _ in found], [value for value, _ in again], atol=1e-4)
+    found, again = (
+        lm.loglikelihood(asked, disable_tqdm=True),
+        alone.loglikelihood(asked, disable_tqdm=True),
+    )
+    np.testing.assert_allclose(
+        [value for value, _ in found], [value for value, _ in again], atol=1e-4
+    )
     texts = requests(*((text, {"max_gen_toks": 4}) for text in (CONTEXT, CONTEXT[::-1])))
-    assert lm.generate_until(texts, disable_tqdm=True) == alone.generate_until(texts, disable_tqdm=True)
+    assert lm.generate_until(texts, disable_tqdm=True) == alone.generate_until(
+        texts, disable_tqdm=True
+    )
     assert lm._key([1, 2]) != lm._key([2, 1]) and made(policy="full")._key([1, 2]) == 0
 
 
@@ -213,7 +254,9 @@ def test_generation_arguments_are_honoured_or_refused(lm_class):
     from jaxkv.evals.harness.model import _drawing
 
     assert _drawing({}, 7) == ((), 7, jaxkv.Greedy())
-    assert _drawing({"until": "\n", "max_tokens": 3, "do_sample": False, "temperature": 1.0, "top_p": 0.5}, 7) == (
+    assert _drawing(
+        {"until": "\n", "max_tokens": 3, "do_sample": False, "temperature": 1.0, "top_p": 0.5}, 7
+    ) == (
         ("\n",),
         3,
         jaxkv.Greedy(),
@@ -236,9 +279,20 @@ def test_generation_arguments_are_honoured_or_refused(lm_class):
 
 def test_models_are_made_of_the_harness_arguments(lm_class):
     model = eval_models.speaking(chat=True)
-    lm = lm_class(model, policy="snapkv", budget=0.5, window=8, batch_size="4", device=None, max_batch_size=None)
+    lm = lm_class(
+        model,
+        policy="snapkv",
+        budget=0.5,
+        window=8,
+        batch_size="4",
+        device=None,
+        max_batch_size=None,
+    )
     assert lm.policy == jaxkv.SnapKV(budget=0.5, window=8) and lm.batch_size == 4
-    assert lm.apply_chat_template([{"role": "user", "content": "Hi"}]) == "<turn>user:Hi<end><turn>assistant:"
+    assert (
+        lm.apply_chat_template([{"role": "user", "content": "Hi"}])
+        == "<turn>user:Hi<end><turn>assistant:"
+    )
     with pytest.raises(ValueError, match="batch_size='auto'"):
         lm_class(model, batch_size="auto")
     with pytest.raises(TypeError, match="budget: the policy is made already"):

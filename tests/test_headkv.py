@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from policy_row import Row
 from policy_table import BY_NAME, WINDOW
 from test_invariants import check_alone, check_prefill
-from test_oracle_agreement import DIM, LAYERS, SHAPES, draw_layers, lengths_of_two, library_kept, seeds
+from test_oracle_agreement import (
+    DIM,
+    LAYERS,
+    SHAPES,
+    draw_layers,
+    lengths_of_two,
+    library_kept,
+    seeds,
+)
 
 import jaxkv
 from jaxkv import CriticalKV, HeadKV, SnapKV
@@ -67,8 +75,13 @@ def test_numbers_of_rows_are_the_formulas(beta):
     formula = marks / marks.sum() * (base / beta) * marks.size + base - base / beta
     formula = formula.reshape(LAYERS, 2, 4).mean(axis=-1)
     assert formula.max() < 40 - WINDOW
-    for kept in library_kept(policy, q, k, (48, 40)), library_kept(policy, q[:, ::-1], k[:, ::-1], (40, 48)):
-        found = np.array([[[len(head) - WINDOW for head in row] for row in layer] for layer in kept])
+    for kept in (
+        library_kept(policy, q, k, (48, 40)),
+        library_kept(policy, q[:, ::-1], k[:, ::-1], (40, 48)),
+    ):
+        found = np.array(
+            [[[len(head) - WINDOW for head in row] for row in layer] for layer in kept]
+        )
         assert (np.abs(found - formula[:, None]) < 2).all()
 
 
@@ -99,7 +112,9 @@ def test_slots(dtype):
 def test_all_alike_is_snapkv():
     q, k = draw_layers(5, 3, (40, 31))
     same = HeadKV(budget=12, window=WINDOW, scores=((2.0,) * 2,) * LAYERS)
-    assert library_kept(same, q, k, (40, 31)) == library_kept(SnapKV(budget=12, window=WINDOW), q, k, (40, 31))
+    assert library_kept(same, q, k, (40, 31)) == library_kept(
+        SnapKV(budget=12, window=WINDOW), q, k, (40, 31)
+    )
     assert HeadKV().parts() == HeadKV(beta=2.0).parts() == SnapKV().parts()
 
 
@@ -107,7 +122,8 @@ def test_two_stages_keep_each_heads_number():
     config = tiny.TWO_LAYERS
     base = row_of(config.layers, config.kv_heads).policy(20)
     caches = [
-        jaxkv.Session(tiny.tiny(config), each).prefill([list(range(50))]) for each in (base, CriticalKV(base=base))
+        jaxkv.Session(tiny.tiny(config), each).prefill([list(range(50))])
+        for each in (base, CriticalKV(base=base))
     ]
     one, two = (np.asarray(jax.device_get(cache.length)) for cache in caches)
     assert one.tolist() == two.tolist() and len(set(one.reshape(-1).tolist())) > 1
@@ -116,7 +132,11 @@ def test_two_stages_keep_each_heads_number():
 def test_files(as_users_call, tmp_path):
     table, path = scores_of(2, 3), tmp_path / "scores.json"
     path.write_text(json.dumps(table))
-    assert HeadKV(scores=str(path)) == HeadKV(scores=table) == HeadKV(scores=[list(row) for row in table])
+    assert (
+        HeadKV(scores=str(path))
+        == HeadKV(scores=table)
+        == HeadKV(scores=[list(row) for row in table])
+    )
     named = {f"{layer}-{head}": [table[layer][head]] * 2 for head in range(3) for layer in range(2)}
     path.write_text(json.dumps(named))
     assert HeadKV(scores=str(path)) == HeadKV(scores=table)
@@ -130,7 +150,16 @@ def test_files(as_users_call, tmp_path):
         HeadKV(scores=str(tmp_path / "pipe"))
 
 
-NO_TABLES = [(), (1.0,), ((1.0,), (1.0, 2.0)), ((-1.0, 2.0),), ((0.0,),), ((float("inf"),),), ((True,),), (("1",),)]
+NO_TABLES = [
+    (),
+    (1.0,),
+    ((1.0,), (1.0, 2.0)),
+    ((-1.0, 2.0),),
+    ((0.0,),),
+    ((float("inf"),),),
+    ((True,),),
+    (("1",),),
+]
 NO_FILES = [
     "[]",
     "{}",
@@ -143,7 +172,9 @@ NO_FILES = [
 ]
 
 
-@pytest.mark.parametrize("bad", [*NO_TABLES, *NO_FILES, {1: 2}, 10**400, "\0"], ids=lambda bad: repr(bad)[:20])
+@pytest.mark.parametrize(
+    "bad", [*NO_TABLES, *NO_FILES, {1: 2}, 10**400, "\0"], ids=lambda bad: repr(bad)[:20]
+)
 def test_what_is_no_table_is_refused(as_users_call, tmp_path, bad):
     if isinstance(bad, str):
         (tmp_path / "bad.json").write_text(bad)
@@ -171,6 +202,11 @@ def test_what_does_not_fit_is_refused(as_users_call):
         with pytest.raises(ValueError, match=message):
             jaxkv.Session(model, HeadKV(budget=40, scores=scores))
     k = np.zeros((1, 2, 50, 8), np.float32)
-    with pytest.raises(ValueError, match="scores='7 heads': the model has 2: give a score for each layer and kv head"):
+    with pytest.raises(
+        ValueError,
+        match="scores='7 heads': the model has 2: give a score for each layer and kv head",
+    ):
         policy = HeadKV(budget=40, scores=scores_of(1, 7))
-        jaxkv.compress(k, k, queries=np.zeros((1, 4, 32, 8), np.float32), policy=policy, layer=0, layers=1)
+        jaxkv.compress(
+            k, k, queries=np.zeros((1, 4, 32, 8), np.float32), policy=policy, layer=0, layers=1
+        )

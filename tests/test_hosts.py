@@ -106,10 +106,14 @@ def test_what_one_process_is_given_otherwise_all_refuse(name):
         assert re.search(REFUSED[name], dict(told)[name])
 
 
-@pytest.mark.parametrize("name, call, field", [("path", "load", "name_or_path"), ("cache", "load_cache", "path")])
+@pytest.mark.parametrize(
+    "name, call, field", [("path", "load", "name_or_path"), ("cache", "load_cache", "path")]
+)
 def test_what_one_process_cannot_load_none_does(name, call, field):
     first, second = (dict(told)[name] for told in said("refused", "refused"))
-    assert re.match(rf"RuntimeError: jaxkv\.{call} failed in process 1: ValueError: {field}=.*nowhere", first)
+    assert re.match(
+        rf"RuntimeError: jaxkv\.{call} failed in process 1: ValueError: {field}=.*nowhere", first
+    )
     assert re.match(rf"ValueError: {field}=.*nowhere", second)
 
 
@@ -125,7 +129,10 @@ def test_refusals_leave_the_processes_in_step():
 
 # In any of these orders, and from whichever of JAX's threads speaks first: that another process is gone, and which.
 ENDS = {
-    "killed": ("another task died", r"Task 1 heartbeat timeout|stopped sending heartbeats\):\s+1\b"),
+    "killed": (
+        "another task died",
+        r"Task 1 heartbeat timeout|stopped sending heartbeats\):\s+1\b",
+    ),
     "raises": (
         "another task died",
         "Shutdown barrier has failed",

@@ -29,7 +29,13 @@ GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def engine():
-    options = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 40, "queue": 6}
+    options = {
+        "slots": 2,
+        "max_prompt_tokens": 64,
+        "max_question_tokens": 16,
+        "max_new_tokens": 40,
+        "queue": 6,
+    }
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
         yield engine
 
@@ -52,7 +58,9 @@ def alone(prompt, **options):
 
 def events(response):
     """Objects of a stream, which must have ended in order."""
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    assert response.status_code == 200 and response.headers["content-type"].startswith(
+        "text/event-stream"
+    )
     *found, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert end == "[DONE]"
     return [json.loads(each) for each in found]
@@ -67,7 +75,9 @@ def test_models(client):
 def test_texts_and_ids_are_continued_as_generate_does(client):
     prompts = ids(3, 9, 14)
     found = client.post(TEXTS, json={"model": "tiny", "prompt": prompts, **GREEDY}).json()
-    assert found["object"] == "text_completion" and [each["index"] for each in found["choices"]] == [0, 1]
+    assert found["object"] == "text_completion" and [
+        each["index"] for each in found["choices"]
+    ] == [0, 1]
     assert [each["text"] for each in found["choices"]] == alone(prompts).text
     assert {each["finish_reason"] for each in found["choices"]} == {"length"}
     assert found["usage"] == {
@@ -76,31 +86,54 @@ def test_texts_and_ids_are_continued_as_generate_does(client):
         "total_tokens": 41,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-    (choice,) = client.post(TEXTS, json={"prompt": DOC, "temperature": 0, "ignore_eos": True}).json()["choices"]
+    (choice,) = client.post(
+        TEXTS, json={"prompt": DOC, "temperature": 0, "ignore_eos": True}
+    ).json()["choices"]
     # OpenAI's default is 16 tokens.
     assert choice["text"] == alone(DOC, raw=True, max_new_tokens=16).text
 
 
 def test_chats_are_answered_as_generate_does(client):
     text = alone(CHAT).text
-    parts = [{"role": "user", "content": [{"type": "text", "text": DOC[:9]}, {"type": "text", "text": DOC[9:]}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": DOC[:9]}, {"type": "text", "text": DOC[9:]}],
+        }
+    ]
     for messages in (CHAT, parts):
         found = client.post(CHATS, json={"messages": messages, **GREEDY}).json()
         assert found["object"] == "chat.completion"
-        assert found["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+        assert found["choices"][0]["message"] == {
+            "role": "assistant",
+            "content": text,
+            "refusal": None,
+        }
     found = client.post(CHATS, json={"messages": CHAT, **GREEDY, "budget": 9}).json()["choices"][0]
-    smaller = jaxkv.generate(lettered.tiny(), CHAT, policy=jaxkv.KNorm(budget=9), max_new_tokens=9, stop_at_eos=False)
+    smaller = jaxkv.generate(
+        lettered.tiny(), CHAT, policy=jaxkv.KNorm(budget=9), max_new_tokens=9, stop_at_eos=False
+    )
     assert found["message"]["content"] == smaller.text
     stop = text[4]
-    found = client.post(CHATS, json={"messages": CHAT, **GREEDY, "stop": [stop, "zzz"]}).json()["choices"][0]
-    assert found["message"]["content"] == text[: text.index(stop)] and found["finish_reason"] == "stop"
+    found = client.post(CHATS, json={"messages": CHAT, **GREEDY, "stop": [stop, "zzz"]}).json()[
+        "choices"
+    ][0]
+    assert (
+        found["message"]["content"] == text[: text.index(stop)] and found["finish_reason"] == "stop"
+    )
 
 
 @pytest.mark.parametrize("seed", [7, -1, 2**40 + 7])
 def test_draws_follow_the_seed(client, seed):
     """One answer draws with the seed's key, several with keys folded from it."""
     key = jax.random.key(seed) if seed < 2**32 else jax.random.fold_in(jax.random.key(7), 2**8)
-    body = {"messages": CHAT, "seed": seed, "max_completion_tokens": 9, "ignore_eos": True, "top_p": 0.9}
+    body = {
+        "messages": CHAT,
+        "seed": seed,
+        "max_completion_tokens": 9,
+        "ignore_eos": True,
+        "top_p": 0.9,
+    }
     (one,) = client.post(CHATS, json=body).json()["choices"]
     assert one["message"]["content"] == alone(CHAT, sampling=TopP(0.9), key=key).text
     if seed == 7:
@@ -114,30 +147,50 @@ def test_draws_follow_the_seed(client, seed):
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_prefill_each_prompt_once(engine, client, monkeypatch, stream):
     prefilled, prefilling = [], engine._slots.prefilling
-    monkeypatch.setattr(engine._slots, "prefilling", lambda *a, **o: prefilled.append(a) or prefilling(*a, **o))
+    monkeypatch.setattr(
+        engine._slots, "prefilling", lambda *a, **o: prefilled.append(a) or prefilling(*a, **o)
+    )
     body = {"prompt": ids(3, 9, 14), "n": 3, "max_tokens": 9, "seed": 7, "stream": stream}
     response = client.post(TEXTS, json=body)
     if not stream:
-        assert len(response.json()["choices"]) == 6 and response.json()["usage"]["prompt_tokens"] == 23
+        assert (
+            len(response.json()["choices"]) == 6 and response.json()["usage"]["prompt_tokens"] == 23
+        )
     assert response.status_code == 200 and len(prefilled) == 2
 
 
-@pytest.mark.parametrize(("path", "asked"), [(TEXTS, {"prompt": ids(3, 9, 14)}), (CHATS, {"messages": CHAT, "n": 2})])
+@pytest.mark.parametrize(
+    ("path", "asked"), [(TEXTS, {"prompt": ids(3, 9, 14)}), (CHATS, {"messages": CHAT, "n": 2})]
+)
 def test_streams_are_the_same_in_pieces(client, path, asked):
     body = {**asked, **GREEDY}
     whole = client.post(path, json=body).json()
-    found = events(client.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}))
+    found = events(
+        client.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    )
     *chunks, last = found
     assert last["choices"] == [] and last["usage"] == whole["usage"]
-    assert len({each["id"] for each in found}) == 1 and all(each["usage"] is None for each in chunks)
+    assert len({each["id"] for each in found}) == 1 and all(
+        each["usage"] is None for each in chunks
+    )
     for at, choice in enumerate(whole["choices"]):
         mine = [each["choices"][0] for each in chunks if each["choices"][0]["index"] == at]
-        said = [each["text"] if "text" in each else each["delta"].get("content", "") for each in mine]
-        assert "".join(said) == (choice["text"] if "text" in choice else choice["message"]["content"])
-        assert len(said) > 2 and [each["finish_reason"] for each in mine if each["finish_reason"]] == ["length"]
+        said = [
+            each["text"] if "text" in each else each["delta"].get("content", "") for each in mine
+        ]
+        assert "".join(said) == (
+            choice["text"] if "text" in choice else choice["message"]["content"]
+        )
+        assert len(said) > 2 and [
+            each["finish_reason"] for each in mine if each["finish_reason"]
+        ] == ["length"]
         if path == CHATS:
-            assert mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
-    assert not any("usage" in each for each in events(client.post(path, json={**body, "stream": True})))
+            assert (
+                mine[0]["delta"] == {"role": "assistant", "content": ""} and mine[-1]["delta"] == {}
+            )
+    assert not any(
+        "usage" in each for each in events(client.post(path, json={**body, "stream": True}))
+    )
 
 
 def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
@@ -146,7 +199,9 @@ def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
 
     async def main():
         with held(engine):
-            answering = asyncio.create_task(posted(app, CHATS, body, until=lambda: False, sent=sent))
+            answering = asyncio.create_task(
+                posted(app, CHATS, body, until=lambda: False, sent=sent)
+            )
             while not (sent and engine.stats.prefilling):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.01)
@@ -158,7 +213,11 @@ def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
     assert start["type"] == "http.response.start" and start["status"] == 200
     first = {}
     for message in sent[1:-2]:
-        chunks = [json.loads(each.removeprefix(b"data: ")) for each in message["body"].split(b"\n\n") if each]
+        chunks = [
+            json.loads(each.removeprefix(b"data: "))
+            for each in message["body"].split(b"\n\n")
+            if each
+        ]
         (at,) = {chunk["choices"][0]["index"] for chunk in chunks}
         first.setdefault(at, [chunk["choices"][0]["delta"] for chunk in chunks])
     assert first.keys() == {0, 1}
@@ -168,7 +227,12 @@ def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
 
 def test_documents(client):
     made = client.post(DOCUMENTS, json={"text": DOC}).json()
-    assert made["object"] == "document" and made["tokens"] == 45 and made["rows"] == 16 and made["bytes"] > 0
+    assert (
+        made["object"] == "document"
+        and made["tokens"] == 45
+        and made["rows"] == 16
+        and made["bytes"] > 0
+    )
     assert made in client.get(DOCUMENTS).json()["data"]
     assert client.get(f"{DOCUMENTS}/{made['id']}").json() == made
     cache = jaxkv.prefill(lettered.tiny(), DOC, policy=POLICY)
@@ -178,7 +242,10 @@ def test_documents(client):
     text = jaxkv.generate(lettered.tiny(), "who?", **options).text
     found = client.post(CHATS, json={"messages": question, **asked}).json()
     assert found["choices"][0]["message"]["content"] == text
-    assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 45} and found["usage"]["prompt_tokens"] > 49
+    assert (
+        found["usage"]["prompt_tokens_details"] == {"cached_tokens": 45}
+        and found["usage"]["prompt_tokens"] > 49
+    )
     assert client.post(TEXTS, json={"prompt": "who?", **asked}).json()["choices"][0]["text"] == text
     assert client.delete(f"{DOCUMENTS}/{made['id']}").json() == {
         "id": made["id"],
@@ -190,7 +257,9 @@ def test_documents(client):
         client.delete(f"{DOCUMENTS}/{made['id']}"),
         client.post(CHATS, json={"messages": question, **asked}),
     ):
-        assert response.status_code == 404 and response.json()["error"]["code"] == "document_not_found"
+        assert (
+            response.status_code == 404 and response.json()["error"]["code"] == "document_not_found"
+        )
 
 
 BIG = 10**400
@@ -220,7 +289,11 @@ REFUSED = [
     (CHATS, {"messages": [{"role": "user"}]}, "messages"),
     (CHATS, {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
     (CHATS, {"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
-    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    (
+        CHATS,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages",
+    ),
     (CHATS, {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages"),
     (CHATS, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     (CHATS, {"max_completion_tokens": 41}, "max_completion_tokens"),
@@ -249,7 +322,16 @@ REFUSED = [
 JUNK = (True, "a", -1, BIG, 1e300, [[]], {"a": None})
 REFUSED += [
     (CHATS, {name: value}, name)
-    for name in ("max_tokens", "temperature", "top_p", "n", "seed", "stream_options", "stop", "budget")
+    for name in (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "stream_options",
+        "stop",
+        "budget",
+    )
     for value in JUNK
     if (name, value) not in [("stop", "a"), ("seed", -1)]
 ]
@@ -260,19 +342,42 @@ def test_what_cannot_be_is_refused_by_name(client):
     """Each with status 400 in OpenAI's form, and the field at fault."""
     for path, body, param in REFUSED:
         given = {"messages": CHAT, **body} if path == CHATS else body
-        response = client.post(path, content=json.dumps(given), headers={"content-type": "application/json"})
+        response = client.post(
+            path, content=json.dumps(given), headers={"content-type": "application/json"}
+        )
         assert response.status_code == 400, (body, response.text)
         error = response.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        assert (
+            error.keys() == {"message", "type", "param", "code"}
+            and error["type"] == "invalid_request_error"
+        )
         if param is not None:
-            assert re.split(r"[.[]", error["param"] or "")[0] == param and error["message"], (body, error)
+            assert re.split(r"[.[]", error["param"] or "")[0] == param and error["message"], (
+                body,
+                error,
+            )
 
 
 def test_parameters_that_say_nothing_are_taken(client):
-    said = {"n": 1, "logit_bias": {}, "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "stop": None}
-    said |= {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False, "metadata": {}}
+    said = {
+        "n": 1,
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "user": "me",
+        "stop": None,
+    }
+    said |= {
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "store": False,
+        "metadata": {},
+    }
     said |= {"top_k": -1, "stream": False, "max_completion_tokens": 9.0, "logprobs": False}
-    said |= {name: None for name in ("seed", "functions", "audio", "stream_options", "document", "model")}
+    said |= {
+        name: None for name in ("seed", "functions", "audio", "stream_options", "document", "model")
+    }
     found = client.post(CHATS, json={"messages": CHAT, **GREEDY, **said})
     assert found.json()["choices"][0]["message"]["content"] == alone(CHAT).text
 
@@ -332,7 +437,9 @@ def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
     assert 1 <= int(response.headers["retry-after"]) <= 60
     hasty = TestClient(Application({"tiny": engine}, limits=Limits(seconds=1e-6)))
     assert hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40}).status_code == 504
-    assert hasty.post(DOCUMENTS, json={"text": "a"}).status_code == 504 and not engine.documents.all()
+    assert (
+        hasty.post(DOCUMENTS, json={"text": "a"}).status_code == 504 and not engine.documents.all()
+    )
     # Once the headers have gone, an error is an event.
     streamed = hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40, "stream": True})
     assert streamed.status_code == 200 and '"code":"deadline_exceeded"' in streamed.text
@@ -394,12 +501,16 @@ def test_documents_end_when_their_client_goes(engine, app, caplog):
             return begun
 
         async def main():
-            await asyncio.gather(*(posted(app, DOCUMENTS, {"text": DOC}, until=all_begun) for _ in range(4)))
+            await asyncio.gather(
+                *(posted(app, DOCUMENTS, {"text": DOC}, until=all_begun) for _ in range(4))
+            )
 
         with caplog.at_level(logging.INFO, "jaxkv.serving"):
             asyncio.run(asyncio.wait_for(main(), 60))
         assert caplog.text.count(f"POST {DOCUMENTS} 499") == 4 and given_up.wait(60)
-    assert engine.submit(DOC, max_new_tokens=2).result(60) is not None and not engine.documents.all()
+    assert (
+        engine.submit(DOC, max_new_tokens=2).result(60) is not None and not engine.documents.all()
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -418,21 +529,35 @@ def test_requests_end_when_their_client_goes(engine, app, caplog, stream):
 def test_metrics_and_log(client, caplog):
     def read():
         families = text_string_to_metric_families(client.get("/metrics").text)
-        return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+        return {
+            (each.name, *each.labels.values()): each.value
+            for family in families
+            for each in family.samples
+        }
 
     before = read()
     with caplog.at_level(logging.INFO, "jaxkv.serving"):
         client.post(CHATS, json={"messages": CHAT, **GREEDY})
         client.post(CHATS, json={})
     after = read()
-    grown = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    grown = {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if value != before.get(name, 0)
+    }
     assert grown[("jaxkv_http_requests_total", CHATS, "200")] == 1
     assert grown[("jaxkv_http_requests_total", CHATS, "400")] == 1
-    assert grown[("jaxkv_time_to_first_token_seconds_count", "tiny")] == grown[("jaxkv_answers_total", "tiny")] == 1
+    assert (
+        grown[("jaxkv_time_to_first_token_seconds_count", "tiny")]
+        == grown[("jaxkv_answers_total", "tiny")]
+        == 1
+    )
     assert grown[("jaxkv_answer_tokens_sum", "tiny")] == grown[("jaxkv_tokens_total", "tiny")] == 9
     assert after[("jaxkv_slots", "tiny")] == 2 and after[("jaxkv_slots_taken", "tiny")] == 0
     lines = [record.getMessage() for record in caplog.records if record.name == "jaxkv.serving"]
-    assert len(lines) == 2 and f"POST {CHATS} 200 prompt_tokens=47 new_tokens=9 seconds=" in lines[0]
+    assert (
+        len(lines) == 2 and f"POST {CHATS} 200 prompt_tokens=47 new_tokens=9 seconds=" in lines[0]
+    )
     assert DOC[:9] not in caplog.text
 
 
@@ -445,9 +570,16 @@ def test_the_description_has_all_fields(client):
 
 def test_openais_clients(client, app):
     """Sync, answers, streams, a document, and the classes of its errors."""
-    asks = openai.OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+    asks = openai.OpenAI(
+        api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0
+    )
     assert [each.id for each in asks.models.list()] == ["tiny"]
-    options = {"model": "tiny", "temperature": 0, "max_tokens": 9, "extra_body": {"ignore_eos": True}}
+    options = {
+        "model": "tiny",
+        "temperature": 0,
+        "max_tokens": 9,
+        "extra_body": {"ignore_eos": True},
+    }
     text = alone(CHAT).text
     answer = asks.chat.completions.create(messages=CHAT, **options)
     assert answer.choices[0].message.content == text and answer.usage.completion_tokens == 9

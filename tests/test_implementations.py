@@ -21,15 +21,22 @@ TPU = Implementation.TPU
 
 
 def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, capability=(8, 0)):
-    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, capability=capability)
+    return choose(
+        asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, capability=capability
+    )
 
 
 def test_auto(monkeypatch):
     monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: None)
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
     for dtype, dim in ((jnp.bfloat16, 128), (jnp.float32, 80)):
-        assert chosen(platform="tpu", dtype=dtype, head_dim=dim) == Implementations(prefill=TPU, decode=TPU)
-    by_cudnn, by_pallas = Implementations(prefill=CUDNN, decode=PALLAS), Implementations(prefill=PALLAS, decode=PALLAS)
+        assert chosen(platform="tpu", dtype=dtype, head_dim=dim) == Implementations(
+            prefill=TPU, decode=TPU
+        )
+    by_cudnn, by_pallas = (
+        Implementations(prefill=CUDNN, decode=PALLAS),
+        Implementations(prefill=PALLAS, decode=PALLAS),
+    )
     by_mosaic = Implementations(prefill=MOSAIC, decode=PALLAS)
     for dim, capability, expected in (
         (128, None, by_cudnn),
@@ -56,13 +63,17 @@ def test_auto_leaves_out_what_cuda_miscompiles(monkeypatch):
 def test_asked_for():
     assert chosen("xla") == Implementations(prefill=XLA, decode=XLA)
     assert chosen(PALLAS) == Implementations(prefill=PALLAS, decode=PALLAS)
-    assert chosen("pallas", platform="cpu") == Implementations(prefill=INTERPRETED, decode=INTERPRETED)
+    assert chosen("pallas", platform="cpu") == Implementations(
+        prefill=INTERPRETED, decode=INTERPRETED
+    )
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
     assert str(chosen("tpu", platform="cpu")) == "tpu (interpreted)"
     assert chosen("cudnn") == Implementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
     for capability in ((9, 0), None):
-        assert chosen("mosaic", capability=capability) == Implementations(prefill=MOSAIC, decode=PALLAS)
+        assert chosen("mosaic", capability=capability) == Implementations(
+            prefill=MOSAIC, decode=PALLAS
+        )
     assert chosen("mosaic", dtype=jnp.float16, head_dim=64, capability=(9, 0)).prefill is MOSAIC
 
 
@@ -85,10 +96,16 @@ POLICIES = {
     "streaming": jaxkv.StreamingLLM(budget=16),
     "again": jaxkv.SnapKV(budget=16, window=8, every=3),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
-    "omnikv, windowed": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4),
-    "omnikv, all tokens": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, include_generated=True),
+    "omnikv, windowed": jaxkv.OmniKV(
+        budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4
+    ),
+    "omnikv, all tokens": jaxkv.OmniKV(
+        budget=12, filter_layers=(0,), adjacent=0, include_generated=True
+    ),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
-    "quest, compressed": jaxkv.Quest(budget=12, page=4, dense_layers=0, base=jaxkv.PyramidKV(budget=20, window=4)),
+    "quest, compressed": jaxkv.Quest(
+        budget=12, page=4, dense_layers=0, base=jaxkv.PyramidKV(budget=20, window=4)
+    ),
     "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
     "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
     "h2o, int8": jaxkv.H2O(budget=16, store="int8"),
@@ -98,7 +115,10 @@ POLICIES = {
     "again, int4": jaxkv.SnapKV(budget=16, window=8, every=3, store="int4"),
     "quest, int8": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int8"),
     "omnikv, compressed": jaxkv.OmniKV(
-        budget=12, filter_layers=(0,), adjacent=0, base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8))
+        budget=12,
+        filter_layers=(0,),
+        adjacent=0,
+        base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)),
     ),
 }
 
@@ -108,7 +128,9 @@ def test_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
     # Rows in 4 bits have a kernel for heads of whole pairs of groups, and another form of words from 128 elements on.
     wide = {"int4": 128, "mixed": 64}.get(POLICIES[name].store)
-    model = tiny.tiny(tiny.shape(layers=2, kv_heads=2, group=3, dim=wide) if wide else tiny.TWO_LAYERS)
+    model = tiny.tiny(
+        tiny.shape(layers=2, kv_heads=2, group=3, dim=wide) if wide else tiny.TWO_LAYERS
+    )
     ids = tiny.prompts(0, [37, 21])
     kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
@@ -131,7 +153,18 @@ def test_kernels_generate_what_xla_does(name):
 
 # A policy of each kind of step: appended rows in pools of their own and in a shared one, windows, evicted rows, scores,
 # chosen rows, pages, codes, rows that are compressed again.
-ON_TPUS = ["full", "adakv", "shared", "rolling", "h2o", "d2o", "again", "omnikv", "quest", "snapkv, int8"]
+ON_TPUS = [
+    "full",
+    "adakv",
+    "shared",
+    "rolling",
+    "h2o",
+    "d2o",
+    "again",
+    "omnikv",
+    "quest",
+    "snapkv, int8",
+]
 
 
 # Pools of whole tiles, in which kernels score and evict rows: found by a kernel, or by XLA for all heads together.
@@ -141,7 +174,9 @@ WHOLE_TILES = {
     "d2o, whole tiles": jaxkv.D2O(budget=19),
     "adakv, whole tiles": jaxkv.AdaKV(base=jaxkv.RoCo(budget=19)),
 }
-on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a TPU's kernels are interpreted on a CPU alone")
+on_a_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="a TPU's kernels are interpreted on a CPU alone"
+)
 
 
 @on_a_cpu
@@ -150,7 +185,9 @@ def test_a_tpus_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
     kwargs = {"policy": (POLICIES | WHOLE_TILES)[name], "max_new_tokens": 5, "stop_at_eos": False}
-    plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu"))
+    plain, kernels = (
+        jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu")
+    )
     assert kernels.stats.attention == "tpu (interpreted)"
     for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -179,8 +216,14 @@ def test_a_tpus_kernels_on_a_mesh(name):
 def test_layers_with_windows_on_a_tpu():
     """Window layers, whose rows lie in rings, read and write them by the kernel."""
     model, ids = tiny.tiny(test_windows.SHAPE), test_windows.prompts()
-    kwargs = {"policy": jaxkv.SnapKV(budget=16, window=6), "max_new_tokens": 5, "stop_at_eos": False}
-    plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu"))
+    kwargs = {
+        "policy": jaxkv.SnapKV(budget=16, window=6),
+        "max_new_tokens": 5,
+        "stop_at_eos": False,
+    }
+    plain, kernels = (
+        jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu")
+    )
     for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -194,7 +237,11 @@ def test_a_tpus_programs_have_its_kernels():
     layer = next(each for each in work.prefill.calls if each.name == "layer")
     with_kernels = [layer.traced, traced_loop(work)[0]]
     prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
-    assert "splash_mha" in prefill and "tpu_decode" in decode and "stablehlo.bitcast_convert" not in prefill
+    assert (
+        "splash_mha" in prefill
+        and "tpu_decode" in decode
+        and "stablehlo.bitcast_convert" not in prefill
+    )
     for store, joins in (("int8", True), ("int4", False), ("mixed", False)):
         policy = jaxkv.SnapKV(budget=240, window=8, store=store)
         traced, _ = traced_loop(dataclasses.replace(work, policy=policy, tokens=512))
@@ -216,7 +263,12 @@ def test_no_forms_of_a_cpu_on_a_tpu():
     for shape in (tiny.TWO_LAYERS, test_windows.SHAPE):
         for implementation, casts in ((TPU, False), (XLA, True)):
             flat = abstract_model(shape, "bfloat16")
-            given = {"policy": jaxkv.SnapKV(budget=16, window=8), "batch": 1, "tokens": 64, "new": 4}
+            given = {
+                "policy": jaxkv.SnapKV(budget=16, window=8),
+                "batch": 1,
+                "tokens": 64,
+                "new": 4,
+            }
             work = Work(flat=flat, implementation=implementation, **given)
             texts = [
                 each.traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -230,9 +282,13 @@ def test_kernels_answer_a_question_on_a_cache():
     """Several queries over a pool, merged with the causal part."""
     model = tiny.tiny(tiny.TWO_LAYERS)
     document, question = tiny.prompts(1, [40, 25]), tiny.prompts(2, [7, 3])
-    cache = jaxkv.prefill(model, document, policy=jaxkv.SnapKV(budget=16, window=8), implementation="pallas")
+    cache = jaxkv.prefill(
+        model, document, policy=jaxkv.SnapKV(budget=16, window=8), implementation="pallas"
+    )
     answers = [
-        jaxkv.generate(model, question, cache=cache, max_new_tokens=4, implementation=each, stop_at_eos=False)
+        jaxkv.generate(
+            model, question, cache=cache, max_new_tokens=4, implementation=each, stop_at_eos=False
+        )
         for each in ("xla", "pallas")
     ]
     for ours, theirs in zip(answers[1].tokens, answers[0].tokens, strict=True):
@@ -256,8 +312,14 @@ def test_a_window_longer_than_the_prompt():
     """The kernels too take prompts shorter than the observation window."""
     model = tiny.tiny(tiny.TWO_LAYERS)
     ids = tiny.prompts(3, [30, 5])
-    kwargs = {"policy": jaxkv.SnapKV(budget=12, window=8), "max_new_tokens": 3, "stop_at_eos": False}
-    plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "pallas"))
+    kwargs = {
+        "policy": jaxkv.SnapKV(budget=12, window=8),
+        "max_new_tokens": 3,
+        "stop_at_eos": False,
+    }
+    plain, kernels = (
+        jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "pallas")
+    )
     for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

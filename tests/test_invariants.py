@@ -43,7 +43,12 @@ two_models = pytest.mark.parametrize(
 spread = pytest.mark.parametrize(
     ("row", "config"),
     [(row, GQA) for row in DECODED]
-    + [(BY_NAME[name], config) for name in ("adakv", "d2o") for config in tiny.MODELS.values() if config != GQA],
+    + [
+        (BY_NAME[name], config)
+        for name in ("adakv", "d2o")
+        for config in tiny.MODELS.values()
+        if config != GQA
+    ],
     ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
 )
 
@@ -119,7 +124,9 @@ def lengths_below(budget, lengths):
 
 def check_merged(cache, full):
     """Kept rows of a merging policy: positions of the prompt, and none of them longer than the longest row."""
-    longest = {(a, b, c): np.linalg.norm(k, axis=-1).max() for a, b, c, k, _, _ in tiny.segments(full)}
+    longest = {
+        (a, b, c): np.linalg.norm(k, axis=-1).max() for a, b, c, k, _, _ in tiny.segments(full)
+    }
     for layer, row, head, k, v, _ in tiny.segments(cache):
         assert np.isfinite(k).all() and np.isfinite(v).all()
         assert np.linalg.norm(k, axis=-1).max() <= longest[layer, row, head] * (1 + 1e-5)
@@ -178,11 +185,16 @@ def check_constant(row: Row, model, seed, lengths, budget, steps=6):
     limit, before = np.asarray(cache.limit), tiny.kept(cache)
     for step in range(1, steps + 1):
         # Room for a sequence below its budget comes once: another size of pools would be another program.
-        _, cache = tiny.decode(model, cache, [[5 + step] * len(lengths)], room=steps if step == 1 else 0)
+        _, cache = tiny.decode(
+            model, cache, [[5 + step] * len(lengths)], room=steps if step == 1 else 0
+        )
         seen = np.asarray(lengths) + step
         check_layout(cache, seen, ordered=False)
         np.testing.assert_array_equal(cache.limit, limit)
-        grown = np.minimum(limit, np.asarray([[[len(head) + 1 for head in one] for one in layer] for layer in before]))
+        grown = np.minimum(
+            limit,
+            np.asarray([[[len(head) + 1 for head in one] for one in layer] for layer in before]),
+        )
         np.testing.assert_array_equal(cache.kept, grown)
         after = tiny.kept(cache)
         for layer, row_index, head in np.ndindex(*limit.shape):
@@ -190,7 +202,9 @@ def check_constant(row: Row, model, seed, lengths, budget, steps=6):
             n = seen[row_index]
             assert new <= old | {n - 1} and n - 1 in new
             recent = np.asarray(cache.state.recent)[layer, row_index]
-            assert set(range(min(row.sinks, n))) | set(range(max(0, n - min(recent, step)), n)) <= new
+            assert (
+                set(range(min(row.sinks, n))) | set(range(max(0, n - min(recent, step)), n)) <= new
+            )
         before = after
 
 
@@ -221,7 +235,11 @@ def test_decoding_appends_or_replaces(row, seed, lengths):
 
 @spread
 @settings(max_examples=2)
-@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)), budget=st.sampled_from((64, 1.0)))
+@given(
+    seed=seeds,
+    lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)),
+    budget=st.sampled_from((64, 1.0)),
+)
 def test_a_budget_of_the_length_changes_nothing(row, config, seed, lengths, budget):
     model = tiny.tiny(config)
     ids, tokens = tiny.prompts(seed, lengths), [[1, 2], [3, 4], [5, 6]]
@@ -256,7 +274,10 @@ def test_packing_is_the_same_with_and_without_jit(name):
 
     def both():
         layer = of_prompt(scores, forced, length)
-        mask, taken = choose([layer], rows, heads=parts.heads).masks[0], Unpacked(k, v, layer.inside)
+        mask, taken = (
+            choose([layer], rows, heads=parts.heads).masks[0],
+            Unpacked(k, v, layer.inside),
+        )
         pool, start = pack(taken, mask, rows=40, layout=parts.layout)
         empty = jax.tree.map(jnp.copy, pool)
         return mask, pool, start, pack_shared(empty, taken, mask, start[0])
@@ -270,12 +291,24 @@ def test_packing_is_the_same_with_and_without_jit(name):
 def test_what_must_stay_is_planned_for(allocation):
     # The span is widest in the shortest prompts of the bucket, and wider than some layers' share of the budget.
     span, lengths = ((-30, 30),), (36, 34)
-    policy = jaxkv.PyramidKV(budget=0.25, window=8, sinks=3, allocation=allocation, min_budget="clamp", protect=span)
-    row = Row(name="span", make=lambda *_, **kw: policy, oracle=None, sinks=3, window=8, protect=span, exact=False)
+    policy = jaxkv.PyramidKV(
+        budget=0.25, window=8, sinks=3, allocation=allocation, min_budget="clamp", protect=span
+    )
+    row = Row(
+        name="span",
+        make=lambda *_, **kw: policy,
+        oracle=None,
+        sinks=3,
+        window=8,
+        protect=span,
+        exact=False,
+    )
     cache, _, needed = tiny.run(tiny.tiny(GQA), tiny.prompts(8, lengths), policy)
     check_layout(cache, lengths)
     check_spans(row, tiny.kept(cache), lengths)
-    rows = np.broadcast_to(needed.budget, cache.kept.shape[:2]) if needed.rows is None else needed.rows
+    rows = (
+        np.broadcast_to(needed.budget, cache.kept.shape[:2]) if needed.rows is None else needed.rows
+    )
     np.testing.assert_array_equal(cache.kept.sum(axis=2), GQA.kv_heads * rows)
     assert cache.nbytes == needed.cache_bytes
 
@@ -307,19 +340,25 @@ def test_asking_twice_changes_nothing(row):
     model = tiny.tiny(GQA)
     cache = jaxkv.prefill(model, tiny.prompts(3, (50, 20)), policy=row.policy(20))
     before, question = _bytes(cache), [[7, 8, 9]] * 2
-    answers = [jaxkv.generate(model, question, cache=cache, max_new_tokens=3).tokens for _ in range(2)]
+    answers = [
+        jaxkv.generate(model, question, cache=cache, max_new_tokens=3).tokens for _ in range(2)
+    ]
     assert [each.tolist() for each in answers[0]] == [each.tolist() for each in answers[1]]
     assert _bytes(cache) == before
 
 
-@pytest.mark.parametrize("name", ("full", "snapkv", "adakv", "pyramidkv-entropy", "streaming-rolling"))
+@pytest.mark.parametrize(
+    "name", ("full", "snapkv", "adakv", "pyramidkv-entropy", "streaming-rolling")
+)
 def test_one_cache_serves_three_prompts(name):
     model = tiny.tiny(GQA)
     cache = jaxkv.prefill(model, tiny.prompts(4, (50,))[0], policy=BY_NAME[name].policy(20))
     before = _bytes(cache)
     questions = [[1, 2, 3], [9], [20, 21]]
     forked = jaxkv.generate(model, questions, cache=cache, max_new_tokens=4)
-    alone = [jaxkv.generate(model, question, cache=cache, max_new_tokens=4) for question in questions]
+    alone = [
+        jaxkv.generate(model, question, cache=cache, max_new_tokens=4) for question in questions
+    ]
     assert [row.tolist() for row in forked.tokens] == [each.tokens.tolist() for each in alone]
     assert _bytes(cache) == before
 
@@ -328,7 +367,9 @@ def test_one_cache_serves_three_prompts(name):
 @given(seed=seeds, budget=st.sampled_from(BUDGETS))
 def test_adakv_weighs_what_snapkv_weighs(seed, budget):
     model, ids = tiny.tiny(GQA), tiny.prompts(seed, (60, 33))
-    snap, ada = (tiny.run(model, ids, BY_NAME[name].policy(budget))[0] for name in ("snapkv", "adakv"))
+    snap, ada = (
+        tiny.run(model, ids, BY_NAME[name].policy(budget))[0] for name in ("snapkv", "adakv")
+    )
     assert ada.nbytes == snap.nbytes
     assert ada.kept.sum() == snap.kept.sum()
 

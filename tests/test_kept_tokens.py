@@ -40,7 +40,9 @@ def expected(cache, layers):
 def test_counts_and_positions_are_those_of_the_segments(name):
     model, ids = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(5, LENGTHS)
     cache = jaxkv.prefill(model, ids, policy=POLICIES[name])
-    later = jaxkv.generate(model, ids, policy=POLICIES[name], max_new_tokens=9, stop_at_eos=False).cache
+    later = jaxkv.generate(
+        model, ids, policy=POLICIES[name], max_new_tokens=9, stop_at_eos=False
+    ).cache
     for each in (cache, later):
         counts = each.counts()
         assert [len(one) for one in counts] == np.asarray(each.seen).tolist()
@@ -48,13 +50,17 @@ def test_counts_and_positions_are_those_of_the_segments(name):
             np.testing.assert_array_equal(mine, theirs)
             assert mine.max() <= 3 * 2
         for part in segments(each):
-            np.testing.assert_array_equal(each.positions(part.layer, part.head)[part.sequence], np.sort(part.pos))
+            np.testing.assert_array_equal(
+                each.positions(part.layer, part.head)[part.sequence], np.sort(part.pos)
+            )
     with pytest.raises(IndexError):
         cache.positions(3, 0)
 
 
 def test_layers_of_a_window_are_left_out_unless_all_are():
-    cache = jaxkv.prefill(tiny.tiny(windowed.SHAPE), windowed.prompts(), policy=jaxkv.SnapKV(budget=16, window=4))
+    cache = jaxkv.prefill(
+        tiny.tiny(windowed.SHAPE), windowed.prompts(), policy=jaxkv.SnapKV(budget=16, window=4)
+    )
     whole = [layer for layer, width in enumerate(windowed.SHAPE.windows) if width is None]
     assert cache.compressed_layers == whole and len(whole) < windowed.SHAPE.layers
     for mine, theirs in zip(cache.counts(), expected(cache, whole), strict=True):
@@ -65,7 +71,10 @@ def test_layers_of_a_window_are_left_out_unless_all_are():
         assert counts.tolist() == [0] * (seen - windowed.WINDOW) + [4] * min(seen, windowed.WINDOW)
 
 
-OFFLOADED = {"omni": omnikv_cases.omni(12, offload=True), "brutal": jaxkv.BrutalOffload(resident_layers=1)}
+OFFLOADED = {
+    "omni": omnikv_cases.omni(12, offload=True),
+    "brutal": jaxkv.BrutalOffload(resident_layers=1),
+}
 
 
 @pytest.mark.parametrize("policy", OFFLOADED.values(), ids=OFFLOADED)
@@ -77,12 +86,16 @@ def test_entries_in_host_memory_are_kept(policy):
     for seen, counts in zip(np.asarray(cache.seen), cache.counts(), strict=True):
         assert counts.tolist() == [config.layers * config.kv_heads] * seen
     last = cache.bank.layers[-1]
-    assert [each.tolist() for each in cache.positions(last, 0)] == [[*range(seen)] for seen in np.asarray(cache.seen)]
+    assert [each.tolist() for each in cache.positions(last, 0)] == [
+        [*range(seen)] for seen in np.asarray(cache.seen)
+    ]
 
 
 def test_a_mesh_keeps_the_same_tokens():
     ids = tiny.prompts(5, LENGTHS)
-    alone, there = (jaxkv.prefill(model_of(4), ids, policy=POLICY, mesh=mesh) for mesh in (None, mesh_of(2, 4)))
+    alone, there = (
+        jaxkv.prefill(model_of(4), ids, policy=POLICY, mesh=mesh) for mesh in (None, mesh_of(2, 4))
+    )
     for mine, theirs in zip(alone.counts(), there.counts(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

@@ -13,10 +13,17 @@ from jaxkv.pallas_kernels import tuning
 from jaxkv.pallas_kernels._compat import Launch
 from jaxkv.pallas_kernels.tuning import DecodeTiles, GatherTiles
 
-DTYPES = {"float32": (jnp.float32, 2e-5), "bfloat16": (jnp.bfloat16, 2e-2), "float16": (jnp.float16, 3e-3)}
+DTYPES = {
+    "float32": (jnp.float32, 2e-5),
+    "bfloat16": (jnp.bfloat16, 2e-2),
+    "float16": (jnp.float16, 3e-3),
+}
 DIMS = [64, 80, 96, 128, 256]
 # Every head dim in two dtypes; float16, which takes bfloat16's path, at one padded and one whole dim.
-KINDS = [(dim, dtype) for dim in DIMS for dtype in ("float32", "bfloat16")] + [(64, "float16"), (80, "float16")]
+KINDS = [(dim, dtype) for dim in DIMS for dtype in ("float32", "bfloat16")] + [
+    (64, "float16"),
+    (80, "float16"),
+]
 SMALL = DecodeTiles(chunk=16, block=16, queries=16)
 
 
@@ -49,14 +56,18 @@ def attend_oracle(q, k, v, start, length):
     return out, lse, mass
 
 
-def check_attend(seed, lengths, rows, dim, dtype, tiles, *, gap=0, scored=True, widest=None, counts=None):
+def check_attend(
+    seed, lengths, rows, dim, dtype, tiles, *, gap=0, scored=True, widest=None, counts=None
+):
     """Segments one after the other, `gap` unused rows behind each."""
     length = np.asarray(lengths, np.int32)
     batch, heads = length.shape
     start = np.cumsum(length + gap, axis=1, dtype=np.int32) - length - gap
     pool = int((start + length).max()) + gap
     kind, tolerance = DTYPES[dtype]
-    q, k, v = draw(seed, (batch, heads, rows, dim), (batch, pool, dim), (batch, pool, dim), dtype=kind)
+    q, k, v = draw(
+        seed, (batch, heads, rows, dim), (batch, pool, dim), (batch, pool, dim), dtype=kind
+    )
     (score,) = draw(seed + 1, (batch, pool))
     options = {"score": score, "widest": widest, "counts": counts} if scored else {}
     results = pallas_kernels.attend(
@@ -90,11 +101,19 @@ def test_attend_every_dtype_and_dim(dim, dtype):
 def test_attend_any_lengths(seed, data):
     """Any lengths, chunks of one or several blocks, segments with room behind them."""
     heads = data.draw(st.sampled_from([1, 3, 8]))
-    lengths = [data.draw(st.lists(st.integers(0, 90), min_size=heads, max_size=heads)) for _ in range(2)]
+    lengths = [
+        data.draw(st.lists(st.integers(0, 90), min_size=heads, max_size=heads)) for _ in range(2)
+    ]
     lengths[0][0] = max(1, lengths[0][0])
     chunk = data.draw(st.sampled_from([16, 32]))
     check_attend(
-        seed, lengths, 4, 64, "float32", dataclasses.replace(SMALL, chunk=chunk), gap=data.draw(st.integers(0, 9))
+        seed,
+        lengths,
+        4,
+        64,
+        "float32",
+        dataclasses.replace(SMALL, chunk=chunk),
+        gap=data.draw(st.integers(0, 9)),
     )
 
 
@@ -108,14 +127,25 @@ def test_attend_several_queries(rows):
 def test_attend_over_a_stretch_of_a_large_pool(widest):
     """Logits lie head after head where the pool's rows are many more; a sequence that has ended is not scored."""
     check_attend(
-        4, [[0, 33, 9], [31, 2, 0]], 3, 64, "float32", SMALL, gap=40, widest=widest, counts=jnp.array([1, 0]) > 0
+        4,
+        [[0, 33, 9], [31, 2, 0]],
+        3,
+        64,
+        "float32",
+        SMALL,
+        gap=40,
+        widest=widest,
+        counts=jnp.array([1, 0]) > 0,
     )
 
 
 def test_attend_ignores_what_lies_outside():
     """Rows of no segment may hold anything, even NaN."""
     q, k, v = draw(2, (2, 2, 3, 64), (2, 80, 64), (2, 80, 64))
-    start, length = np.asarray([[5, 50], [0, 40]], np.int32), np.asarray([[20, 11], [37, 5]], np.int32)
+    start, length = (
+        np.asarray([[5, 50], [0, 40]], np.int32),
+        np.asarray([[20, 11], [37, 5]], np.int32),
+    )
     outside = ~inside_any(start, length, 80)
     dirty = [jnp.where(jnp.asarray(outside)[..., None], jnp.nan, a) for a in (k, v)]
     at, score = (jnp.asarray(start), jnp.asarray(length)), jnp.zeros((2, 80))
@@ -132,7 +162,9 @@ def test_compact(dtype, dim):
     kind, _ = DTYPES[dtype]
     k, v = draw(0, (2, 3, 20, dim), (2, 3, 20, dim), dtype=kind)
     source = np.random.default_rng(0).integers(-1, 60, (2, 37)).astype(np.int32)
-    out_k, out_v, pos = pallas_kernels.compact(k, v, jnp.asarray(source), tiles=GatherTiles(block=16), interpret=True)
+    out_k, out_v, pos = pallas_kernels.compact(
+        k, v, jnp.asarray(source), tiles=GatherTiles(block=16), interpret=True
+    )
     for b, p in np.ndindex(*source.shape):
         head, at = divmod(int(source[b, p]), 20)
         for ours, theirs in ((out_k, k), (out_v, v)):
@@ -144,7 +176,9 @@ def test_compact(dtype, dim):
 def test_tables_override(tmp_path, monkeypatch):
     """An entry sets what it names for its dim and itemsize alone; nonsense is refused."""
     path = tmp_path / "table.json"
-    path.write_text('{"decode": [{"dim": 64, "itemsize": 2, "chunk": 768, "launch": {"warps": 2, "stages": 4}}]}')
+    path.write_text(
+        '{"decode": [{"dim": 64, "itemsize": 2, "chunk": 768, "launch": {"warps": 2, "stages": 4}}]}'
+    )
     monkeypatch.setenv("JAXKV_TUNING", str(path))
     tuned = tuning.decode_tiles(dim=64, itemsize=2)
     assert (tuned.chunk, tuned.launch) == (768, Launch(warps=2, stages=4))

@@ -27,7 +27,9 @@ def laid_out(length, room=ROOM):
 
 def dealt(length, programs, block):
     start, _ = laid_out(length)
-    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(length), programs=programs, block=block)
+    chunks = pallas_kernels.deal(
+        jnp.asarray(start), jnp.asarray(length), programs=programs, block=block
+    )
     return start, {name: np.asarray(getattr(chunks, name)) for name in chunks.__dataclass_fields__}
 
 
@@ -40,19 +42,26 @@ def dealt(length, programs, block):
 def test_chunks_cover_every_row_once(shape, programs, data):
     """Neighbours in order, one at least per segment, whole blocks but for the last, and nothing beside them."""
     rows = st.one_of(st.just(0), st.integers(0, 90), st.integers(0, 20_000))
-    length = np.asarray(data.draw(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))), np.int32)
+    length = np.asarray(
+        data.draw(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))),
+        np.int32,
+    )
     length = length.reshape(shape)
     start, table = dealt(length, programs, 16)
     for layer in range(shape[0]):
         at = 0
-        for segment, (begin, n) in enumerate(zip(start[layer].ravel(), length[layer].ravel(), strict=True)):
+        for segment, (begin, n) in enumerate(
+            zip(start[layer].ravel(), length[layer].ravel(), strict=True)
+        ):
             assert table["first"][layer].ravel()[segment] == at
             count, row = table["count"][layer].ravel()[segment], begin
             assert count >= 1
             for w in range(at, at + count):
                 assert (table["segment"][layer, w], table["row"][layer, w]) == (segment, row)
                 assert table["last"][layer, w] == (w == at + count - 1)
-                assert table["last"][layer, w] or (table["rows"][layer, w] > 0 and table["rows"][layer, w] % 16 == 0)
+                assert table["last"][layer, w] or (
+                    table["rows"][layer, w] > 0 and table["rows"][layer, w] % 16 == 0
+                )
                 row += table["rows"][layer, w]
             assert row == begin + n
             at += count
@@ -75,7 +84,9 @@ def busy(length, programs=396):
     return seconds / (np.sum(length) / programs)
 
 
-@pytest.mark.parametrize(("batch", "heads", "rows"), [(1, 8, 131072), (1, 8, 32768), (8, 8, 8192), (64, 8, 1024)])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows"), [(1, 8, 131072), (1, 8, 32768), (8, 8, 8192), (64, 8, 1024)]
+)
 def test_chunks_fill_the_device(batch, heads, rows):
     """A head ten times longer than the others changes nothing; neither do sequences of unequal lengths."""
     uniform = busy(np.full((batch, heads), rows))
@@ -98,7 +109,9 @@ def test_attention_by_a_shared_table():
     q, k, v = draw(7, (3, 2, 4, 64), (3, rows, 64), (3, rows, 64))
     chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=9, block=16)
     of = (jnp.asarray(start[1]), jnp.asarray(LENGTH[1]))
-    out, lse = pallas_kernels.attend(q, k, v, *of, chunks=chunks, layer=1, tiles=SMALL, interpret=True)
+    out, lse = pallas_kernels.attend(
+        q, k, v, *of, chunks=chunks, layer=1, tiles=SMALL, interpret=True
+    )
     want, want_lse, _ = attend_oracle(q, k, v, start[1], LENGTH[1])
     np.testing.assert_allclose(wide(out), want, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(wide(lse), want_lse, rtol=2e-5, atol=2e-5)
@@ -147,15 +160,23 @@ def decoded(rows):
     """Float64 rows of codes, scales and least values, or of plain rows."""
     if isinstance(rows, pallas_kernels.Nibbles):
         groups = numbers_of(np.asarray(rows.code)).reshape(*rows.scale.shape, 32).astype(np.float64)
-        return (groups * wide(rows.scale)[..., None] + wide(rows.least)[..., None]).reshape(*groups.shape[:-2], -1)
-    return wide(rows.code) * wide(rows.scale)[..., None] if isinstance(rows, pallas_kernels.Coded) else wide(rows)
+        return (groups * wide(rows.scale)[..., None] + wide(rows.least)[..., None]).reshape(
+            *groups.shape[:-2], -1
+        )
+    return (
+        wide(rows.code) * wide(rows.scale)[..., None]
+        if isinstance(rows, pallas_kernels.Coded)
+        else wide(rows)
+    )
 
 
 # How keys and values are encoded, by the store.
 CODES = {"int8": (coded, coded), "int4": (nibbles, nibbles), "mixed": (coded, nibbles)}
 
 
-def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None, store=None, values=1.0):
+def check_token(
+    seed, dim, dtype, group, *, layer, scored=False, widest=None, store=None, values=1.0
+):
     encode = CODES.get(store)
     kind, tolerance = DTYPES[dtype]
     given = token_of(seed, dim, dtype, group, layer)
@@ -165,7 +186,11 @@ def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None, st
         kv = jnp.stack([q[:, :, :, 0], kv[:, :, 1] * values], axis=2)
         given = (q, kv, *rest[:5], rest[5] * jnp.asarray(values, kind), *rest[6:])
     if encode:
-        given = (*given[:6], *(of(rows) for of, rows in zip(encode, given[6:8], strict=True)), *given[8:])
+        given = (
+            *given[:6],
+            *(of(rows) for of, rows in zip(encode, given[6:8], strict=True)),
+            *given[8:],
+        )
     q, kv, cos, sin, positions, counts, k, v, pos, start, _ = given
     batch, rows = pos.shape
     q, kv = (leaf.sum(axis=0)[:batch] for leaf in (q, kv))
@@ -173,7 +198,9 @@ def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None, st
     score, begin = draw(seed + 2, (batch, rows), start.shape[1:])
     options = {"score": score, "begin": begin, "widest": widest} if scored else {}
     options |= {"dtype": kind} if encode else {}
-    results = pallas_kernels.decode_token(*given, layer=layer, **options, tiles=SMALL, interpret=True)
+    results = pallas_kernels.decode_token(
+        *given, layer=layer, **options, tiles=SMALL, interpret=True
+    )
     out, new_k, new_v, new_pos = results[0][:batch], *results[1:4]
     assert out.dtype == kind and [leaf.dtype for leaf in jax.tree.leaves((new_k, new_v))] == [
         leaf.dtype for leaf in jax.tree.leaves((k, v))
@@ -191,10 +218,14 @@ def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None, st
     for b, h in np.ndindex(*length.shape):
         if counts[b]:
             row = start[b, h] + length[b, h]
-            for leaf, put in zip(wanted, (key[b, h], value[b, h], positions[b], begin[b, h]), strict=True):
+            for leaf, put in zip(
+                wanted, (key[b, h], value[b, h], positions[b], begin[b, h]), strict=True
+            ):
                 leaf[b, row] = put
             length[b, h] += 1
-    want, _, mass = attend_oracle(jnp.asarray(queries), jnp.asarray(wanted[0]), jnp.asarray(wanted[1]), start, length)
+    want, _, mass = attend_oracle(
+        jnp.asarray(queries), jnp.asarray(wanted[0]), jnp.asarray(wanted[1]), start, length
+    )
     np.testing.assert_allclose(wide(out), want, rtol=tolerance, atol=tolerance * values)
     # A rotated key may be rounded the other way; the rest is what it was, bit for bit.
     apart = {"rtol": tolerance / 2, "atol": 1e-6}
@@ -206,13 +237,18 @@ def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None, st
     np.testing.assert_array_equal(np.asarray(new_pos), wanted[2])
     if scored:
         mass *= np.asarray(counts)[:, None]
-        np.testing.assert_allclose(wide(results[4]), wanted[3] + mass, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            wide(results[4]), wanted[3] + mass, rtol=tolerance, atol=tolerance
+        )
         untouched = mass == 0
-        np.testing.assert_array_equal(np.asarray(results[4])[untouched], np.asarray(score)[untouched])
+        np.testing.assert_array_equal(
+            np.asarray(results[4])[untouched], np.asarray(score)[untouched]
+        )
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype", "group"), [(*kind, group) for kind, group in zip(KINDS, [1, 3, 4, 7, 8] * 3, strict=False)]
+    ("dim", "dtype", "group"),
+    [(*kind, group) for kind, group in zip(KINDS, [1, 3, 4, 7, 8] * 3, strict=False)],
 )
 def test_a_token_joins_and_attends(dim, dtype, group):
     """RoPE, append and attention at once; a sequence that has ended keeps its rows, and NaN elsewhere stays there."""
@@ -220,7 +256,8 @@ def test_a_token_joins_and_attends(dim, dtype, group):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group", "widest"), [("float32", 3, None), ("bfloat16", 3, 71), ("float32", 3, 71), ("bfloat16", 20, 71)]
+    ("dtype", "group", "widest"),
+    [("float32", 3, None), ("bfloat16", 3, 71), ("float32", 3, 71), ("bfloat16", 20, 71)],
 )
 def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
     """The new row's score begins and grows too, by groups of several tiles; logits lie as rows do, or by head."""
@@ -240,7 +277,9 @@ def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
 )
 def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
     """Codes are read as they are, the new row is encoded as the store encodes it."""
-    check_token(6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, store="int8")
+    check_token(
+        6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, store="int8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,11 +296,15 @@ def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
 )
 def test_a_token_joins_and_attends_to_rows_in_4_bits(dim, dtype, group, scored, store):
     """Groups are decoded by their scales and least values; the new row is encoded as the store encodes it."""
-    check_token(6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, store=store)
+    check_token(
+        6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, store=store
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("store", "values"), [("int8", 1e-3), ("int8", 20.0), ("int4", 1e-3), ("mixed", 20.0)])
+@pytest.mark.parametrize(
+    ("store", "values"), [("int8", 1e-3), ("int8", 20.0), ("int4", 1e-3), ("mixed", 20.0)]
+)
 def test_a_new_token_weighs_what_its_logit_says_beside_codes(dtype, store, values):
     """Scales of values join the logits of all rows, the new one's too, which is on top."""
     check_token(7, 64, dtype, 1, layer=1, store=store, values=values)
@@ -275,7 +318,9 @@ def test_thousands_of_rows_in_codes_in_one_chunk(store):
     of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8192, jnp.int32))
     chunks = pallas_kernels.deal(of[0][None], of[1][None], programs=1, block=16)
     out, _ = pallas_kernels.attend(q * 0.1, k, v, *of, chunks=chunks, tiles=SMALL, interpret=True)
-    want, _, _ = attend_oracle(q * 0.1, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), *map(np.asarray, of))
+    want, _, _ = attend_oracle(
+        q * 0.1, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), *map(np.asarray, of)
+    )
     np.testing.assert_allclose(wide(out), want, rtol=3e-5, atol=3e-5)
 
 
@@ -291,13 +336,20 @@ def test_rows_in_codes_of_any_magnitude(dtype, store):
     size = 10.0 ** rng.integers(-4, 5, (3, 1, 1, 1))
     q, k = (jnp.asarray(q * size * 3).astype(kind), k / size[:, 0])
     sizes = 10.0 ** rng.integers(-4, 2, (3, rows, 1)) * (rng.random((3, rows, 1)) > 0.1)
-    k, v = (of(rows) for of, rows in zip(CODES[store], (k, v * jnp.asarray(sizes, jnp.float32)), strict=True))
+    k, v = (
+        of(rows)
+        for of, rows in zip(CODES[store], (k, v * jnp.asarray(sizes, jnp.float32)), strict=True)
+    )
     of = (jnp.asarray(start[1]), jnp.asarray(LENGTH[1]))
     out, lse = pallas_kernels.attend(q, k, v, *of, tiles=SMALL, interpret=True)
-    want, want_lse, _ = attend_oracle(q, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), start[1], LENGTH[1])
+    want, want_lse, _ = attend_oracle(
+        q, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), start[1], LENGTH[1]
+    )
     # Each head by its own outputs.
     largest = np.maximum(np.abs(want).max(axis=(2, 3), keepdims=True), 1e-30)
-    np.testing.assert_allclose(wide(out) / largest, want / largest, rtol=tolerance, atol=tolerance / 4)
+    np.testing.assert_allclose(
+        wide(out) / largest, want / largest, rtol=tolerance, atol=tolerance / 4
+    )
     # Products with 8-bit codes are exact; keys in 4 bits are decoded to float16.
     apart = 1e-3 if store == "int4" and dtype == "bfloat16" else 2e-5
     np.testing.assert_allclose(wide(lse), want_lse, rtol=apart, atol=apart)
@@ -315,9 +367,13 @@ def test_4_bit_codes_are_read_in_pairs_of_groups():
     """Head dims that 64 does not divide are refused, before anything is compiled."""
     scale = jnp.ones((1, 16, 3), jnp.float16)
     rows = pallas_kernels.Nibbles(jnp.zeros((1, 16, 48), jnp.uint8), scale, scale)
-    with pytest.raises(ValueError, match="4-bit codes of 96 columns in 3 groups: kernels read pairs of 32"):
+    with pytest.raises(
+        ValueError, match="4-bit codes of 96 columns in 3 groups: kernels read pairs of 32"
+    ):
         of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
-        pallas_kernels.attend(jnp.zeros((1, 1, 1, 96)), rows, rows, *of, tiles=SMALL, interpret=True)
+        pallas_kernels.attend(
+            jnp.zeros((1, 1, 1, 96)), rows, rows, *of, tiles=SMALL, interpret=True
+        )
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -332,7 +388,9 @@ def test_a_token_attends_to_picked_rows(alike):
     rest = np.minimum(length, [[[4, 60], [30, 33], [3, 9]]]).astype(np.int32)
     heads = 1 if alike else 2
     most = rest[layer].min(axis=1, keepdims=True) if alike else rest[layer]
-    held = np.minimum(np.broadcast_to(dealt_for[:, None] - (not alike), most.shape), most).astype(np.int32)
+    held = np.minimum(np.broadcast_to(dealt_for[:, None] - (not alike), most.shape), most).astype(
+        np.int32
+    )
     picks = np.zeros((3, heads, 12), np.int32)
     for b, h in np.ndindex(3, heads):
         picks[b, h, : held[b, h]] = np.sort(rng.permutation(most[b, h])[: held[b, h]])
@@ -343,13 +401,26 @@ def test_a_token_attends_to_picked_rows(alike):
         programs=7,
         block=16,
     )
-    of = (jnp.asarray(picks), jnp.asarray(dealt_for), jnp.asarray(held), jnp.asarray(rest), jnp.asarray(start))
+    of = (
+        jnp.asarray(picks),
+        jnp.asarray(dealt_for),
+        jnp.asarray(held),
+        jnp.asarray(rest),
+        jnp.asarray(start),
+    )
     given = (q, kv, cos, sin, positions, counts, k, v, pos, jnp.asarray(start), chunks)
-    options = {"layer": layer, "picks": pallas_kernels.Picks(*of), "tiles": SMALL, "interpret": True}
+    options = {
+        "layer": layer,
+        "picks": pallas_kernels.Picks(*of),
+        "tiles": SMALL,
+        "interpret": True,
+    }
     out, new_k, new_v, new_pos = pallas_kernels.decode_token(*given, **options)
 
     new_k, new_v = wide(new_k), wide(new_v)
-    queries = turned(wide(q.sum(axis=0)[:3]), *(np.asarray(a, np.float64)[:, None, None] for a in (cos, sin)))
+    queries = turned(
+        wide(q.sum(axis=0)[:3]), *(np.asarray(a, np.float64)[:, None, None] for a in (cos, sin))
+    )
     for b, h in np.ndindex(3, 2):
         mine = picks[b, 0 if alike else h][: held[b, 0 if alike else h]]
         read = [*mine, *range(rest[layer, b, h], length[layer, b, h] + int(counts[b]))]
@@ -382,4 +453,6 @@ def test_scores_of_a_token_need_their_begin_and_codes_their_dtype():
     begin = jnp.zeros((3, 2))
     picks = pallas_kernels.Picks(*[jnp.zeros((3, 1), jnp.int32)] * 5)
     with pytest.raises(ValueError, match="picks"):
-        pallas_kernels.decode_token(*given, layer=0, score=score, begin=begin, picks=picks, tiles=SMALL, interpret=True)
+        pallas_kernels.decode_token(
+            *given, layer=0, score=score, begin=begin, picks=picks, tiles=SMALL, interpret=True
+        )

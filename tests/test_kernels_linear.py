@@ -16,11 +16,18 @@ def weight_of(seed, outputs, width, bits):
     """Arguments of `multiply_codes` behind the vectors, and the float64 weight that they stand for."""
     rng = np.random.default_rng(seed)
     if bits == 8:
-        codes, scale = rng.integers(-127, 128, (outputs, width)), rng.random(outputs).astype(np.float32)
+        codes, scale = (
+            rng.integers(-127, 128, (outputs, width)),
+            rng.random(outputs).astype(np.float32),
+        )
         codes[0, 0], codes[-1, -1] = -127, 127
-        return (jnp.asarray(codes, jnp.int8), jnp.asarray(scale), None, None), codes * scale[:, None].astype(np.float64)
+        return (jnp.asarray(codes, jnp.int8), jnp.asarray(scale), None, None), codes * scale[
+            :, None
+        ].astype(np.float64)
     held = rng.integers(0, 256, (outputs, width // 2)).astype(np.uint8)
-    scales, leasts = (rng.standard_normal((outputs, width // 32)).astype(np.float16) for _ in range(2))
+    scales, leasts = (
+        rng.standard_normal((outputs, width // 32)).astype(np.float16) for _ in range(2)
+    )
     codes = np.zeros((outputs, width))
     for element in range(width):
         group, inside = divmod(element, 32)
@@ -36,7 +43,9 @@ def check(outputs, width, bits, vectors, dtype, tiles=None):
     parts = pallas_kernels.multiply_codes(x, *given, tiles=tiles, interpret=True)
     assert parts.dtype == jnp.float32 and parts.shape[1:] == (vectors, outputs)
     want = wide(x) @ whole.T
-    np.testing.assert_allclose(wide(parts).sum(axis=0), want, rtol=0, atol=5e-6 * np.abs(want).max())
+    np.testing.assert_allclose(
+        wide(parts).sum(axis=0), want, rtol=0, atol=5e-6 * np.abs(want).max()
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -49,7 +58,8 @@ def test_products_with_codes(outputs, width, bits, vectors, dtype):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
-    "tiles", [LinearTiles(outputs=8, pieces=16, ahead=3), LinearTiles(outputs=64, pieces=4, ahead=2)]
+    "tiles",
+    [LinearTiles(outputs=8, pieces=16, ahead=3), LinearTiles(outputs=64, pieces=4, ahead=2)],
 )
 def test_other_tiles_give_the_same(bits, tiles):
     """More steps ahead than there are, and tiles of every form."""
@@ -60,5 +70,7 @@ def test_other_tiles_give_the_same(bits, tiles):
 def test_lowers_for_a_gpu(bits):
     """As far as a machine without a GPU's compiler goes: the PTX that joins bytes and floats is there."""
     x, given = jnp.ones((1, 1024), jnp.bfloat16), weight_of(0, 64, 1024, bits)[0]
-    text = pallas_kernels.multiply_codes.trace(x, *given).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        pallas_kernels.multiply_codes.trace(x, *given).lower(lowering_platforms=("cuda",)).as_text()
+    )
     assert "multiply_codes" in text and "custom_call" in text

@@ -70,7 +70,11 @@ def test_lowers_for_a_gpu(dim, dtype):
 def test_behind_the_door():
     """Prompts go to Mosaic, what each key receives to Triton, by Mosaic's log-sum-exp."""
     of = jax.ShapeDtypeStruct
-    shapes = of((2, 2, 2, 128, 64), jnp.bfloat16), *[of((2, 2, 128, 64), jnp.bfloat16)] * 2, of((2,), jnp.int32)
+    shapes = (
+        of((2, 2, 2, 128, 64), jnp.bfloat16),
+        *[of((2, 2, 128, 64), jnp.bfloat16)] * 2,
+        of((2,), jnp.int32),
+    )
     backend = backend_of(Implementation.MOSAIC)
 
     def run(q, k, v, length, *, sums):

@@ -40,11 +40,19 @@ def check_causal(seed, shape, first, length, dim, dtype, tiles=TILES):
     batch, heads, group, queries, slots = shape
     kind, tolerance = DTYPES[dtype]
     q, k, v = draw(
-        seed, (batch, heads, group, queries, dim), (batch, heads, slots, dim), (batch, heads, slots, dim), dtype=kind
+        seed,
+        (batch, heads, group, queries, dim),
+        (batch, heads, slots, dim),
+        (batch, heads, slots, dim),
+        dtype=kind,
     )
     first, length = np.asarray(first, np.int32), np.asarray(length, np.int32)
-    out, lse = pallas_kernels.flash(q, k, v, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True)
-    sums = pallas_kernels.column_sums(q, k, lse, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True)
+    out, lse = pallas_kernels.flash(
+        q, k, v, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True
+    )
+    sums = pallas_kernels.column_sums(
+        q, k, lse, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True
+    )
     assert out.dtype == kind
     for ours, theirs in zip((out, lse, sums), causal_oracle(q, k, v, first, length), strict=True):
         np.testing.assert_allclose(wide(ours), theirs, rtol=tolerance * 4, atol=tolerance * 4)
@@ -56,14 +64,18 @@ def test_flash_and_column_sums_every_dtype_and_dim(dim, dtype):
     check_causal(0, (2, 2, 2, 37, 37), [0, 0], [37, 20], dim, dtype)
 
 
-@pytest.mark.parametrize(("first", "length"), [([24, 8], [40, 24]), ([-3, 30], [13, 46]), ([0, 16], [0, 9])])
+@pytest.mark.parametrize(
+    ("first", "length"), [([24, 8], [40, 24]), ([-3, 30], [13, 46]), ([0, 16], [0, 9])]
+)
 def test_flash_with_an_offset(first, length):
     """The last 16 queries alone; some before the prompt's beginning, some past its end, a sequence of no tokens."""
     check_causal(1, (2, 2, 3, 16, 48), first, length, 64, "float32")
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 33, 90])
-@pytest.mark.parametrize(("queries", "first", "length"), [(75, [0, 0], [75, 40]), (16, [59, -3], [75, 30])])
+@pytest.mark.parametrize(
+    ("queries", "first", "length"), [(75, [0, 0], [75, 40]), (16, [59, -3], [75, 30])]
+)
 def test_flash_within_a_window(window, queries, first, length):
     """Blocks of keys that lie before all windows are not read: what is not a number in them does not show."""
     q, k, v = draw(4, (2, 2, 2, queries, 64), (2, 2, 75, 64), (2, 2, 75, 64))
@@ -96,7 +108,10 @@ def check_window(shape, first, length, dim, dtype, sinks=None):
     kind, tolerance = DTYPES[dtype]
     q, k = draw(5, (batch, heads, group, window, dim), (batch, heads, slots, dim), dtype=kind)
     first, length = np.asarray(first, np.int32), np.asarray(length, np.int32)
-    numbers, given = (jnp.asarray(first), jnp.asarray(length)), None if sinks is None else jnp.asarray(sinks)
+    numbers, given = (
+        (jnp.asarray(first), jnp.asarray(length)),
+        None if sinks is None else jnp.asarray(sinks),
+    )
     sums = pallas_kernels.window_sums(q, k, *numbers, given, tiles=WINDOW, interpret=True)
     expected = causal_oracle(q, k, k, first, length, sinks=sinks)[2]
     np.testing.assert_allclose(wide(sums), expected, rtol=tolerance * 4, atol=tolerance * 4)
@@ -117,7 +132,8 @@ def test_window_sums_with_sinks_of_the_softmax():
 
 
 @pytest.mark.parametrize(
-    ("first", "length"), [([24, 8], [32, 16]), ([-3, 62], [5, 70]), ([-8, 0], [0, 8]), ([40, 60], [46, 68])]
+    ("first", "length"),
+    [([24, 8], [32, 16]), ([-3, 62], [5, 70]), ([-8, 0], [0, 8]), ([40, 60], [46, 68])],
 )
 def test_window_sums_at_the_edges(first, length):
     """Prompts shorter than the window, of no tokens, ending with the slots or before the window does."""

@@ -23,18 +23,33 @@ def test_add_norm(dtype, parts, width):
     of = (jnp.asarray(x, dtype), jnp.asarray(added), jnp.asarray(scale, dtype))
     total, normed = pallas_kernels.add_norm(*of, eps=1e-5, interpret=True)
     wide = np.asarray(of[0], np.float64) + added.sum(axis=0, dtype=np.float64)
-    np.testing.assert_allclose(np.asarray(total, np.float64), wide, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(
+        np.asarray(total, np.float64), wide, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
     # The norm is that of the sum as it has been rounded.
     wide = np.asarray(total, np.float64)
-    expected = wide / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-5) * np.asarray(of[2], np.float64)
-    np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert (total.dtype, normed.dtype, total.shape, normed.shape) == (x_dtype := of[0].dtype, x_dtype, x.shape, x.shape)
+    expected = (
+        wide
+        / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-5)
+        * np.asarray(of[2], np.float64)
+    )
+    np.testing.assert_allclose(
+        np.asarray(normed, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+    assert (total.dtype, normed.dtype, total.shape, normed.shape) == (
+        x_dtype := of[0].dtype,
+        x_dtype,
+        x.shape,
+        x.shape,
+    )
 
 
 def test_add_norm_in_another_dtype():
     """A sum kept in float32 is not rounded before it is normed."""
     x, added = jnp.full((2, 64), 1.0, jnp.bfloat16), jnp.full((1, 2, 64), 1 / 1024, jnp.float32)
-    total, normed = pallas_kernels.add_norm(x, added, x[0], eps=0.0, dtype=jnp.dtype("float32"), interpret=True)
+    total, normed = pallas_kernels.add_norm(
+        x, added, x[0], eps=0.0, dtype=jnp.dtype("float32"), interpret=True
+    )
     assert (total.dtype, normed.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(total), 1 + 1 / 1024)
 
@@ -44,8 +59,14 @@ def test_replace_rows(scored):
     """The newest row in the place of another, segment by segment; what is not over stays, bit for bit."""
     rng = np.random.default_rng(1)
     k, v = (rng.normal(size=(2, 40, 80)).astype(np.float32) for _ in range(2))
-    pos, score = rng.permutation(80).reshape(2, 40).astype(np.int32), rng.normal(size=(2, 40)).astype(np.float32)
-    place, last = np.asarray([[3, 12, 39], [0, 19, 30]], np.int32), np.asarray([[9, 19, 39], [8, 19, 35]], np.int32)
+    pos, score = (
+        rng.permutation(80).reshape(2, 40).astype(np.int32),
+        rng.normal(size=(2, 40)).astype(np.float32),
+    )
+    place, last = (
+        np.asarray([[3, 12, 39], [0, 19, 30]], np.int32),
+        np.asarray([[9, 19, 39], [8, 19, 35]], np.int32),
+    )
     over = np.asarray([[True, False, True], [True, True, False]])
     given = [jnp.asarray(each) for each in (k, v, pos, score)]
     rest = [jnp.asarray(each) for each in (place, last, over)]
@@ -67,7 +88,8 @@ def test_replace_rows(scored):
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "width", "parts"), [(2, (3, 5), 96, 1), (2, (96,), 1024, 8), (80, (96,), 1024, 1)]
+    ("rows", "outputs", "width", "parts"),
+    [(2, (3, 5), 96, 1), (2, (96,), 1024, 8), (80, (96,), 1024, 1)],
 )
 def test_products_add_up(rows, outputs, width, parts):
     """Parts of a product, as many as fill a GPU, add up to it."""
@@ -92,7 +114,9 @@ def test_the_lowest_in_one_reduction():
     row = jnp.asarray(rng.permutation(9), jnp.int32)[None, None]
     row = jnp.broadcast_to(row, pos.shape)
     assert bool((~free.any(axis=-1)).any())
-    for ours, theirs in zip(*(jax.jit(each)(free, rank, pos, row) for each in (_lowest_at_once, _lowest)), strict=True):
+    for ours, theirs in zip(
+        *(jax.jit(each)(free, rank, pos, row) for each in (_lowest_at_once, _lowest)), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
@@ -112,7 +136,10 @@ def test_evict_rows(scored):
     )
     recent = np.asarray([[1, 3, 1], [0, 9, 1]], np.int32)
     k, v = (rng.normal(size=(2, 1400, 16)).astype(np.float32) for _ in range(2))
-    pos, score = np.full((2, 1400), -1, np.int32), rng.choice([0.0, 0.5, 1.0], size=(2, 1400)).astype(np.float32)
+    pos, score = (
+        np.full((2, 1400), -1, np.int32),
+        rng.choice([0.0, 0.5, 1.0], size=(2, 1400)).astype(np.float32),
+    )
     for b, h in np.ndindex(2, 3):
         at = slice(start[b, h], start[b, h] + length[b, h])
         pos[b, at] = rng.permutation(length[b, h])

@@ -16,14 +16,28 @@ LENGTH = np.asarray([[290, 0, 2570, 17], [129, 0, 500, 64], [3, 2, 30, 0]], np.i
 COUNTS = np.asarray([1, 0, 1], np.int32)
 ROWS = 2960
 # Every head dim in one dtype or the other, groups of one to more than a register's sublanes.
-CASES = [(64, "float32", 3), (80, "bfloat16", 1), (96, "float32", 8), (128, "bfloat16", 4), (256, "bfloat16", 11)]
+CASES = [
+    (64, "float32", 3),
+    (80, "bfloat16", 1),
+    (96, "float32", 8),
+    (128, "bfloat16", 4),
+    (256, "bfloat16", 11),
+]
 
 
 def drawn(dim, dtype, group, rows=ROWS):
     """Queries, new rows, and pools."""
     batch, heads = START.shape
     of_token, of_pool = (batch, heads, dim), (batch, rows, dim)
-    return draw(dim, (batch, heads, group, dim), of_token, of_token, of_pool, of_pool, dtype=DTYPES[dtype][0])
+    return draw(
+        dim,
+        (batch, heads, group, dim),
+        of_token,
+        of_token,
+        of_pool,
+        of_pool,
+        dtype=DTYPES[dtype][0],
+    )
 
 
 def with_rows(pool, new, start, length, counts):
@@ -49,7 +63,11 @@ def test_a_token_joins_and_attends(dim, dtype, group):
     wanted = [with_rows(each, new, START, LENGTH, COUNTS) for each, new in ((k, new_k), (v, new_v))]
     for mine, its in zip(pool, wanted, strict=True):
         np.testing.assert_array_equal(wide(mine), its)
-    compare((out, lse), attend_oracle(q, *map(jnp.asarray, wanted), START, LENGTH + COUNTS[:, None])[:2], dtype)
+    compare(
+        (out, lse),
+        attend_oracle(q, *map(jnp.asarray, wanted), START, LENGTH + COUNTS[:, None])[:2],
+        dtype,
+    )
 
 
 def test_rows_are_only_read():
@@ -71,7 +89,9 @@ def test_many_heads_write_into_one_tile():
     wanted = [with_rows(each, new, start, length, counts) for each, new in ((k, new_k), (v, new_v))]
     for mine, its in zip(pool, wanted, strict=True):
         np.testing.assert_array_equal(wide(mine), its)
-    compare((out, lse), attend_oracle(q, *map(jnp.asarray, wanted), start, length + 1)[:2], "bfloat16")
+    compare(
+        (out, lse), attend_oracle(q, *map(jnp.asarray, wanted), start, length + 1)[:2], "bfloat16"
+    )
 
 
 def test_a_window_with_capped_logits():
@@ -80,7 +100,9 @@ def test_a_window_with_capped_logits():
     q, new_k, new_v, k, v = drawn(dim, "float32", 2)
     late = np.maximum(LENGTH - 20, 0)
     tables = [jnp.asarray(each) for each in (START + late, LENGTH - late, COUNTS)]
-    run = jax.jit(lambda *given: tpu_decode.append_and_attend(*given, softcap=softcap, interpret=True))
+    run = jax.jit(
+        lambda *given: tpu_decode.append_and_attend(*given, softcap=softcap, interpret=True)
+    )
     out, lse, *pool = run(q, (new_k, new_v), k, v, *tables)
     keys, values = map(wide, pool)
     np.testing.assert_array_equal(keys, with_rows(k, new_k, START, LENGTH, COUNTS))
@@ -92,7 +114,9 @@ def test_a_window_with_capped_logits():
         logits = softcap * np.tanh(wide(q)[b, h] @ keys[b, span].T / np.sqrt(dim) / softcap)
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         total = weights.sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(wide(out)[b, h], weights @ values[b, span] / total, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            wide(out)[b, h], weights @ values[b, span] / total, rtol=2e-5, atol=2e-5
+        )
         expected = logits.max(axis=1) + np.log(total[:, 0])
         np.testing.assert_allclose(wide(lse)[b, h], expected, rtol=2e-5, atol=2e-5)
 
@@ -104,7 +128,9 @@ def test_what_it_takes():
     assert not tpu_decode.takes(48, jnp.float16)
 
 
-@pytest.mark.parametrize("masking", [{}, {"softcap": 3.0}, {"softcap": 3.0, "window": 100}, {"window": 1}])
+@pytest.mark.parametrize(
+    "masking", [{}, {"softcap": 3.0}, {"softcap": 3.0, "window": 100}, {"window": 1}]
+)
 def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
     """Right padding needs no mask; log-sum-exp, capped logits and windows as XLA has them, in float32.
 
@@ -114,7 +140,9 @@ def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
     assert [tpu_prefill.tokens_at_once(3, slots) for slots in (384, 1024, 128)] == [768, 1024, 384]
     q, k, v = draw(3, (3, 2, 2, 384, 64), (3, 2, 384, 64), (3, 2, 384, 64), dtype=jnp.bfloat16)
     length = jnp.asarray([384, 130, 7], jnp.int32)
-    backend, oracle = (backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA))
+    backend, oracle = (
+        backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA)
+    )
     found = backend.prefill(q, k, v, length, **masking)
     wanted = oracle.prefill(*(each.astype(jnp.float32) for each in (q, k, v)), length, **masking)
     assert found[0].dtype == q.dtype and backend.prefill(q, k, v, length, lse=False)[1] is None
@@ -127,7 +155,9 @@ def test_where_splash_attention_does_not_serve():
     assert not tpu_prefill.takes(64, jnp.bfloat16) and not tpu_prefill.takes(384, jnp.float32)
     q, k, v = draw(4, (2, 2, 2, 1024, 16), (2, 2, 1024, 16), (2, 2, 1024, 16))
     length = jnp.asarray([1024, 700], jnp.int32)
-    backend, oracle = (backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA))
+    backend, oracle = (
+        backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA)
+    )
     found, wanted = (each.prefill(q, k, v, length) for each in (backend, oracle))
     compare(found, map(wide, wanted), "float32")
     found, wanted = (each.column_sums(q, k, wanted[1], length) for each in (backend, oracle))

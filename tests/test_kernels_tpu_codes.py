@@ -38,10 +38,14 @@ def test_a_token_joins_codes_and_attends(dim, dtype, group, rows):
     """The new row is rounded like those before it; rows around it keep their codes and scales to the bit."""
     q, new_k, new_v, k, v = drawn(dim, dtype, group, rows)
     # Rows of very different sizes: scales matter.
-    sizes = jnp.exp(0.4 * jax.random.normal(jax.random.key(rows), (2, *k.shape[:2], 1))).astype(k.dtype)
+    sizes = jnp.exp(0.4 * jax.random.normal(jax.random.key(rows), (2, *k.shape[:2], 1))).astype(
+        k.dtype
+    )
     pool = encoded(k * sizes[0]), encoded(v * sizes[1])
     new = encoded(new_k), encoded(new_v * 3)
-    out, lse, *found = tpu_decode.append_and_attend(q, new, *pool, *map(jnp.asarray, TABLES), interpret=True)
+    out, lse, *found = tpu_decode.append_and_attend(
+        q, new, *pool, *map(jnp.asarray, TABLES), interpret=True
+    )
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for mine, old, one in zip(found, pool, new, strict=True):
         assert [each.dtype for each in mine] == [each.dtype for each in old]
@@ -61,7 +65,9 @@ def test_codes_are_only_read(softcap):
     after = jnp.asarray(START), jnp.asarray(LENGTH + COUNTS[:, None])
     again = tpu_decode.attend(q, *pool, *after, **how)
     compare((out, lse), map(wide, again), "float32")
-    plain = tpu_decode.attend(q, *(jnp.asarray(decoded(each), jnp.float32) for each in pool), *after, **how)
+    plain = tpu_decode.attend(
+        q, *(jnp.asarray(decoded(each), jnp.float32) for each in pool), *after, **how
+    )
     compare(again, map(wide, plain), "float32")
     assert not wide(out)[1, 1].any() and np.isneginf(wide(lse)[1, 1]).all()
 
@@ -75,7 +81,9 @@ def test_many_heads_write_codes_into_one_tile():
     for rows in (48, 64):
         k, v = draw(2, (2, rows, 64), (2, rows, 64), dtype=jnp.bfloat16)
         pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
-        out, lse, *found = tpu_decode.append_and_attend(q, new, *pool, *map(jnp.asarray, tables), interpret=True)
+        out, lse, *found = tpu_decode.append_and_attend(
+            q, new, *pool, *map(jnp.asarray, tables), interpret=True
+        )
         for mine, old, one in zip(found, pool, new, strict=True):
             np.testing.assert_array_equal(wide(mine[0]), with_rows(old[0], one[0], *tables))
             np.testing.assert_array_equal(wide(mine[1]), with_rows(old[1], one[1], *tables))
@@ -86,10 +94,14 @@ def test_many_heads_write_codes_into_one_tile():
 def test_queries_of_float16_are_multiplied_in_float32():
     q, _, _, k, v = drawn(64, "float32", 2)
     half, pool = q.astype(jnp.float16), (encoded(k), encoded(v))
-    out, lse = tpu_decode.attend(half, *pool, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True)
+    out, lse = tpu_decode.attend(
+        half, *pool, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True
+    )
     rows = [jnp.asarray(decoded(each), jnp.float32) for each in pool]
     assert out.dtype == jnp.float16
-    np.testing.assert_allclose(wide(out), attend_oracle(half, *rows, START, LENGTH)[0], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(
+        wide(out), attend_oracle(half, *rows, START, LENGTH)[0], rtol=2e-3, atol=2e-3
+    )
     compare((lse,), attend_oracle(half, *rows, START, LENGTH)[1:2], "float32")
 
 

@@ -40,19 +40,32 @@ CASES = [
 def test_a_token_joins_and_rows_receive_attention(dim, dtype, group, more):
     q, new_k, new_v, k, v = drawn(dim, dtype, group)
     tables = [jnp.asarray(each) for each in (START, LENGTH, COUNTS)]
-    sinks = np.linspace(-1, 6, START.shape[1] * group, dtype=np.float32).reshape(-1, group) if "sinks" in more else None
-    given = {"softcap": more.get("softcap"), "sink_logits": None if sinks is None else jnp.asarray(sinks)}
+    sinks = (
+        np.linspace(-1, 6, START.shape[1] * group, dtype=np.float32).reshape(-1, group)
+        if "sinks" in more
+        else None
+    )
+    given = {
+        "softcap": more.get("softcap"),
+        "sink_logits": None if sinks is None else jnp.asarray(sinks),
+    }
     run = tpu_decode.append_and_score
-    out, received, *pool = run(q, (new_k, new_v), k, v, *tables, widest=2571, **given, interpret=True)
+    out, received, *pool = run(
+        q, (new_k, new_v), k, v, *tables, widest=2571, **given, interpret=True
+    )
     wanted = [with_rows(each, new, START, LENGTH, COUNTS) for each, new in ((k, new_k), (v, new_v))]
     for mine, its in zip(pool, wanted, strict=True):
         np.testing.assert_array_equal(wide(mine), its)
     held = LENGTH + COUNTS[:, None]
-    expected, shares = scored_oracle(q, *wanted, START, held, softcap=more.get("softcap"), sinks=sinks)
+    expected, shares = scored_oracle(
+        q, *wanted, START, held, softcap=more.get("softcap"), sinks=sinks
+    )
     compare((out,), (expected,), dtype)
     shares[COUNTS == 0] = 0
     assert received.shape == (len(COUNTS), ROWS)
-    np.testing.assert_allclose(wide(received), shares, atol=DTYPES[dtype][1] / 10, rtol=DTYPES[dtype][1])
+    np.testing.assert_allclose(
+        wide(received), shares, atol=DTYPES[dtype][1] / 10, rtol=DTYPES[dtype][1]
+    )
 
 
 def by_score(score, pos, seen, prompt):
@@ -80,7 +93,10 @@ def test_evict_rows(scored):
     pos[5, 12], pos[6, :12] = 1, np.arange(12)
     score[6, 11] = -1
     recent[6, 0] = 0
-    seen, prompt = rng.integers(1200, 1300, batch).astype(np.int32), rng.integers(400, 900, batch).astype(np.int32)
+    seen, prompt = (
+        rng.integers(1200, 1300, batch).astype(np.int32),
+        rng.integers(400, 900, batch).astype(np.int32),
+    )
     given = [jnp.asarray(each) for each in (k, v, pos, score)]
     given = given if scored else [*given[:3], None]
     tables = [jnp.asarray(each) for each in (start, length, limit, recent, seen, prompt)]
@@ -92,7 +108,9 @@ def test_evict_rows(scored):
         free = (mine >= 2) & (mine < 2 * prompt[b]) & (mine < seen[b] - recent[b, h])
         if length[b, h] <= limit[b, h] or not free.any():
             continue
-        mean = (score[b, rows] if scored else np.zeros(len(rows), np.float32)) / (seen[b] - mine).astype(np.float32)
+        mean = (score[b, rows] if scored else np.zeros(len(rows), np.float32)) / (
+            seen[b] - mine
+        ).astype(np.float32)
         lowest = free & (mean == mean[free].min())
         to, at = rows[lowest][np.argmax(mine[lowest])], rows[-1]
         went[b, h] = 1
@@ -111,11 +129,16 @@ def test_evict_rows(scored):
 def test_rows_move(dtype):
     """The newest row in the place of another: heads that change one tile, one that keeps its place, one that stays."""
     k, v = draw(7, (2, 40, 128), (2, 40, 128), dtype=DTYPES[dtype][0])
-    place, last = np.asarray([[0, 2, 5, 39], [8, 9, 14, 30]]), np.asarray([[1, 4, 6, 39], [8, 10, 29, 31]])
+    place, last = (
+        np.asarray([[0, 2, 5, 39], [8, 9, 14, 30]]),
+        np.asarray([[1, 4, 6, 39], [8, 10, 29, 31]]),
+    )
     over = np.asarray([[True, True, True, True], [True, True, False, True]])
     tables = [jnp.asarray(each, jnp.int32) for each in (place, last)]
     pos = jnp.arange(80, dtype=jnp.int32).reshape(2, 40)
-    *found, score = tpu_evict.replace_rows(k, v, pos, None, *tables, jnp.asarray(over), interpret=True)
+    *found, score = tpu_evict.replace_rows(
+        k, v, pos, None, *tables, jnp.asarray(over), interpret=True
+    )
     assert score is None
     for ours, theirs in zip(found, (wide(k).copy(), wide(v).copy(), np.array(pos)), strict=True):
         for b, h in zip(*np.nonzero(over), strict=True):
@@ -129,4 +152,6 @@ def test_what_they_take():
     """Pools whose positions and scores fit VMEM, and segments whose logits do."""
     assert tpu_evict.takes(8200) and not tpu_evict.takes(1 << 16)
     assert tpu_decode.takes_scores(8200, 1025, 4) and tpu_decode.takes_scores(1 << 17, 1 << 14, 4)
-    assert not tpu_decode.takes_scores(1 << 18, 1025, 4) and not tpu_decode.takes_scores(1 << 17, 1 << 17, 4)
+    assert not tpu_decode.takes_scores(1 << 18, 1025, 4) and not tpu_decode.takes_scores(
+        1 << 17, 1 << 17, 4
+    )

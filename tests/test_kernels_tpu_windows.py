@@ -51,7 +51,9 @@ def test_a_token_joins_and_windows_receive_attention(dim, dtype, group):
 def test_windows_are_taken(dtype):
     """Whatever lies in a segment, at its distance from the segment's tile."""
     leaf = np.arange(len(START) * ROWS, dtype=dtype).reshape(len(START), ROWS)
-    first, found = tpu_windows.take(jnp.asarray(leaf), jnp.asarray(START), widest=WIDEST, interpret=True)
+    first, found = tpu_windows.take(
+        jnp.asarray(leaf), jnp.asarray(START), widest=WIDEST, interpret=True
+    )
     assert found.dtype == leaf.dtype and (np.asarray(first) == first_of(START)).all()
     inside = windows_of(np.ones(leaf.shape), START, LENGTH, SIZE)
     np.testing.assert_array_equal(np.asarray(found) * inside, windows_of(leaf, START, LENGTH, SIZE))
@@ -77,7 +79,11 @@ def test_rows_are_compared(dim, dtype):
     found = tpu_windows.cosines(rows, of, *tables, widest=WIDEST, interpret=True)
     keys, vectors = wide(rows), wide(of)
     norms = np.maximum(np.linalg.norm(keys, axis=2), 1e-6)
-    expected = np.einsum("bhd,bpd->bhp", vectors, keys) / norms[:, None] / np.linalg.norm(vectors, axis=2)[..., None]
+    expected = (
+        np.einsum("bhd,bpd->bhp", vectors, keys)
+        / norms[:, None]
+        / np.linalg.norm(vectors, axis=2)[..., None]
+    )
     for b, h in np.ndindex(START.shape):
         mine = windows_of(expected[:, h], START[:, h : h + 1], LENGTH[:, h : h + 1], SIZE)[b, 0]
         np.testing.assert_allclose(np.asarray(found)[b, h], mine, rtol=1e-5, atol=1e-5)
@@ -85,5 +91,9 @@ def test_rows_are_compared(dim, dtype):
 
 def test_what_they_take():
     """Pools whose positions or scores fit VMEM, a sequence at a time, as do windows; tables that fit scalar memory."""
-    assert tpu_windows.takes(262_400, 8, 256, 2786) and not tpu_windows.takes((1 << 20) + 8, 8, 256, 2786)
-    assert not tpu_windows.takes(262_400, 512, 256, 2786) and not tpu_windows.takes(262_400, 8, 256, 1 << 17)
+    assert tpu_windows.takes(262_400, 8, 256, 2786) and not tpu_windows.takes(
+        (1 << 20) + 8, 8, 256, 2786
+    )
+    assert not tpu_windows.takes(262_400, 512, 256, 2786) and not tpu_windows.takes(
+        262_400, 8, 256, 1 << 17
+    )

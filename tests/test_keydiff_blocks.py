@@ -14,7 +14,10 @@ def test_each_block_is_followed_by_the_choice_that_the_oracle_makes_among_the_ro
     model, lengths = tiny.tiny(tiny.MODELS["gqa3"]), (70, 64)
     rng = np.random.default_rng(2)
     # No token twice in a block: equal tokens lie near to one another, and rounding would choose.
-    texts = [np.concatenate([rng.permutation(tiny.VOCAB) for _ in range(2)])[:n].tolist() for n in lengths]
+    texts = [
+        np.concatenate([rng.permutation(tiny.VOCAB) for _ in range(2)])[:n].tolist()
+        for n in lengths
+    ]
     session, first = jaxkv.Session(model, KeyDiff(budget=ROWS, every=BLOCK)), [30, 24]
     cache = session.prefill([text[:n] for text, n in zip(texts, first, strict=True)], new=1)
     for at in range(0, 40, BLOCK):

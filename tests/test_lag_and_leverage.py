@@ -51,14 +51,18 @@ def _row(make, oracle):
 
 
 OPTIONS = {
-    "lagkv-cross": _row(lambda **kw: LagKV(lag=4, cross_scoring=True, **kw), t.lagkv(lag=4, ranks=False)),
+    "lagkv-cross": _row(
+        lambda **kw: LagKV(lag=4, cross_scoring=True, **kw), t.lagkv(lag=4, ranks=False)
+    ),
     "lagkv-long": _row(lambda **kw: LagKV(lag=17, **kw), t.lagkv(lag=17)),
     "curdkv-key": _row(lambda **kw: CurDKV(leverage="key", **kw), t.curdkv(leverage="key")),
     "curdkv-value": _row(
-        lambda **kw: CurDKV(leverage="value", local_window=7, **kw), t.curdkv(leverage="value", local_window=7)
+        lambda **kw: CurDKV(leverage="value", local_window=7, **kw),
+        t.curdkv(leverage="value", local_window=7),
     ),
     "curdkv-average": _row(
-        lambda **kw: CurDKV(leverage="kv_avg", local_window=100, **kw), t.curdkv(leverage="kv_avg", local_window=100)
+        lambda **kw: CurDKV(leverage="kv_avg", local_window=100, **kw),
+        t.curdkv(leverage="kv_avg", local_window=100),
     ),
     "capkv-flat": _row(lambda **kw: CAPKV(tau=0.0, **kw), t.capkv(tau=0.0)),
 }
@@ -84,7 +88,11 @@ def test_options_agree_with_the_oracle(name, seed, lengths):
 )
 def test_keys_and_values_are_not_mixed_up(policy, oracle):
     """In the policy table the values are the keys."""
-    k, v, mean = drawn(2, 2, 40, 8, seed=1), 0.3 + drawn(2, 2, 40, 8, seed=2), drawn(2, 2, 2, 8, seed=3)
+    k, v, mean = (
+        drawn(2, 2, 40, 8, seed=1),
+        0.3 + drawn(2, 2, 40, 8, seed=2),
+        drawn(2, 2, 2, 8, seed=3),
+    )
     found = np.asarray(observed(policy, k, v, [40, 25], mean))
     for row, n in enumerate((40, 25)):
         expected = oracle(k[row, :, :n], v[row, :, :n], mean[row].reshape(-1, 8))
@@ -131,14 +139,18 @@ def test_scores_of_16_bits_are_computed_in_float32(policy, dtype):
     k, v = (jnp.asarray(drawn(1, 2, 40, 8, seed=seed), dtype) for seed in (1, 2))
     found = observed(policy, k, v, [40])
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, observed(policy, k.astype("float32"), v.astype("float32"), [40]), rtol=1e-6)
+    np.testing.assert_allclose(
+        found, observed(policy, k.astype("float32"), v.astype("float32"), [40]), rtol=1e-6
+    )
 
 
 def test_capacity_takes_texts_of_several_blocks():
     k, v = (drawn(1, 1, 1100, 8, seed=seed) for seed in (1, 2))
     mean = drawn(1, 1, 2, 8)
     expected = t.o.cap_scores(mean[0, 0], k[0], v[0])
-    np.testing.assert_allclose(observed(CAPKV(), k, v, [1100], mean)[0], expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        observed(CAPKV(), k, v, [1100], mean)[0], expected, rtol=1e-4, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(

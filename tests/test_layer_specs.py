@@ -36,18 +36,26 @@ def _normed(x, scale, eps):
 def forward(model, ids):
     """Logits of the token after one sequence."""
     config = model.config
-    of = {name: np.asarray(each.get_value(), np.float64) for name, each in named_parameters(model.decoder)}
+    of = {
+        name: np.asarray(each.get_value(), np.float64)
+        for name, each in named_parameters(model.decoder)
+    }
     x = of["embedding"][np.asarray(ids)]
     for layer in range(config.layers):
         part = lambda name, layer=layer: of[f"blocks.{layer}.{name}"]  # noqa: E731
-        normed, spec = _normed(x, part("attention_norm.scale"), config.norm_eps), config.spec_of(layer)
+        normed, spec = (
+            _normed(x, part("attention_norm.scale"), config.norm_eps),
+            config.spec_of(layer),
+        )
         q = _turned(np.einsum("ne,kgde->kgnd", normed, part("attention.q")), spec.rope)
         k, v = np.einsum("ne,tkde->tknd", normed, part("attention.kv"))
         k, scale = _turned(k, spec.rope), spec.scale or config.head_dim**-0.5
         logits = np.einsum("kgnd,kmd->kgnm", q, k) * scale
         logits = np.where(np.tri(len(x), dtype=bool), logits, -np.inf)
         share = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        out = np.einsum("kgnm,kmd->nkgd", share / share.sum(axis=-1, keepdims=True), v).reshape(len(x), -1)
+        out = np.einsum("kgnm,kmd->nkgd", share / share.sum(axis=-1, keepdims=True), v).reshape(
+            len(x), -1
+        )
         x = x + out @ part("attention.out").T
         normed = _normed(x, part("mlp_norm.scale"), config.norm_eps)
         gate, up = (normed @ part("mlp.gate_up")[index].T for index in range(2))
@@ -91,7 +99,11 @@ def test_policies_that_keep_everything_answer_as_the_full_cache_does(policy):
 
 @pytest.mark.parametrize(
     "policy",
-    (None, jaxkv.StreamingLLM(budget=64, rolling_positions=True), jaxkv.ExpectedAttention(budget=64, every=4)),
+    (
+        None,
+        jaxkv.StreamingLLM(budget=64, rolling_positions=True),
+        jaxkv.ExpectedAttention(budget=64, every=4),
+    ),
     ids=("full", "rolling", "again"),
 )
 def test_layers_without_rotation(policy):
@@ -103,17 +115,28 @@ def test_sixteen_bits_with_rolling_positions_read_their_tails():
     model, ids = tiny.tiny(CONFIG, dtype="bfloat16"), tiny.prompts(3, LENGTHS)
     rolling = jaxkv.Session(model, jaxkv.StreamingLLM(budget=64, rolling_positions=True))
     full, fixed = jaxkv.Session(model), rolling.prefill(ids, new=NEW)
-    np.testing.assert_allclose(np.asarray(fixed.logits), np.asarray(full.prefill(ids).logits), atol=0.1)
+    np.testing.assert_allclose(
+        np.asarray(fixed.logits), np.asarray(full.prefill(ids).logits), atol=0.1
+    )
     after, tokens = rolling.draw(fixed, NEW)
     whole = [each + row.tolist() for each, row in zip(ids, tokens, strict=True)]
-    np.testing.assert_allclose(np.asarray(after.logits), np.asarray(full.prefill(whole).logits), atol=0.25)
+    np.testing.assert_allclose(
+        np.asarray(after.logits), np.asarray(full.prefill(whole).logits), atol=0.25
+    )
 
 
 def test_a_mesh_answers_as_one_device_does():
     config = dataclasses.replace(model_of(4).config, kinds=KINDS)
     model, ids = tiny.tiny(config), tiny.prompts(3, LENGTHS)
-    of = {"policy": jaxkv.H2O(budget=16), "max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
-    alone, apart = (jaxkv.generate(model, ids, **of, **more) for more in ({}, {"mesh": mesh_of(2, 4)}))
+    of = {
+        "policy": jaxkv.H2O(budget=16),
+        "max_new_tokens": NEW,
+        "stop_at_eos": False,
+        "progress": False,
+    }
+    alone, apart = (
+        jaxkv.generate(model, ids, **of, **more) for more in ({}, {"mesh": mesh_of(2, 4)})
+    )
     assert [each.tolist() for each in alone.tokens] == [each.tolist() for each in apart.tokens]
 
 
@@ -129,7 +152,9 @@ def test_a_spec_of_another_layer_is_found(where, monkeypatch, request):
     # Programs compiled before the fault would hide it, those compiled with it outlive it.
     loop._loop.clear_cache()
     request.addfinalizer(loop._loop.clear_cache)
-    monkeypatch.setattr(where, "graphs_of", lambda self, layer: self.graphs.of(self.config.spec_of(layer + 1)))
+    monkeypatch.setattr(
+        where, "graphs_of", lambda self, layer: self.graphs.of(self.config.spec_of(layer + 1))
+    )
     with pytest.raises(AssertionError):
         check_answers(tiny.tiny(CONFIG))
 

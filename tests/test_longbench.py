@@ -31,17 +31,26 @@ def test_tasks_are_known():
 
 def test_longbench_has_all_sets_in_the_official_prompts():
     made = samples(LONG)
-    assert {sample.group for sample in made.values()} == set(table("longbench")) and len(table("longbench")) == 16
-    lengths = {name: made[f"{name}-000"].new_tokens for name in ("narrativeqa", "gov_report", "trec", "hotpotqa")}
+    assert {sample.group for sample in made.values()} == set(table("longbench")) and len(
+        table("longbench")
+    ) == 16
+    lengths = {
+        name: made[f"{name}-000"].new_tokens
+        for name in ("narrativeqa", "gov_report", "trec", "hotpotqa")
+    }
     assert lengths == {"narrativeqa": 128, "gov_report": 512, "trec": 64, "hotpotqa": 32}
     first = made["hotpotqa-000"]
     row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_text("utf-8"))
     asked = (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+        "Answer the question based on the given passages. Only "
+        "give me the answer and do not output any other words."
     )
     assert first.context == f"{asked}\n\nThe following are given passages.\n{row['context']}"
     assert first.question == f"\n\n{asked}\n\nQuestion: {row['input']}\nAnswer:"
-    assert first.answers == ("Oslo",) and first.tags["prompt_tokens"] == len(first.context + first.question) + 1
+    assert (
+        first.answers == ("Oslo",)
+        and first.tags["prompt_tokens"] == len(first.context + first.question) + 1
+    )
     # A document's own braces are no fields.
     assert "{until}" in made["narrativeqa-000"].context
     assert made["lcc-000"].question == "Next line of code:\n"
@@ -52,10 +61,15 @@ def test_longbench_has_all_sets_in_the_official_prompts():
 
 def test_few_shot_prompts_have_no_chat_template():
     model = eval_models.speaking(chat=True)
-    chat, raw = (Sample(id="1", group="x", context="abc", question="?", raw=raw) for raw in (False, True))
+    chat, raw = (
+        Sample(id="1", group="x", context="abc", question="?", raw=raw) for raw in (False, True)
+    )
     (context, question), plain = ids_of(model.text, chat), ids_of(model.text, raw)
     assert model.text.decode(context + question) == "user:abc?assistant:"
-    assert plain == ([model.text.bos_id, *model.text.encode("abc", bos=False)], model.text.encode("?", bos=False))
+    assert plain == (
+        [model.text.bos_id, *model.text.encode("abc", bos=False)],
+        model.text.encode("?", bos=False),
+    )
 
 
 def test_long_prompts_lose_their_middle():
@@ -84,11 +98,17 @@ def test_infinitebench_has_all_tasks_in_the_official_prompts():
     assert {sample.group for sample in made.values()} == set(table("infinitebench"))
     assert all(sample.raw for sample in made.values())
     assert made["passkey-000"].question == "\n\nWhat is the pass key?\n\nThe pass key is"
-    assert made["math_find-000"].context.startswith("What is the largest number in the following list?\n\n[5, 17")
-    assert made["math_find-001"].answers == ("1.25",) and made["math_calc-000"].answers == ("[1, 4, 8, 6]",)
+    assert made["math_find-000"].context.startswith(
+        "What is the largest number in the following list?\n\n[5, 17"
+    )
+    assert made["math_find-001"].answers == ("1.25",) and made["math_calc-000"].answers == (
+        "[1, 4, 8, 6]",
+    )
     assert made["code_run-000"].question.endswith("The value of func_0(-6) is")
     assert made["code_run-000"].context.startswith("There is a function called func_0 in")
-    assert made["code_debug-000"].answers == ("half", "B") and made["longbook_choice_eng-000"].answers == ("Oslo", "B")
+    assert made["code_debug-000"].answers == ("half", "B") and made[
+        "longbook_choice_eng-000"
+    ].answers == ("Oslo", "B")
     assert "\nA. Bergen\nB. Oslo\nC. Rome\nD. Lima\n" in made["longbook_choice_eng-000"].question
     official = {name: of["new_tokens"] for name, of in table("infinitebench").items()}
     assert len(official) == 12 and official["math_calc"] == 30000
@@ -111,9 +131,13 @@ def test_without_data_and_network_the_error_says_what_to_put_where(monkeypatch, 
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
     model = eval_models.speaking()
-    with pytest.raises(FileNotFoundError, match=r"data=None: narrativeqa .*THUDM/LongBench, put narrativeqa\.jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"data=None: narrativeqa .*THUDM/LongBench, put narrativeqa\.jsonl"
+    ):
         LongBench().samples(model)
-    with pytest.raises(FileNotFoundError, match=r"xinrongzhang2022/InfiniteBench, put passkey\.jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"xinrongzhang2022/InfiniteBench, put passkey\.jsonl"
+    ):
         InfiniteBench().samples(model)
     with pytest.raises(FileNotFoundError, match=r"no lcc\.jsonl in it; put the files of https"):
         LongBench(data=str(tmp_path), tasks=("lcc",)).samples(model)
@@ -147,6 +171,12 @@ def test_other_files_are_refused_by_name(tmp_path):
         LongBench(data=str(tmp_path), tasks=("lcc",)).samples(model)
     row = {"input": "x", "context": "y", "answers": ["7"], "all_classes": None}
     (tmp_path / "passage_retrieval_en.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"data=\['7'\]: passage_retrieval_en answers with paragraphs such as"):
+    with pytest.raises(
+        ValueError, match=r"data=\['7'\]: passage_retrieval_en answers with paragraphs such as"
+    ):
         LongBench(data=str(tmp_path), tasks=("passage_retrieval_en",)).samples(model)
-    assert len(samples(LONG, tasks=("narrativeqa",), count=1)) == 1 < len(samples(LONG, tasks=("narrativeqa",)))
+    assert (
+        len(samples(LONG, tasks=("narrativeqa",), count=1))
+        == 1
+        < len(samples(LONG, tasks=("narrativeqa",)))
+    )

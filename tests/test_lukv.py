@@ -9,7 +9,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from policy_row import Row
 from policy_table import BY_NAME, WINDOW
-from test_oracle_agreement import DIM, LAYERS, SHAPES, draw_layers, lengths_of_two, library_kept, seeds
+from test_oracle_agreement import (
+    DIM,
+    LAYERS,
+    SHAPES,
+    draw_layers,
+    lengths_of_two,
+    library_kept,
+    seeds,
+)
 
 import jaxkv
 from jaxkv import LUKV, AdaKV, CriticalKV, ExpectedAttention, SnapKV, StreamingLLM
@@ -57,7 +65,9 @@ def test_a_head_keeps_the_share_that_its_curve_leaves(tmp_path):
     assert np.asarray(cache.length).tolist() == [[[6, 12], [4, 8]], [[24, 30], [16, 20]]]
     cache.save(tmp_path / "cache")
     assert jaxkv.load_cache(tmp_path / "cache").policy == policy
-    two = jaxkv.Session(tiny.tiny(config), CriticalKV(base=policy)).prefill(tiny.prompts(3, (60, 40)))
+    two = jaxkv.Session(tiny.tiny(config), CriticalKV(base=policy)).prefill(
+        tiny.prompts(3, (60, 40))
+    )
     np.testing.assert_array_equal(two.length, cache.length)
 
 
@@ -88,7 +98,10 @@ REFUSED = {
     "nan": (lambda: LUKV(curves=TABLE * np.nan), "curves=.*from 0 to 1"),
     "all dropped": (lambda: LUKV(curves=np.ones_like(TABLE)), "curves=.*table 1 drops all rows"),
     "heads": (lambda: LUKV(base=AdaKV(budget=0.2)), "base=.*budgets of their own"),
-    "rolling": (lambda: LUKV(base=StreamingLLM(budget=0.2, rolling_positions=True)), "base=.*rolling positions"),
+    "rolling": (
+        lambda: LUKV(base=StreamingLLM(budget=0.2, rolling_positions=True)),
+        "base=.*rolling positions",
+    ),
     "model": (
         lambda: jaxkv.Session(tiny.tiny(tiny.MODELS["gqa3"]), LUKV(curves=TABLE, budget=0.2)),
         "curves='2 layers': the model has 3",
@@ -108,6 +121,8 @@ def test_refusals(as_users_call, name):
 )
 def test_files_with_damaged_headers_are_refused_by_name(as_users_call, tmp_path, header):
     path = tmp_path / "curves.npy"
-    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64))
+    path.write_bytes(
+        b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
+    )
     with pytest.raises(ValueError, match="(?s)curves=.*no .npy file"):
         LUKV(curves=str(path))

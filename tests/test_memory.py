@@ -60,7 +60,9 @@ def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
     monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes)
     check_memory(needed, gpu)
     monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes - 1)
-    with refused(f"keeps {needed.host_bytes:,} bytes in host memory, where .*: offload fewer layers"):
+    with refused(
+        f"keeps {needed.host_bytes:,} bytes in host memory, where .*: offload fewer layers"
+    ):
         check_memory(needed, gpu)
 
 
@@ -73,7 +75,11 @@ def test_no_memory_for_weights(monkeypatch, mesh):
         devices = jax.devices()[: math.prod(mesh)]
         options["mesh"] = jax.make_mesh(mesh, ("data", "model"), devices=devices)
     # A CPU's devices have one memory: two groups of devices hold the model twice, and norms lie whole on all of them.
-    held = sum(shard.data.nbytes for leaf in leaves_of(path, **options) for shard in leaf.addressable_shards)
+    held = sum(
+        shard.data.nbytes
+        for leaf in leaves_of(path, **options)
+        for shard in leaf.addressable_shards
+    )
     assert held >= whole * (mesh or (1,))[0]
     monkeypatch.setattr(memory, "available_bytes", lambda device: held)
     jaxkv.load(path, **options)
@@ -95,7 +101,9 @@ def test_no_memory_for_the_plan_of_a_mesh(monkeypatch):
     for model in (of, of.on(mesh_of(2, 4))):
         with pytest.raises(MemoryError, match=r"the plan needs [\d,]+ bytes") as refused:
             jaxkv.prefill(model, ids, policy=jaxkv.FullKV(), progress=False)
-        needed.append(int(re.search(r"needs ([\d,]+)", str(refused.value)).group(1).replace(",", "")))
+        needed.append(
+            int(re.search(r"needs ([\d,]+)", str(refused.value)).group(1).replace(",", ""))
+        )
     assert needed[0] <= needed[1] <= 3 * needed[0]
 
 
@@ -107,7 +115,12 @@ def test_prefill_runs_ahead_where_memory_allows(monkeypatch):
     waited, wait = [], jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(type(x)) or wait(x))
     found = {}
-    for spare, waits in ((None, 4), (needed.peak_bytes - 1, 4), (needed.peak_bytes + 2 * each, 2), (1 << 40, 0)):
+    for spare, waits in (
+        (None, 4),
+        (needed.peak_bytes - 1, 4),
+        (needed.peak_bytes + 2 * each, 2),
+        (1 << 40, 0),
+    ):
         monkeypatch.setattr(memory, "allocator_bytes", lambda device, spare=spare: spare)
         waited.clear()
         found[spare] = jaxkv.Session(model, POLICY).prefill(ids, needed=needed)
@@ -132,4 +145,7 @@ def test_the_plan_counts_what_a_gpu_takes_all_prompts_together_for(model):
     assert prefilling[2] - prefilling[1] == queries
     assert all(a.peak_bytes < b.peak_bytes for a, b in zip(xla, pallas, strict=True))
     sessions = [jaxkv.Session(model, POLICY, implementation=each) for each in ("xla", "pallas")]
-    assert [each.plan(np.array([40, 40])).peak_bytes for each in sessions] == [xla[0].peak_bytes, pallas[0].peak_bytes]
+    assert [each.plan(np.array([40, 40])).peak_bytes for each in sessions] == [
+        xla[0].peak_bytes,
+        pallas[0].peak_bytes,
+    ]

@@ -13,7 +13,11 @@ from jaxkv.evals.stored import table
 from jaxkv.evals.task import Sample
 
 GOLDEN = json.loads((running.GOLDEN / "metrics" / "metrics.json").read_text("utf-8"))
-KINDS = [name for name, found in GOLDEN["longbench"].items() if name not in ("classes", "rapidfuzz_differs")]
+KINDS = [
+    name
+    for name, found in GOLDEN["longbench"].items()
+    if name not in ("classes", "rapidfuzz_differs")
+]
 
 
 def test_every_metric_of_the_tables_is_held_against_the_official_one():
@@ -27,7 +31,9 @@ def test_every_metric_of_the_tables_is_held_against_the_official_one():
 @pytest.mark.parametrize("kind", KINDS)
 def test_longbench_scores_as_it_does_itself(kind):
     of = table("longbench")
-    name = next(name for name in of if of[name]["metric"] == kind and name not in ("samsum", "triviaqa"))
+    name = next(
+        name for name in of if of[name]["metric"] == kind and name not in ("samsum", "triviaqa")
+    )
     tags = {"classes": tuple(GOLDEN["longbench"]["classes"])}
     for said, right, score in GOLDEN["longbench"][kind]:
         sample = Sample(id="1", group=name, context="x", answers=(right,), tags=tags)
@@ -40,7 +46,9 @@ def test_infinitebench_scores_as_it_does_itself(name):
         pytest.importorskip("rouge_score", reason="an extra: jaxkv[eval]")
     for said, right, score in GOLDEN["infinitebench"][name]:
         row = {"answer": right, "options": []}
-        sample = Sample(id="1", group=name, context="x", answers=InfiniteBench().answers_of(name, row))
+        sample = Sample(
+            id="1", group=name, context="x", answers=InfiniteBench().answers_of(name, row)
+        )
         assert InfiniteBench().score(sample, said) == pytest.approx(score, abs=1e-12), (said, right)
 
 
@@ -57,7 +65,9 @@ def test_a_fraction_where_a_whole_number_is_right_is_wrong():
     assert metrics.found_number("4.5", "4") == 0.0
 
 
-@pytest.mark.parametrize("metric, right", [(metrics.values_in_a_row, "[1, 4]"), (metrics.last_number, "1")])
+@pytest.mark.parametrize(
+    "metric, right", [(metrics.values_in_a_row, "[1, 4]"), (metrics.last_number, "1")]
+)
 def test_digits_without_end_are_wrong_and_end_no_run(metric, right):
     """The official function of values raises: Python makes no number of more than 4300 digits."""
     assert metric("1" * 5000, right) == 0.0

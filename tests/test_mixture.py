@@ -69,7 +69,9 @@ def oracle_with_biases(x, ids, shares, gate_up, down, up_bias, down_bias, limit)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tokens, count, chosen", [(1, 8, 2), (5, 8, 3), (64, 4, 2)], ids=["one", "few", "many"])
+@pytest.mark.parametrize(
+    "tokens, count, chosen", [(1, 8, 2), (5, 8, 3), (64, 4, 2)], ids=["one", "few", "many"]
+)
 def test_biases_and_a_limit(way, tokens, count, chosen):
     rng = np.random.default_rng(tokens)
     made = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
@@ -93,26 +95,37 @@ def test_the_routers_bias_chooses():
 
 
 def test_the_router_takes_the_lowest_of_equals():
-    mixture = MixtureMLP(4, 4, Experts(count=5, chosen=2), dtype=jnp.dtype("float32"), weights=jnp.dtype("float32"))
+    mixture = MixtureMLP(
+        4, 4, Experts(count=5, chosen=2), dtype=jnp.dtype("float32"), weights=jnp.dtype("float32")
+    )
     mixture.router.set_value(jnp.asarray([[0.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4, [-1.0] * 4]))
     ids, shares = mixture.chosen(jnp.ones((2, 4)))
     assert ids.tolist() == [[1, 2], [1, 2]]
     np.testing.assert_allclose(shares, 0.5, rtol=1e-6)
     mixture.experts = Experts(count=5, chosen=2, normalised=False)
     likely = np.exp([0.0, 4, 4, 4, -4]) / np.exp([0.0, 4, 4, 4, -4]).sum()
-    np.testing.assert_allclose(mixture.chosen(jnp.ones((2, 4)))[1], [[likely[1]] * 2] * 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        mixture.chosen(jnp.ones((2, 4)))[1], [[likely[1]] * 2] * 2, rtol=1e-6
+    )
 
 
 def test_rows_of_a_block():
     # A decode step's tokens all fit a block: no expert's weights are read twice.
     assert block_rows(8, 2, 8) == 8 and block_rows(3, 8, 128) == 3
-    assert block_rows(2048, 8, 128) == 128 and block_rows(2048, 2, 8) == 256 and block_rows(100, 2, 64) == 8
+    assert (
+        block_rows(2048, 8, 128) == 128
+        and block_rows(2048, 2, 8) == 256
+        and block_rows(100, 2, 64) == 8
+    )
 
 
 def test_work_and_memory_beside_every_expert_for_every_token():
     tokens, chosen, count, width, hidden = 512, 2, 8, 64, 128
     shape = jax.ShapeDtypeStruct
-    gate_up, down = shape((count, 2, hidden, width), jnp.float32), shape((count, width, hidden), jnp.float32)
+    gate_up, down = (
+        shape((count, 2, hidden, width), jnp.float32),
+        shape((count, width, hidden), jnp.float32),
+    )
     x, shares = shape((tokens, width), jnp.float32), shape((tokens, chosen), jnp.float32)
     ours = WAYS["in_blocks"].lower(x, shape((tokens, chosen), jnp.int32), shares, gate_up, down)
     rows = shape((tokens * chosen, width), jnp.float32)
@@ -130,5 +143,7 @@ def test_work_and_memory_beside_every_expert_for_every_token():
     assert flops(ragged) > 0.9 * count * 2 * product
     memory = ours.compile().memory_analysis().temp_size_in_bytes
     # A block's hidden states and its expert's weights, the sums of all rows, and their order: nothing of [T, k, F].
-    assert memory < 4 * (6 * size * hidden + 3 * width * hidden + 2 * tokens * width + 16 * tokens * chosen)
+    assert memory < 4 * (
+        6 * size * hidden + 3 * width * hidden + 2 * tokens * width + 16 * tokens * chosen
+    )
     assert memory < 4 * tokens * chosen * 2 * hidden

@@ -49,7 +49,10 @@ def _rotation(config, n, positions):
 def _expected(q, config, n, asked):
     """Mean and covariance `[K, G, ...]` in float64 of one text's unrotated queries `[K, G, n, D]`."""
     turn = _rotation(config, n, asked.positions)
-    pairs = [[o.mean_and_covariance(head[asked.skip : n]) for head in group] for group in np.asarray(q, np.float64)]
+    pairs = [
+        [o.mean_and_covariance(head[asked.skip : n]) for head in group]
+        for group in np.asarray(q, np.float64)
+    ]
     mean = np.array([[turn @ m for m, _ in group] for group in pairs])
     return mean, np.array([[turn @ c @ turn.T for _, c in group] for group in pairs])
 
@@ -58,11 +61,15 @@ def check_moments(found, row, expected):
     mean, covariance = expected
     np.testing.assert_allclose(found.mean[row], mean, atol=2e-5 * (1 + np.abs(mean).max()))
     if found.covariance is not None:
-        np.testing.assert_allclose(found.covariance[row], covariance, atol=2e-5 * (1 + np.abs(covariance).max()))
+        np.testing.assert_allclose(
+            found.covariance[row], covariance, atol=2e-5 * (1 + np.abs(covariance).max())
+        )
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("asked", [FutureQueries(skip=4, positions=16), FutureQueries(positions=3, covariance=False)])
+@pytest.mark.parametrize(
+    "asked", [FutureQueries(skip=4, positions=16), FutureQueries(positions=3, covariance=False)]
+)
 def test_moments_of_prompts_are_the_oracle_s(rope, asked):
     config = dataclasses.replace(GQA, rope=ROPES[rope], qkv_bias=True)
     flat = tiny.tiny(config).flat
@@ -86,8 +93,12 @@ def test_moments_of_the_last_queries_are_those_of_the_text_s_end(rope):
     raw = rng.standard_normal((3, 2, 3, 64, config.head_dim)) + 5
     by = angles(jnp.arange(64, dtype=jnp.int32)[None], config.rope, config.head_dim)
     rotated = np.asarray(rotate(jnp.asarray(raw, jnp.float32), by))
-    last = np.stack([rotated[row][:, :, np.arange(n - window, n) % 64] for row, n in enumerate(LENGTHS)])
-    found = moments.last_moments(jnp.asarray(last), jnp.asarray(LENGTHS, jnp.int32), config.rope, asked)
+    last = np.stack(
+        [rotated[row][:, :, np.arange(n - window, n) % 64] for row, n in enumerate(LENGTHS)]
+    )
+    found = moments.last_moments(
+        jnp.asarray(last), jnp.asarray(LENGTHS, jnp.int32), config.rope, asked
+    )
     for row, n in enumerate(LENGTHS):
         first = max(0, n - window)
         later = dataclasses.replace(asked, skip=max(asked.skip, first))
@@ -98,8 +109,12 @@ def test_a_text_no_longer_than_its_sinks_has_no_moments_and_keeps_its_rows():
     policy = jaxkv.ExpectedAttention(budget=4, future=8)
     cache, logits, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(0, (3, 40)), policy)
     assert np.isfinite(logits).all()
-    assert {tuple(pos.tolist()) for _, row, _, _, _, pos in segments(cache) if row == 0} == {(0, 1, 2)}
-    assert {tuple(pos.tolist()) for _, row, _, _, _, pos in segments(cache) if row == 1} == {(0, 1, 2, 3)}
+    assert {tuple(pos.tolist()) for _, row, _, _, _, pos in segments(cache) if row == 0} == {
+        (0, 1, 2)
+    }
+    assert {tuple(pos.tolist()) for _, row, _, _, _, pos in segments(cache) if row == 1} == {
+        (0, 1, 2, 3)
+    }
 
 
 # --- norms of values, where heads hold rows of their own --------------------------------------------------------------
@@ -119,12 +134,23 @@ def test_norms_are_summed_over_the_heads_that_hold_the_position():
     rng, counts = np.random.default_rng(0), [[12, 5], [7, 9]]
     last = np.iinfo(np.int32).max
     held = [[np.sort(rng.permutation(16)[:count]) for count in row] for row in counts]
-    positions = np.array([[[*each, *[last] * (slots - len(each))] for each in row] for row in held], np.int32)
+    positions = np.array(
+        [[[*each, *[last] * (slots - len(each))] for each in row] for row in held], np.int32
+    )
     v = rng.standard_normal((2, heads, slots, GQA.head_dim)).astype(np.float32)
     v[1, 1, 9:] = np.nan
-    rows = Unpacked(jnp.asarray(v), jnp.asarray(v), jnp.asarray(positions < last), positions=jnp.asarray(positions))
-    norms, totals = (np.asarray(a) for a in recompress._value_norms(model.flat.blocks[0], rows, static))
-    weight = np.asarray(model.flat.graphs.block(model.flat.blocks[0]).attention.out[...], np.float64)
+    rows = Unpacked(
+        jnp.asarray(v),
+        jnp.asarray(v),
+        jnp.asarray(positions < last),
+        positions=jnp.asarray(positions),
+    )
+    norms, totals = (
+        np.asarray(a) for a in recompress._value_norms(model.flat.blocks[0], rows, static)
+    )
+    weight = np.asarray(
+        model.flat.graphs.block(model.flat.blocks[0]).attention.out[...], np.float64
+    )
     weight = weight.reshape(-1, heads, GQA.group, GQA.head_dim)
     for row in range(2):
         by_position = dict.fromkeys(range(16), 0.0)
@@ -148,7 +174,10 @@ def _candidates(scores):
     """Layers `[L, K, n]` of one sequence, of which the first and the last two rows stay anyway."""
     forced = jnp.asarray(np.isin(np.arange(N), FORCED)[None])
     length = jnp.asarray([N], jnp.int32)
-    return [choosing.of_prompt(jnp.asarray(layer, jnp.float32)[None], forced, length) for layer in scores]
+    return [
+        choosing.of_prompt(jnp.asarray(layer, jnp.float32)[None], forced, length)
+        for layer in scores
+    ]
 
 
 FORCED = (0, 22, 23)
@@ -163,7 +192,9 @@ def test_ties_go_to_the_lowest_head_then_layer_then_position(alpha, seed, levels
     nothing = jnp.zeros((1,), jnp.int32)
     chosen = choosing.choose(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
     expected, _ = o.global_select(scores, base + len(FORCED), list(FORCED), N, alpha)
-    assert [[np.flatnonzero(head).tolist() for head in np.asarray(mask)[0]] for mask in chosen.masks] == expected
+    assert [
+        [np.flatnonzero(head).tolist() for head in np.asarray(mask)[0]] for mask in chosen.masks
+    ] == expected
     assert chosen.tally.moved is None
 
 
@@ -173,7 +204,9 @@ def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():
     by_layer = cache.kept.sum(axis=2)
     assert needed.rows is None and len(set(by_layer[:, 0].tolist())) > 1
     assert (cache.kept.sum(axis=(0, 2)) == GQA.layers * GQA.kv_heads * 20).all()
-    same, _, _ = tiny.run(model, ids, jaxkv.GlobalBudget(base=jaxkv.DefensiveKV(budget=20, window=8)))
+    same, _, _ = tiny.run(
+        model, ids, jaxkv.GlobalBudget(base=jaxkv.DefensiveKV(budget=20, window=8))
+    )
     assert tiny.kept(same) == tiny.kept(cache)
     # All of it guaranteed is no competition.
     even, _, _ = tiny.run(model, ids, jaxkv.GlobalBudget(base=jaxkv.KeyDiff(budget=20), alpha=1.0))
@@ -181,7 +214,9 @@ def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():
 
 
 def test_a_base_with_its_own_heads_keeps_them():
-    base = jaxkv.AdaKV(base=jaxkv.KeyDiff(budget=20), safeguard=ProtectedHeads(alpha=0.5, capacity=2.0))
+    base = jaxkv.AdaKV(
+        base=jaxkv.KeyDiff(budget=20), safeguard=ProtectedHeads(alpha=0.5, capacity=2.0)
+    )
     assert jaxkv.GlobalBudget(base=base).parts().heads == ProtectedHeads(alpha=0.5, capacity=2.0)
     critical = jaxkv.GlobalBudget(base=jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=40)), alpha=0.25)
     assert critical.parts().heads == TwoStageHeads(budgets=AdaptiveHeads(alpha=0.25))

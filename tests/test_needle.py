@@ -25,7 +25,9 @@ RUN_LAYER = prefilling.run_layer
 MAKERS = {
     "snap32k13": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(13)),
     "snap32k21": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(21)),
-    "pyr20w8k13": lambda n: PyramidKV(budget=n, window=8, pooling=AvgPool(13), allocation=KVPressLayers(beta=20.0)),
+    "pyr20w8k13": lambda n: PyramidKV(
+        budget=n, window=8, pooling=AvgPool(13), allocation=KVPressLayers(beta=20.0)
+    ),
     "ada32k13": lambda n: AdaKV(
         base=SnapKV(budget=n, window=32, pooling=AvgPool(13)), safeguard=ProtectedHeads(alpha=0.2)
     ),
@@ -42,14 +44,18 @@ def remembered():
 
     def run_layer(flat, index, x, length, table, needs, implementation):
         if index not in outputs:
-            outputs[index] = RUN_LAYER(flat, index, x, length, table, Needs(queries=WINDOW), implementation)
+            outputs[index] = RUN_LAYER(
+                flat, index, x, length, table, Needs(queries=WINDOW), implementation
+            )
             x = outputs[index].x
         elif index == len(flat.blocks) - 1:
             x = outputs[index].x
         # Else x passes by: the layer's own was given up to the layer after, and only the top one's is looked at.
         cut = WINDOW - needs.queries
         out = outputs[index]
-        return dataclasses.replace(out, x=x, q=out.q[..., cut:, :], q_positions=out.q_positions[:, cut:])
+        return dataclasses.replace(
+            out, x=x, q=out.q[..., cut:, :], q_positions=out.q_positions[:, cut:]
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefilling, "run_layer", run_layer)
@@ -65,7 +71,9 @@ def right(policy):
         stop_at_eos=False,
         progress=False,
     )
-    return sum(case["answer"] in text for case, text in zip(NEEDLES["cases"], out.text, strict=True))
+    return sum(
+        case["answer"] in text for case, text in zip(NEEDLES["cases"], out.text, strict=True)
+    )
 
 
 def test_full_cache_finds_all(remembered):

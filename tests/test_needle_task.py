@@ -21,8 +21,14 @@ def test_a_grid(wording):
     for each in made:
         taken = sum(map(len, ids_of(model().text, each))) + each.new_tokens
         assert 0.9 * each.tags["length"] <= taken <= each.tags["length"]
-        at = each.context.find(asked.needle if wording == "official" else "One of the special magic")
-        opening = each.context.index("<book> ") + 7 if wording == "official" else each.context.index("\n") + 1
+        at = each.context.find(
+            asked.needle if wording == "official" else "One of the special magic"
+        )
+        opening = (
+            each.context.index("<book> ") + 7
+            if wording == "official"
+            else each.context.index("\n") + 1
+        )
         hay = len(each.context) - opening
         # At the end of a sentence before its depth, of which the longest takes some of a short text.
         depth = (at - opening) / hay
@@ -35,16 +41,21 @@ def test_a_grid(wording):
 
 
 @pytest.mark.parametrize(
-    "positions, fit, long", [(2048, (512, 1024, 2048), 2048), (2047, (512, 1024), 2047), (300, (300,), 300)]
+    "positions, fit, long",
+    [(2048, (512, 1024, 2048), 2048), (2047, (512, 1024), 2047), (300, (300,), 300)],
 )
-def test_lengths_that_nobody_asked_for_are_those_that_the_model_has_positions_for(positions, fit, long):
+def test_lengths_that_nobody_asked_for_are_those_that_the_model_has_positions_for(
+    positions, fit, long
+):
     short = model(positions=positions)
     made = Needle(depths=(0.5,), wording="small").samples(short)
     assert tuple(each.tags["length"] for each in made) == fit
     (one,) = Ruler(tasks=("niah_single_1",), count=1, wording="small").samples(short)
     assert one.tags["length"] == long
     for task in (Needle(lengths=(512, 4096)), Ruler(lengths=(512, 4096))):
-        with pytest.raises(ValueError, match=f"lengths=4096: the model was made for {positions} tokens"):
+        with pytest.raises(
+            ValueError, match=f"lengths=4096: the model was made for {positions} tokens"
+        ):
             task.samples(short)
 
 
@@ -62,7 +73,9 @@ def test_the_small_wording():
         assert set(pieces(each.context + each.question + each.prefix)) <= set(small_vocabulary())
         assert each.question.split()[7] in SMALL_WORDS
     asked = Needle(wording="small")
-    assert asked.score(made[0], f" {made[0].answers[0]}.") == 1 and asked.score(made[0], "0000") == 0
+    assert (
+        asked.score(made[0], f" {made[0].answers[0]}.") == 1 and asked.score(made[0], "0000") == 0
+    )
 
 
 def test_scores():
@@ -102,5 +115,7 @@ def test_own_needle(tmp_path):
     )
     (sample,) = asked.samples(model())
     assert sample.context.endswith(" The key is under the stone.") and sample.prefix == "Answer:"
-    assert "Question: Where is the key?" in sample.question and sample.answers == ("under the stone.",)
+    assert "Question: Where is the key?" in sample.question and sample.answers == (
+        "under the stone.",
+    )
     assert TASKS["needle"] is Needle

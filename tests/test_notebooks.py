@@ -36,7 +36,9 @@ def test_a_notebook_gives_what_is_stored(name, tmp_path):
 def picture(width, height):
     """The beginning of a PNG, as far as it is read."""
     data = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + width.to_bytes(4) + height.to_bytes(4)
-    return {"data": {"image/png": outputs.base64.b64encode(data).decode(), "text/plain": ["<Figure>"]}}
+    return {
+        "data": {"image/png": outputs.base64.b64encode(data).decode(), "text/plain": ["<Figure>"]}
+    }
 
 
 def cell(*texts, tags=(), size=None):
@@ -120,7 +122,9 @@ def test_stored_outputs_are_small_and_of_no_machine(path):
         for output in each["outputs"]:
             png = outputs.png_of(output)
             assert png is None or len(png) <= PICTURE
-            assert output.get("name", "stdout") == "stdout", "warnings and progress bars are not stored"
+            assert output.get("name", "stdout") == "stdout", (
+                "warnings and progress bars are not stored"
+            )
             places = r"(?<![\w.])/(home|root|tmp|work|Users|usr|var)/|0x[0-9a-f]{6,}"
             assert not re.search(places, outputs.text_of(output))
         assert set(each["metadata"]) <= {"tags"}
@@ -135,11 +139,16 @@ def test_a_run_stores_what_jupyter_shows(tmp_path):
     said, silent = outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
     assert [outputs.kind_of(each)[0] for each in said["outputs"]] == ["stream", "execute_result"]
     assert [outputs.text_of(each) for each in said["outputs"]] == ["3\n", "4"]
-    assert silent["outputs"] == [] and (said["execution_count"], silent["execution_count"]) == (1, 2)
+    assert silent["outputs"] == [] and (said["execution_count"], silent["execution_count"]) == (
+        1,
+        2,
+    )
 
 
 def test_a_cell_that_warns_is_refused(tmp_path):
-    (tmp_path / "a.ipynb").write_text(outputs.json.dumps(notebook("import warnings\nwarnings.warn('old')")))
+    (tmp_path / "a.ipynb").write_text(
+        outputs.json.dumps(notebook("import warnings\nwarnings.warn('old')"))
+    )
     with pytest.raises(AssertionError, match="<code cell 1> wrote to stderr.*old"):
         outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
 
@@ -156,9 +165,13 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"```python run\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(DOCS.glob("*.md")) if blocks_of(path)])
+@pytest.mark.parametrize(
+    "name", [path.name for path in sorted(DOCS.glob("*.md")) if blocks_of(path)]
+)
 def test_a_page_runs(name, tmp_path):
     path = tmp_path / "page.py"
     path.write_text("\n".join(blocks_of(DOCS / name)), encoding="utf-8")
-    done = subprocess.run([sys.executable, path], cwd=FOLDER, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, path], cwd=FOLDER, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -36,7 +36,9 @@ def test_roles_are_the_papers():
     assert whole_layers((0, 2), 0, 5) == (0, 2)
 
 
-@pytest.mark.parametrize(("shape", "share"), [(LLAMA_8B, (1, 4)), (YI, (1, 4)), (LLAMA_70B, (1, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "share"), [(LLAMA_8B, (1, 4)), (YI, (1, 4)), (LLAMA_70B, (1, 8))], ids=str
+)
 def test_whole_layers_hold_the_share_the_paper_says(shape, share):
     filters, layers = shape
     expected = Fraction(*share)
@@ -45,11 +47,17 @@ def test_whole_layers_hold_the_share_the_paper_says(shape, share):
 
 
 @pytest.mark.parametrize(
-    ("shape", "mem", "share"), [(LLAMA_8B, 0.3, 0.0667), (YI, 0.3, 0.0667), (LLAMA_70B, 0.2, 0.0857)], ids=str
+    ("shape", "mem", "share"),
+    [(LLAMA_8B, 0.3, 0.0667), (YI, 0.3, 0.0667), (LLAMA_70B, 0.2, 0.0857)],
+    ids=str,
 )
 def test_mem_is_solved_for_the_budget(shape, mem, share):
     filters, layers = shape
-    tokens = OmniKV(filter_layers=filters, mem=mem).parts().read.tokens(np.asarray([128_000, 739]), layers)
+    tokens = (
+        OmniKV(filter_layers=filters, mem=mem)
+        .parts()
+        .read.tokens(np.asarray([128_000, 739]), layers)
+    )
     assert tokens[0] / 128_000 == pytest.approx(share, abs=5e-5)
     whole = Fraction(len(whole_layers(filters, 1, layers)), layers)
     assert tokens[1] == int(739 * (Fraction(repr(mem)) - whole) / (1 - whole))
@@ -101,12 +109,18 @@ def test_a_budget_of_the_prompt_gives_the_full_cache(selector, offload):
 @pytest.mark.real
 @both
 def test_a_budget_of_the_prompt_gives_the_full_cache_on_the_real_model(offload):
-    model, ids = running.lowest_layers(12), running.archive("parity/p600.npz")["input_ids"][:130].tolist()
+    model, ids = (
+        running.lowest_layers(12),
+        running.archive("parity/p600.npz")["input_ids"][:130].tolist(),
+    )
     policy = OmniKV(filter_layers=(2, 5, 9), budget=130, offload=offload)
     expected, logits = running.prefill(model, [ids], FullKV())
     cache, mine = running.prefill(model, [ids], policy)
     assert running.gap(mine, logits) < 1e-3
-    assert running.gap(feed(model, cache, [[29], [216]])[0], feed(model, expected, [[29], [216]])[0]) < 1e-3
+    assert (
+        running.gap(feed(model, cache, [[29], [216]])[0], feed(model, expected, [[29], [216]])[0])
+        < 1e-3
+    )
 
 
 @selectors
@@ -114,7 +128,11 @@ def test_offloading_changes_no_token(selector):
     model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
     out = [
         jaxkv.generate(
-            model, ids, policy=omni(16, selector=selector, offload=offload), max_new_tokens=64, stop_at_eos=False
+            model,
+            ids,
+            policy=omni(16, selector=selector, offload=offload),
+            max_new_tokens=64,
+            stop_at_eos=False,
         )
         for offload in (False, True)
     ]
@@ -129,14 +147,19 @@ def test_offloading_changes_no_ending():
     """A sequence ends before the other, tokens are drawn by chance, and the cache outgrows its first block."""
     ids, options = tiny.prompts(17, LENGTHS), {"max_new_tokens": 80, "key": jax.random.key(2)}
     options["sampling"] = jaxkv.Temperature(temperature=1.5)
-    free = jaxkv.generate(tiny.tiny(CONFIG), ids, policy=omni(12), stop_at_eos=False, **options).tokens
+    free = jaxkv.generate(
+        tiny.tiny(CONFIG), ids, policy=omni(12), stop_at_eos=False, **options
+    ).tokens
     end = next(token for token in free[0][4:].tolist() if token not in free[1].tolist())
     model, out = tiny.tiny(dataclasses.replace(CONFIG, eos=(end,))), []
     for offload in (False, True):
         out.append(jaxkv.generate(model, ids, policy=omni(12, offload=offload), **options))
         assert out[-1].tokens[0].tolist() == free[0][: free[0].tolist().index(end) + 1].tolist()
         assert out[-1].tokens[1].tolist() == free[1].tolist()
-        assert np.asarray(out[-1].cache.seen).tolist() == [LENGTHS[0] + len(out[-1].tokens[0]) - 1, LENGTHS[1] + 80]
+        assert np.asarray(out[-1].cache.seen).tolist() == [
+            LENGTHS[0] + len(out[-1].tokens[0]) - 1,
+            LENGTHS[1] + 80,
+        ]
     on_device, away = (each.cache for each in out)
     assert running.gap(feed(model, away, walk(3))[0], feed(model, on_device, walk(3))[0]) < 1e-4
 
@@ -157,14 +180,18 @@ def test_questions_read_everything_and_forks_share_the_bank(offload):
     questions = [[1, 2, 3], [9], [20, 21]]
     before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
     forked = jaxkv.generate(model, questions, cache=cache, max_new_tokens=6, stop_at_eos=False)
-    whole = jaxkv.generate(model, [document + each for each in questions], max_new_tokens=6, stop_at_eos=False)
+    whole = jaxkv.generate(
+        model, [document + each for each in questions], max_new_tokens=6, stop_at_eos=False
+    )
     assert [each.tolist() for each in forked.tokens] == [each.tolist() for each in whole.tokens]
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)] == before
     assert forked.cache.bank is cache.bank
 
 
 @pytest.mark.parametrize(
-    "options", ({}, {"offload": True}, {"base": SnapKV(budget=20, window=8)}), ids=("device", "offloaded", "compressed")
+    "options",
+    ({}, {"offload": True}, {"base": SnapKV(budget=20, window=8)}),
+    ids=("device", "offloaded", "compressed"),
 )
 def test_what_is_chosen_from_is_no_matter_of_the_segments_target(options):
     model = tiny.tiny(CONFIG)
@@ -178,7 +205,8 @@ def test_sixteen_bits_choose_as_float32_does():
     narrow = tiny.tiny(CONFIG, dtype="bfloat16")
     ids = tiny.prompts(6, LENGTHS)
     wide, half = (
-        jaxkv.generate(each, ids, policy=omni(20), max_new_tokens=8, stop_at_eos=False) for each in (model, narrow)
+        jaxkv.generate(each, ids, policy=omni(20), max_new_tokens=8, stop_at_eos=False)
+        for each in (model, narrow)
     )
     again = jaxkv.generate(narrow, ids, policy=omni(64), max_new_tokens=8, stop_at_eos=False)
     full = jaxkv.generate(narrow, ids, policy=FullKV(), max_new_tokens=8, stop_at_eos=False)
@@ -194,13 +222,18 @@ def test_sixteen_bits_choose_as_float32_does():
 def test_chunks_that_choose_everything_give_the_full_cache(offload):
     model, ids = tiny.tiny(CONFIG), tiny.prompts(12, (150, 70))
     full = jaxkv.prefill(model, ids)
-    cache = jaxkv.prefill(model, ids, policy=omni(160, prefill_ratio=8, prefill_chunk=32, offload=offload))
+    cache = jaxkv.prefill(
+        model, ids, policy=omni(160, prefill_ratio=8, prefill_chunk=32, offload=offload)
+    )
     assert running.gap(feed(model, cache, walk(3))[0], feed(model, full, walk(3))[0]) < 1e-4
 
 
 def test_chunks_that_choose_little_change_upper_layers_only():
     model, ids = tiny.tiny(CONFIG), tiny.prompts(13, (150, 70))
-    full = {(layer, row, head): k for layer, row, head, k, _, _ in tiny.segments(jaxkv.prefill(model, ids))}
+    full = {
+        (layer, row, head): k
+        for layer, row, head, k, _, _ in tiny.segments(jaxkv.prefill(model, ids))
+    }
     cache = jaxkv.prefill(model, ids, policy=omni(12, prefill_ratio=0.25, prefill_chunk=32))
     assert np.asarray(cache.seen).tolist() == [150, 70]
     for layer, row, head, k, _, pos in tiny.segments(cache):
@@ -215,7 +248,13 @@ def test_chunks_are_compiled_once_and_named_as_they_run():
     # Lengths of a bucket that no other test prefills.
     model, policy = tiny.tiny(CONFIG), omni(12, prefill_ratio=0.5, prefill_chunk=48)
     first, again = (
-        jaxkv.generate(model, tiny.prompts(seed, (500, 400)), policy=policy, max_new_tokens=2, stop_at_eos=False).stats
+        jaxkv.generate(
+            model,
+            tiny.prompts(seed, (500, 400)),
+            policy=policy,
+            max_new_tokens=2,
+            stop_at_eos=False,
+        ).stats
         for seed in (19, 20)
     )
     assert again.compile_seconds < first.compile_seconds / 5
@@ -249,8 +288,12 @@ def test_each_filter_costs_one_transfer_of_the_bytes_computed(selector, monkeypa
 
 def test_stats_report_transfers_and_bytes_of_a_step():
     model, policy = tiny.tiny(CONFIG), omni(20, offload=True)
-    first = jaxkv.generate(model, tiny.prompts(14, LENGTHS), policy=policy, max_new_tokens=6, stop_at_eos=False)
-    again = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=first.cache, max_new_tokens=6, stop_at_eos=False)
+    first = jaxkv.generate(
+        model, tiny.prompts(14, LENGTHS), policy=policy, max_new_tokens=6, stop_at_eos=False
+    )
+    again = jaxkv.generate(
+        model, [[1, 2, 3], [4, 5]], cache=first.cache, max_new_tokens=6, stop_at_eos=False
+    )
     token = 2 * CONFIG.kv_heads * CONFIG.head_dim * 4
     for stats in (first.stats, again.stats):
         assert (stats.decode_steps, stats.transfers_per_step) == (6, len(FILTERS))
@@ -264,7 +307,11 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
     config = tiny.shape(layers=8, kv_heads=2, group=3, dim=16)
     model = tiny.tiny(config)
     cache, _, needed = tiny.run(model, tiny.prompts(15, (440, 400)), omni(8, offload=True))
-    whole, seen, original = 2 * 2 * needed.slots * config.kv_heads * config.head_dim * 4, [], staged.run_stretch
+    whole, seen, original = (
+        2 * 2 * needed.slots * config.kv_heads * config.head_dim * 4,
+        [],
+        staged.run_stretch,
+    )
 
     def compiling(pools, given, *rest, **static):
         leaves, tree = jax.tree.flatten((pools, given, *rest))
@@ -274,7 +321,9 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
         right = (pools, given.blocks, given.filter)
         others = memory.argument_size_in_bytes - sum(leaf.nbytes for leaf in jax.tree.leaves(right))
         assert memory.temp_size_in_bytes + others < whole
-        assert given.loaded is None or all(leaf.nbytes < whole // 8 for leaf in jax.tree.leaves(pools))
+        assert given.loaded is None or all(
+            leaf.nbytes < whole // 8 for leaf in jax.tree.leaves(pools)
+        )
         seen.append((given.filter is not None, given.loaded is not None))
         return original(pools, given, *rest, **static)
 

@@ -27,7 +27,11 @@ def received(query, keys, seen, prompt):
     """By position, the most that a head of one query `[H, D]` pays to it among the first `seen` keys `[K, S, D]`."""
     best = np.zeros(prompt)
     for head in range(len(query)):
-        logits = keys[head * len(keys) // len(query), :seen].astype(np.float64) @ query[head] / keys.shape[-1] ** 0.5
+        logits = (
+            keys[head * len(keys) // len(query), :seen].astype(np.float64)
+            @ query[head]
+            / keys.shape[-1] ** 0.5
+        )
         shares = np.exp(logits - logits.max())
         best[:seen] = np.maximum(best[:seen], shares / shares.sum())
     return best
@@ -35,7 +39,9 @@ def received(query, keys, seen, prompt):
 
 def highest(scores, count):
     """The positions of so many of the highest scores, ascending; ties go to the lowest position."""
-    return sorted(sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:count])
+    return sorted(
+        sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:count]
+    )
 
 
 def oracle(selector, queries, keys, prompt, now, budget, window=16):
@@ -101,10 +107,14 @@ def test_chosen_sets_are_the_oracles(selector, offload, record, asked):
             if rings:
                 size = rings[index].shape[3]
                 for position in range(max(0, prompt - 16), prompt):
-                    queries[position] = rings[index][row, :, :, position % size].reshape(-1, CONFIG.head_dim)
+                    queries[position] = rings[index][row, :, :, position % size].reshape(
+                        -1, CONFIG.head_dim
+                    )
             for number in range(steps):
                 now = prompt + number
-                queries[now] = asked[number * len(FILTERS) + index][row, :, :, 0].reshape(-1, CONFIG.head_dim)
+                queries[now] = asked[number * len(FILTERS) + index][row, :, :, 0].reshape(
+                    -1, CONFIG.head_dim
+                )
                 positions, count = record[number * len(FILTERS) + index]
                 expected = oracle(selector.value, queries, own, prompt, now, min(20, prompt))
                 assert positions[row, : count[row]].tolist() == expected, (layer, row, number)
@@ -128,14 +138,22 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
             if before and new > 0:
                 by_token = np.moveaxis(queries, 2, 0)[:new].reshape(new, -1, CONFIG.head_dim)
                 scores = sum(received(query, own, before, before) for query in by_token)
-                assert positions[row, : count[row]].tolist() == highest(scores, chunk // 4), (layer, row, number)
+                assert positions[row, : count[row]].tolist() == highest(scores, chunk // 4), (
+                    layer,
+                    row,
+                    number,
+                )
             elif new > 0:
                 assert count[row] == 0
 
 
 def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
-    asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
+    asked = Asking(
+        q=jnp.ones((1, 1, 1, 1, 4)),
+        positions=jnp.asarray([[20]], jnp.int32),
+        weights=jnp.ones((1, 1)),
+    )
     reading = omni(4).parts().reading((None,) * 7, 16)
     below, budget, now = (jnp.asarray([n], jnp.int32) for n in (12, 4, 20))
     chosen = choose(by_row(asked, keys, below, None), Choosable(below, budget), reading, now=now)
@@ -147,7 +165,11 @@ def test_generated_tokens_can_have_to_be_chosen():
     full, _, _ = tiny.run(model, ids, FullKV())
     expected, _ = feed(model, full, walk(8))
     # As many as the longer prompt has: all of it and what comes after, unless that has to be chosen, too.
-    for budget, generated, same in ((80, True, (True, True)), (60, True, (False, True)), (60, False, (True, True))):
+    for budget, generated, same in (
+        (80, True, (True, True)),
+        (60, True, (False, True)),
+        (60, False, (True, True)),
+    ):
         cache, _, _ = tiny.run(model, ids, omni(budget, include_generated=generated))
         out, _ = feed(model, cache, walk(8))
         found = tuple(running.gap(out[:, row], expected[:, row]) < 1e-4 for row in range(2))
@@ -163,7 +185,9 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     pos = jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads))
     now = jnp.asarray([60, 33], jnp.int32)
     asked = Asking(
-        q=normal(2, heads, 3, window, 8), positions=now[:, None] - jnp.arange(window), weights=jnp.ones((2, window))
+        q=normal(2, heads, 3, window, 8),
+        positions=now[:, None] - jnp.arange(window),
+        weights=jnp.ones((2, window)),
     )
     start = jnp.asarray([[0, slots]] * 2, jnp.int32)
     known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
@@ -183,7 +207,12 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
         monkeypatch.setattr(filters, "_LOGITS", most)
         found = jax.jit(lambda: choose(scores(), Choosable(known, budget), reading))()
         count = np.asarray(found.count)
-        out.append([row[:each].tolist() for row, each in zip(np.asarray(found.positions), count, strict=True)])
+        out.append(
+            [
+                row[:each].tolist()
+                for row, each in zip(np.asarray(found.positions), count, strict=True)
+            ]
+        )
     assert out[0] == out[1] == out[2]
     assert [len(row) for row in out[0]] == [min(20, each) for each in candidates]
 
@@ -212,7 +241,9 @@ def test_heads_read_those_of_their_rows_that_are_chosen(name):
     model, ids = tiny.tiny(CONFIG), tiny.prompts(11, LENGTHS)
     policy = omni(10, base=BASES[name])
     cache, _, _ = tiny.run(model, ids, policy)
-    positions = jnp.asarray([[0, 3, 7, 20, 21, 40, 52, 58, 59, 59], [1, 2, 5, 9, 13, 20, 27, 31, 32, 32]], jnp.int32)
+    positions = jnp.asarray(
+        [[0, 3, 7, 20, 21, 40, 52, 58, 59, 59], [1, 2, 5, 9, 13, 20, 27, 31, 32, 32]], jnp.int32
+    )
     chosen = Chosen(positions=positions, count=jnp.asarray([9, 9], jnp.int32))
     reading = policy.parts().reading((None,) * 7, 64)
     for layer in (3, 6):

@@ -16,7 +16,15 @@ from table_oracles import critical_norms, replayed
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
-from jaxkv.policies import AdaptiveHeads, BlockSums, Observed, ProtectedHeads, QueryMoments, UniformHeads, topk
+from jaxkv.policies import (
+    AdaptiveHeads,
+    BlockSums,
+    Observed,
+    ProtectedHeads,
+    QueryMoments,
+    UniformHeads,
+    topk,
+)
 from jaxkv.policies.scorer import blocks_of, future_of, norms_of, replay_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
@@ -77,14 +85,19 @@ class _Drawn(compress.Source):
         of = {"scorer": parts.scorer, "layers": parts.layers}
         scores, _, claim = compress.observe(seen, jnp.asarray(self.forced), **of)
         first = compress.ranked_first(seen, scorer=parts.scorer)
-        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim, first=first)
+        return dataclasses.replace(
+            self.prompts, scores=scores, norms=norms, claim=claim, first=first
+        )
 
     def moments(self, index):
         """Mean and covariance of the prompts' queries as they come, if the scorer asks for them."""
         asked = future_of(self.parts.scorer)
         if asked is None:
             return None
-        q = [row[:, :, asked.skip : n].astype(np.float64) for row, n in zip(self.q[index], self.lengths, strict=True)]
+        q = [
+            row[:, :, asked.skip : n].astype(np.float64)
+            for row, n in zip(self.q[index], self.lengths, strict=True)
+        ]
         off = [row - row.mean(axis=2, keepdims=True) for row in q]
         outer = np.stack([np.einsum("kgni,kgnj->kgij", each, each) / each.shape[2] for each in off])
         mean = np.stack([row.mean(axis=2) for row in q])
@@ -125,12 +138,17 @@ def library_kept(policy, q, k, lengths):
     lengths, parts = np.asarray(lengths), dataclasses.replace(policy.parts(), merge=None)
     if parts.scorer is None:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
-    made = compress.finished(compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0)))
+    made = compress.finished(
+        compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
+    )
     start, count = np.asarray(made.start), np.asarray(made.length)
     pos = [np.asarray(pool.pos) for pool in made.pools] * (len(k) // len(made.pools))
     segment = lambda at: pos[at[0]][at[1], start[at] : start[at] + count[at]].tolist()  # noqa: E731
     layers, batch, heads = start.shape
-    return [[[segment((i, row, head)) for head in range(heads)] for row in range(batch)] for i in range(layers)]
+    return [
+        [[segment((i, row, head)) for head in range(heads)] for row in range(batch)]
+        for i in range(layers)
+    ]
 
 
 @jax.jit
@@ -142,7 +160,12 @@ def _sums(q, k, n):
 
 def all_sums(q, k, lengths):
     """Attention each key receives from all queries, one sequence after the other."""
-    return jnp.stack([_sums(jnp.asarray(q[row]), jnp.asarray(k[row]), n) for row, n in enumerate(lengths.tolist())])
+    return jnp.stack(
+        [
+            _sums(jnp.asarray(q[row]), jnp.asarray(k[row]), n)
+            for row, n in enumerate(lengths.tolist())
+        ]
+    )
 
 
 def oracle_kept(row: Row, q, k, lengths, budget):
@@ -154,7 +177,9 @@ def oracle_kept(row: Row, q, k, lengths, budget):
         own, gap = row.oracle(qs, ks, budget)
         kept.append(own)
         smallest = min(smallest, gap)
-    return [[kept[index][layer] for index in range(len(lengths))] for layer in range(len(k))], smallest
+    return [
+        [kept[index][layer] for index in range(len(lengths))] for layer in range(len(k))
+    ], smallest
 
 
 def check_agreement(row: Row, seed: int, group: int, lengths, budget) -> bool:
@@ -178,7 +203,9 @@ def test_kept_sets_agree_with_the_oracle(row, group, seed, lengths, budget):
 
 # --- ties, with scores that every precision holds exactly ------------------------------------------------------------
 
-tied = st.integers(1, 4).flatmap(lambda levels: st.tuples(seeds, st.just(levels), st.integers(0, 20)))
+tied = st.integers(1, 4).flatmap(
+    lambda levels: st.tuples(seeds, st.just(levels), st.integers(0, 20))
+)
 N, HEADS, FORCED = 24, 3, (0, 1, 22, 23)
 
 
@@ -189,7 +216,10 @@ def _tied_scores(seed, levels):
 def library_choice(heads, scores, base, forced=FORCED):
     """Kept positions of one layer of one sequence, the forced ones included."""
     mask = jnp.asarray(np.isin(np.arange(scores.shape[1]), forced)[None])
-    length, rows = jnp.asarray([scores.shape[1]], jnp.int32), jnp.asarray([base + len(forced)], jnp.int32)
+    length, rows = (
+        jnp.asarray([scores.shape[1]], jnp.int32),
+        jnp.asarray([base + len(forced)], jnp.int32),
+    )
     layer = choosing.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
     chosen = choosing.choose([layer], rows, heads=heads).masks[0]
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
@@ -211,7 +241,9 @@ def _uniform(scores, rows, forced, n):
 def test_ties_in_top(drawn):
     seed, levels, count = drawn
     scores = _tied_scores(seed, levels)
-    mask = np.asarray(topk.top(topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.full((HEADS,), count)))
+    mask = np.asarray(
+        topk.top(topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.full((HEADS,), count))
+    )
     for row, picked in zip(scores, mask, strict=True):
         assert np.flatnonzero(picked).tolist() == o.top_select(row, count, [], N)[0]
 
@@ -237,7 +269,9 @@ def test_ties_in_protected_heads(alpha, drawn):
 
 
 def test_minus_zero_ties_with_zero_and_order_is_kept():
-    values = jnp.asarray([-jnp.inf, -3.4e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3.4e38], jnp.float32)
+    values = jnp.asarray(
+        [-jnp.inf, -3.4e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3.4e38], jnp.float32
+    )
     keys = np.asarray(topk.sortable(values)).astype(np.int64)
     assert keys[4] == keys[5]
     assert (np.diff(keys) > 0).tolist() == [True, True, True, True, False, True, True, True]
@@ -277,7 +311,9 @@ def test_theorem_3_2_top_rows_are_the_best_of_their_number(seed, base, alpha):
     bound = o.eps_bound(q, k, v, w_o, kept)
     rng = np.random.default_rng(seed)
     for _ in range(5):
-        other = [sorted(rng.choice(weights.shape[1], len(head), replace=False).tolist()) for head in kept]
+        other = [
+            sorted(rng.choice(weights.shape[1], len(head), replace=False).tolist()) for head in kept
+        ]
         assert bound <= o.eps_bound(q, k, v, w_o, other) + 1e-6
     assert o.retained_mass(weights, kept) == pytest.approx(
         o.allocation_mass(weights, [len(head) for head in kept]), abs=1e-6
@@ -301,6 +337,10 @@ def test_uniform_retains_least_and_adaptive_most(group, seed, base, alpha):
     weights = _step(seed, group, n=12)[-1]
     scores = _kv_weights(weights, group)
     choices = [UniformHeads(), AdaptiveHeads(alpha=alpha), AdaptiveHeads(alpha=0.0)]
-    masses = [o.retained_mass(weights, library_choice(heads, scores, base, ())) for heads in choices]
+    masses = [
+        o.retained_mass(weights, library_choice(heads, scores, base, ())) for heads in choices
+    ]
     assert masses[0] <= masses[1] + 1e-6 and masses[1] <= masses[2] + 1e-6
-    assert library_choice(AdaptiveHeads(alpha=1.0), scores, base, ()) == library_choice(choices[0], scores, base, ())
+    assert library_choice(AdaptiveHeads(alpha=1.0), scores, base, ()) == library_choice(
+        choices[0], scores, base, ()
+    )

@@ -55,7 +55,10 @@ def test_attend_rows_sees_only_the_kept():
     v = np.arange(12.0).reshape(2, 6, 1)
     out, lse = o.attend_rows(q[:, :1], k, v, [[3], []])
     np.testing.assert_allclose(out[:, 0, 0], [3.0, 3.0, 0.0, 0.0])
-    assert lse[0, 0] == pytest.approx(float(q[0, 0] @ k[0, 3]) / math.sqrt(8)) and lse[2, 0] == -math.inf
+    assert (
+        lse[0, 0] == pytest.approx(float(q[0, 0] @ k[0, 3]) / math.sqrt(8))
+        and lse[2, 0] == -math.inf
+    )
     assert o.attend_rows(q[:, :1], k, v, [[3], [3]], positions=[2])[1].max() == -math.inf
 
 
@@ -83,11 +86,15 @@ def test_window_scores_by_hand():
 
 def test_window_scores_options_differ_as_they_should():
     (q,), (k,) = _layers(3, layers=1, n=20)
-    mean, first = (o.window_scores(q, k, 4, 5, "max", order=order) for order in ("mean_first", "pool_first"))
+    mean, first = (
+        o.window_scores(q, k, 4, 5, "max", order=order) for order in ("mean_first", "pool_first")
+    )
     # The mean of maxima is never below the maximum of means; averages commute.
     assert (first >= mean - 1e-15).all() and (first > mean + 1e-6).any()
     np.testing.assert_allclose(
-        o.window_scores(q, k, 4, 5, "avg"), o.window_scores(q, k, 4, 5, "avg", order="pool_first"), rtol=1e-12
+        o.window_scores(q, k, 4, 5, "avg"),
+        o.window_scores(q, k, 4, 5, "avg", order="pool_first"),
+        rtol=1e-12,
     )
     assert (o.window_scores(q, k, 4, group="max") >= mean.min()).all()
     raw = o.window_scores(q, k, 4, pool=None)
@@ -101,7 +108,11 @@ def test_window_scores_options_differ_as_they_should():
 def test_ratio_budgets_are_exact():
     assert 0.29 * 100 < 29 and o.resolve_budget(0.29, 100) == 29
     assert [o.resolve_budget(0.1, n) for n in (5, 600, 1500, 3000)] == [1, 60, 150, 300]
-    assert o.resolve_budget(1.0, 7) == 7 and o.resolve_budget(9, 7) == 7 and o.resolve_budget(1, 7) == 1
+    assert (
+        o.resolve_budget(1.0, 7) == 7
+        and o.resolve_budget(9, 7) == 7
+        and o.resolve_budget(1, 7) == 1
+    )
 
 
 def test_forced_positions():
@@ -125,12 +136,22 @@ def test_largest_remainder_by_hand():
     assert rows == [1, 2, 2] and margin == 0.5
     assert o.largest_remainder([0.99999999999, 1.00000000001], 2)[0] == [1, 1]
     assert o.largest_remainder([Fraction(1, 3)] * 3, 1)[0] == [1, 0, 0]
-    assert o.largest_remainder([Fraction(1, 2) - Fraction(1, 10**10), Fraction(1, 2)], 1)[0] == [1, 0]
+    assert o.largest_remainder([Fraction(1, 2) - Fraction(1, 10**10), Fraction(1, 2)], 1)[0] == [
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
     ("layers", "capacity", "average"),
-    [(32, 64, 71.5), (32, 96, 102.5), (32, 128, 133.5), (32, 512, 526), (80, 64, 78.5), (80, 128, 163)],
+    [
+        (32, 64, 71.5),
+        (32, 96, 102.5),
+        (32, 128, 133.5),
+        (32, 512, 526),
+        (80, 64, 78.5),
+        (80, 128, 163),
+    ],
 )
 def test_the_released_pyramid_overshoots(layers, capacity, average):
     assert sum(o.official_rows(8192, capacity, layers, 8)) / layers == average
@@ -152,7 +173,9 @@ def test_pyramid_by_hand():
     assert o.layer_rows("linear", 28, 28, 4, 8)[0] == [28] * 4
 
 
-@pytest.mark.parametrize("shape", ["uniform", "linear", "geometric", "exponential", "entropy", "gini"])
+@pytest.mark.parametrize(
+    "shape", ["uniform", "linear", "geometric", "exponential", "entropy", "gini"]
+)
 @pytest.mark.parametrize("layers", [1, 2, 5, 32])
 def test_budgets_are_conserved(shape, layers):
     rng = np.random.default_rng(layers)
@@ -169,7 +192,9 @@ def test_shapes_by_hand():
     # base 10, beta 4: 17.5 down to 2.5, a ratio of 1 / 7.
     assert o.shape_values("linear", 3, 10, 4) == [Fraction(35, 2), 10, Fraction(5, 2)]
     geometric = [float(x) for x in o.shape_values("geometric", 3, 10, 4)]
-    assert sum(geometric) == pytest.approx(30) and geometric[2] / geometric[0] == pytest.approx(1 / 7)
+    assert sum(geometric) == pytest.approx(30) and geometric[2] / geometric[0] == pytest.approx(
+        1 / 7
+    )
     assert geometric[1] ** 2 == pytest.approx(geometric[0] * geometric[2])
     raw = [17.5, 2.5 + 15 * math.exp(-2.5), 2.5 + 15 * math.exp(-5)]
     exponential = [float(x) for x in o.shape_values("exponential", 3, 10, 4)]
@@ -180,7 +205,11 @@ def test_shapes_by_hand():
 
 def test_entropy_and_gini_by_hand():
     assert o.entropy([2, 2, 2, 2]) == pytest.approx(math.log(4)) and o.entropy([5, 0]) == 0
-    assert o.gini([1, 1, 1]) == 0 and o.gini([0, 0, 0, 1]) == pytest.approx(0.75) and o.gini([0, 0]) == 0
+    assert (
+        o.gini([1, 1, 1]) == 0
+        and o.gini([0, 0, 0, 1]) == pytest.approx(0.75)
+        and o.gini([0, 0]) == 0
+    )
     assert o.gini([1, 3]) == pytest.approx(0.25)
 
 
@@ -219,7 +248,9 @@ def test_compress_keeps_the_budget_and_the_forced(shape, ada):
     kept, gap = o.compress(qs, ks, 14, shape=shape, ada=ada, beta=5, **options)
     assert gap > 0 and sum(len(rows) for layer in kept for rows in layer) == 3 * 2 * 14
     for rows in itertools.chain(*kept):
-        assert rows == sorted(set(rows)) and set(o.forced_positions(40, 2, 4, [(10, 12)])) <= set(rows)
+        assert rows == sorted(set(rows)) and set(o.forced_positions(40, 2, 4, [(10, 12)])) <= set(
+            rows
+        )
     assert o.compress(qs, ks, 40, shape=shape, ada=ada, **options)[0] == [[list(range(40))] * 2] * 3
     assert all(
         layer == [o.forced_positions(40, 2, 4, [(10, 12)])] * 2
@@ -274,7 +305,9 @@ def test_ada_conserves_and_never_lowers_the_mass(seed):
         mass[alpha] = sum(scores[g][j] for g in range(4) for j in kept[g])
     assert all(mass[0.0] >= m - 1e-12 for m in mass.values())
     counts, _ = o.global_counts(scores, 20, [], 12)
-    ladder = [o.allocation_mass(scores, o.ada_targets(counts, 5, alpha)) for alpha in (1.0, 0.7, 0.2, 0.0)]
+    ladder = [
+        o.allocation_mass(scores, o.ada_targets(counts, 5, alpha)) for alpha in (1.0, 0.7, 0.2, 0.0)
+    ]
     assert all(a <= b + 1e-12 for a, b in zip(ladder, ladder[1:], strict=False))
 
 
@@ -286,7 +319,9 @@ def test_noise_under_half_the_gap_changes_nothing(seed):
         for alpha in (0.0, 0.2, 0.6):
             kept, gap = select(scores, 6, [0, 14], 15, alpha)
             noise = 1 + 0.49 * min(gap, 1.0) * rng.uniform(-1, 1, (10, 3, 15))
-            assert all(select(scores * factor, 6, [0, 14], 15, alpha)[0] == kept for factor in noise)
+            assert all(
+                select(scores * factor, 6, [0, 14], 15, alpha)[0] == kept for factor in noise
+            )
 
 
 # --- theorems of Ada-KV ------------------------------------------------------------------------------------------
@@ -295,13 +330,19 @@ def test_noise_under_half_the_gap_changes_nothing(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_theorems(seed):
     rng = np.random.default_rng(seed)
-    q, k, v = 2 * rng.standard_normal((3, 4)), rng.standard_normal((3, 6, 4)), rng.standard_normal((3, 6, 4))
+    q, k, v = (
+        2 * rng.standard_normal((3, 4)),
+        rng.standard_normal((3, 6, 4)),
+        rng.standard_normal((3, 6, 4)),
+    )
     w_o = rng.standard_normal((3, 4, 5))
     weights = o.decode_weights(q, k)
     split = o.adaptive_allocation(weights, 7)
     best = o.eps_bound(q, k, v, w_o, o.allocation_rows(weights, split))
     # Theorem 3.3: no split has a smaller bound.
-    assert o.best_allocation(weights, 7)[1] == pytest.approx(o.allocation_mass(weights, split), rel=1e-12)
+    assert o.best_allocation(weights, 7)[1] == pytest.approx(
+        o.allocation_mass(weights, split), rel=1e-12
+    )
     for counts in o.all_allocations(3, 7, 6)[::3]:
         top = o.allocation_rows(weights, counts)
         assert best <= o.eps_bound(q, k, v, w_o, top) + 1e-12
@@ -311,13 +352,19 @@ def test_theorems(seed):
         assert o.retained_mass(weights, drawn) <= o.retained_mass(weights, top) + 1e-12
         for rows in (top, drawn):
             if all(rows):
-                assert o.eviction_loss(q, k, v, w_o, rows) <= o.eps_bound(q, k, v, w_o, rows) + 1e-12
+                assert (
+                    o.eviction_loss(q, k, v, w_o, rows) <= o.eps_bound(q, k, v, w_o, rows) + 1e-12
+                )
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_bound_holds_with_shared_kv_heads(seed):
     rng = np.random.default_rng(seed)
-    q, k, v = rng.standard_normal((4, 4)), rng.standard_normal((2, 7, 4)), rng.standard_normal((2, 7, 4))
+    q, k, v = (
+        rng.standard_normal((4, 4)),
+        rng.standard_normal((2, 7, 4)),
+        rng.standard_normal((2, 7, 4)),
+    )
     w_o = rng.standard_normal((4, 4, 6))
     kept = [[0, 3, 6], [2, 6]]
     assert 0 < o.eviction_loss(q, k, v, w_o, kept) <= o.eps_bound(q, k, v, w_o, kept)
@@ -326,7 +373,12 @@ def test_the_bound_holds_with_shared_kv_heads(seed):
 
 def test_theorem_objects_by_hand():
     # One head, two rows of weight 1/2, outputs 2 and -2: y = 0, and keeping row 0 alone gives 2.
-    q, k, v, w_o = np.zeros((1, 1)), np.ones((1, 2, 1)), np.array([[[1.0], [-1.0]]]), np.array([[[2.0]]])
+    q, k, v, w_o = (
+        np.zeros((1, 1)),
+        np.ones((1, 2, 1)),
+        np.array([[[1.0], [-1.0]]]),
+        np.array([[[2.0]]]),
+    )
     assert o.eviction_loss(q, k, v, w_o, [[0]]) == 2 and o.output_row_norm(v, w_o) == 2
     assert o.eps_bound(q, k, v, w_o, [[0]]) == 2
     assert o.all_allocations(2, 2, 2) == [(0, 2), (1, 1), (2, 0)]
@@ -340,7 +392,11 @@ def test_theorem_objects_by_hand():
 @pytest.mark.parametrize(("ratio", "rows"), [("r0.75", 150), ("r0.9", 60)])
 def test_recorded_pyramid_budgets(ratio, rows):
     with np.load(PARITY) as data:
-        for name, window, beta in (("pyr_w8_k5_b5", 8, 5), ("pyr_w8_k5_b20", 8, 20), ("pyr_w32_k5_b20", 32, 20)):
+        for name, window, beta in (
+            ("pyr_w8_k5_b5", 8, 5),
+            ("pyr_w8_k5_b20", 8, 20),
+            ("pyr_w32_k5_b20", 32, 20),
+        ):
             recorded = data[f"{name}_{ratio}__n_kept"]
             expected, _ = o.kvpress_rows(600, rows, 30, window, beta)
             np.testing.assert_array_equal(recorded, np.repeat(np.array(expected)[:, None], 3, 1))

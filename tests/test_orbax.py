@@ -31,7 +31,9 @@ def with_words(writer):
     writer.add_chat_template("{{ messages }}")
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "llama_gqa_sharded", "llama_bias", "llama_bf16", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama_gqa", "llama_gqa_sharded", "llama_bias", "llama_bf16", "qwen2", "qwen3"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_converted_model_is_the_model(tmp_path, name, dtype):
     folder = convert(MODELS / name, tmp_path / "model")
@@ -44,7 +46,9 @@ def test_a_converted_gguf_is_the_model(tmp_path):
     assert_same(jaxkv.load(folder), jaxkv.load(source))
     mine, theirs = open_checkpoint(folder), open_checkpoint(source)
     assert mine.config == theirs.config and mine.tokenizer_spec == theirs.tokenizer_spec is not None
-    assert jaxkv.load(folder).text.encode("ab a", bos=False) == jaxkv.load(source).text.encode("ab a", bos=False)
+    assert jaxkv.load(folder).text.encode("ab a", bos=False) == jaxkv.load(source).text.encode(
+        "ab a", bos=False
+    )
     # And once more, from Orbax to Orbax.
     again = convert(folder, tmp_path / "again", dtype="bfloat16")
     assert open_checkpoint(again).tokenizer_spec == theirs.tokenizer_spec
@@ -77,10 +81,16 @@ def test_what_lies_beside_the_weights_comes_along(tmp_path):
 
 
 def test_arrays_without_elements_are_noted_only(tmp_path):
-    arrays = {"none": np.zeros((0, 4), np.int32), "one": np.asarray(3, np.float32), "some": np.arange(5) > 2}
+    arrays = {
+        "none": np.zeros((0, 4), np.int32),
+        "one": np.asarray(3, np.float32),
+        "some": np.arange(5) > 2,
+    }
     orbax_files.write_folder(tmp_path / "folder", orbax_files.CACHE, {"said": 1}, arrays)
     manifest = orbax_files.read_manifest(tmp_path / "folder", orbax_files.CACHE)
-    for name, entry in orbax_files.described(tmp_path / "folder", manifest["arrays"], orbax_files.CACHE).items():
+    for name, entry in orbax_files.described(
+        tmp_path / "folder", manifest["arrays"], orbax_files.CACHE
+    ).items():
         read = orbax_files.read_array(tmp_path / "folder" / orbax_files.ARRAYS, entry)
         assert read.dtype == arrays[name].dtype and read.shape == arrays[name].shape
         np.testing.assert_array_equal(read, arrays[name])
@@ -100,9 +110,13 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "checkpoints", "convert", str(SOURCE), str(target)]
     total, written = len(open_checkpoint(SOURCE).names), {}
     for most in sorted(rng.sample(range(1, total - 3), 3)):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         done = part / "done.jsonl"
-        while process.poll() is None and not (done.is_file() and done.read_bytes().count(b"}}") >= most):
+        while process.poll() is None and not (
+            done.is_file() and done.read_bytes().count(b"}}") >= most
+        ):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.02))  # somewhere between two tensors, or within one
         assert process.poll() is None, process.communicate()
@@ -120,7 +134,9 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_goes_on(tmp_path):
     assert out.returncode == 0 and out.stdout.strip() == str(target), out.stderr
     for name, inode in written.items():
         assert (target / "tensors" / name).stat().st_ino == inode, "written twice"
-    assert not part.exists() and not {"done.jsonl", "conversion.json"} & {path.name for path in target.iterdir()}
+    assert not part.exists() and not {"done.jsonl", "conversion.json"} & {
+        path.name for path in target.iterdir()
+    }
     assert_same(jaxkv.load(target), jaxkv.load(SOURCE))
 
 
@@ -150,7 +166,9 @@ def test_what_is_found_is_checked(tmp_path, monkeypatch):
     # Another model's tensor of this name, half a file, no file; a line cut off, and what a killed writer leaves.
     entry = orbax_files.described(part, dict(done[0]), orbax_files.WEIGHTS)[swapped]
     shutil.rmtree(part / "tensors" / swapped)
-    orbax_files.write_arrays(part / "tensors" / swapped, {swapped: np.ones(entry.shape, entry.dtype)})
+    orbax_files.write_arrays(
+        part / "tensors" / swapped, {swapped: np.ones(entry.shape, entry.dtype)}
+    )
     data = max((part / "tensors" / torn).rglob("d/*"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:100])
     shutil.rmtree(part / "tensors" / gone)
@@ -159,7 +177,9 @@ def test_what_is_found_is_checked(tmp_path, monkeypatch):
     (part / "tensors" / f"{names[-1]}.orbax-checkpoint-tmp").mkdir()
     write = converting._write
     monkeypatch.setattr(
-        converting, "_write", lambda part, name, array: written.append(name) or write(part, name, array)
+        converting,
+        "_write",
+        lambda part, name, array: written.append(name) or write(part, name, array),
     )
     convert(SOURCE, target)
     assert {swapped, torn, gone} <= set(written) and not set(whole) & set(written)
@@ -173,7 +193,9 @@ def test_stopped_between_steps(tmp_path, monkeypatch, step):
     target = tmp_path / "model"
     if step == "os.rename":  # everything is written, and only its name is wrong
         with monkeypatch.context() as patched:
-            patched.setattr(converting.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(
+                converting.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 convert(SOURCE, target)
     else:
@@ -206,11 +228,19 @@ def test_a_full_disk_is_named_and_what_was_written_is_kept(tmp_path):
     )
     command = [sys.executable, "-c", code, str(SOURCE), str(target)]
     out = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     remedy = rf"error: target={part}: it cannot be written \(.*File too large.*\): make room there and run it again"
     assert out.returncode == 2 and re.search(remedy, out.stderr), out.stderr
-    done = [next(iter(json.loads(line))) for line in (part / "done.jsonl").read_text().splitlines() if line]
+    done = [
+        next(iter(json.loads(line)))
+        for line in (part / "done.jsonl").read_text().splitlines()
+        if line
+    ]
     assert done and {path.name for path in (part / "tensors").iterdir()} == set(done)
     convert(SOURCE, target)
     assert_same(jaxkv.load(target), jaxkv.load(SOURCE))

@@ -26,9 +26,13 @@ def test_targets_that_are_taken(tmp_path, converted):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = (converted / "jaxkv.json").read_bytes()
     for target in (converted, tmp_path / "file", tmp_path / "link"):
-        with pytest.raises(ValueError, match="target=.*something is there already: choose another folder"):
+        with pytest.raises(
+            ValueError, match="target=.*something is there already: choose another folder"
+        ):
             convert(SOURCE, target)
-    assert (converted / "jaxkv.json").read_bytes() == before and (tmp_path / "file").read_text() == "mine"
+    assert (converted / "jaxkv.json").read_bytes() == before and (
+        tmp_path / "file"
+    ).read_text() == "mine"
     with pytest.raises(ValueError, match="no folder can be made there"):
         convert(SOURCE, tmp_path / "file" / "model")
     with pytest.raises(ValueError, match=r"target=.*\.partial is for unfinished ones"):
@@ -47,7 +51,9 @@ def test_a_target_that_is_called_as_its_source(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path)
     name = "smollm2-135m-instruct"
     for source, target in [(name, name), (name, f"link/{name}"), ("owner/model", "./owner/model")]:
-        with pytest.raises(ValueError, match="target=.*the source is called so: choose another folder"):
+        with pytest.raises(
+            ValueError, match="target=.*the source is called so: choose another folder"
+        ):
             convert(source, target)
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
@@ -75,47 +81,68 @@ def test_folders_that_are_not_whole(tmp_path, converted):
     tensors = json.loads((converted / "jaxkv.json").read_text())["tensors"]
     place = converted / "tensors" / NORM
     shutil.move(place, tmp_path / "aside")
-    with pytest.raises(ValueError, match=rf"tensor='{NORM}': missing from .*whole; convert the checkpoint again"):
+    with pytest.raises(
+        ValueError, match=rf"tensor='{NORM}': missing from .*whole; convert the checkpoint again"
+    ):
         jaxkv.load(converted)
     place.write_text("a file in place of a folder")
     with pytest.raises(ValueError, match=rf"tensor='{NORM}': missing"):
         jaxkv.load(converted)
     place.unlink()
     place.mkdir()
-    remedy = rf"tensor='{NORM}': it cannot be read from .*\(NOT_FOUND.*\); convert the checkpoint again"
+    remedy = (
+        rf"tensor='{NORM}': it cannot be read from .*\(NOT_FOUND.*\); convert the checkpoint again"
+    )
     with pytest.raises(ValueError, match=remedy):
         jaxkv.load(converted)
     place.rmdir()
     orbax_files.write_arrays(place, {NORM: np.ones(tensors[NORM]["shape"], np.float32)})
-    with pytest.raises(ValueError, match=rf"tensor='{NORM}': damaged, or another's, .*convert the checkpoint again"):
+    with pytest.raises(
+        ValueError, match=rf"tensor='{NORM}': damaged, or another's, .*convert the checkpoint again"
+    ):
         jaxkv.load(converted)
     shutil.rmtree(place)
     orbax_files.write_arrays(place, {NORM: np.ones(3, np.float32)})
     with pytest.raises(
-        ValueError, match=rf"tensor='{NORM}': float32\[3\] in .*says float32\[48\]; convert the checkpoint again"
+        ValueError,
+        match=rf"tensor='{NORM}': float32\[3\] in .*says float32\[48\]; convert the checkpoint again",
     ):
         jaxkv.load(converted)
     shutil.rmtree(place)
     shutil.move(tmp_path / "aside", place)
     assert_same(jaxkv.load(converted), jaxkv.load(SOURCE))
     edit_manifest(converted, tensors={name: each for name, each in tensors.items() if name != NORM})
-    with pytest.raises(ValueError, match=rf"weights=\['{NORM}'\]: the checkpoint lacks these tensors"):
+    with pytest.raises(
+        ValueError, match=rf"weights=\['{NORM}'\]: the checkpoint lacks these tensors"
+    ):
         jaxkv.load(converted)
 
 
 @pytest.mark.parametrize(
     "said, message",
     [
-        ({"version": 2}, "version=2: this jaxkv reads version 1 of jaxkv weights, .*: convert the checkpoint again"),
-        ({"format": "other"}, "format='other': .*is no folder of jaxkv weights: give one that .* convert` has written"),
+        (
+            {"version": 2},
+            "version=2: this jaxkv reads version 1 of jaxkv weights, .*: convert the checkpoint again",
+        ),
+        (
+            {"format": "other"},
+            "format='other': .*is no folder of jaxkv weights: give one that .* convert` has written",
+        ),
         ({"format": "jaxkv cache"}, "is a folder of jaxkv cache: read it with jaxkv.load_cache"),
         ({"tensors": {}}, "tensors={}: none in .*; convert the checkpoint again"),
         (
             {"tensors": {"../a": {"shape": [], "dtype": "float32", "crc32": 0}}},
             r"tensor='\.\./a': no tensor in .* is called so",
         ),
-        ({"tensors": {"a": {"shape": [-1], "dtype": "float32", "crc32": 0}}}, "shape, dtype and crc32 are expected"),
-        ({"tensors": {"a": {"shape": [1], "dtype": "nothing", "crc32": 0}}}, "shape, dtype and crc32 are expected"),
+        (
+            {"tensors": {"a": {"shape": [-1], "dtype": "float32", "crc32": 0}}},
+            "shape, dtype and crc32 are expected",
+        ),
+        (
+            {"tensors": {"a": {"shape": [1], "dtype": "nothing", "crc32": 0}}},
+            "shape, dtype and crc32 are expected",
+        ),
         ({"filter_layers": [0.5]}, r"filter_layers=\[0\.5\]: whole numbers are expected"),
     ],
 )
@@ -127,7 +154,9 @@ def test_manifests_of_another_kind(converted, said, message):
 
 def test_folders_of_others(tmp_path, converted):
     orbax_files.write_arrays(tmp_path / "theirs", {"a": np.ones(3)})
-    with pytest.raises(ValueError, match=r"theirs: a folder of Orbax' without jaxkv\.json: give one that"):
+    with pytest.raises(
+        ValueError, match=r"theirs: a folder of Orbax' without jaxkv\.json: give one that"
+    ):
         jaxkv.load(tmp_path / "theirs")
     # The config of another model beside the weights of this one.
     shutil.copyfile(MODELS / "qwen3" / "config.json", converted / "config.json")
@@ -136,7 +165,14 @@ def test_folders_of_others(tmp_path, converted):
 
 
 @pytest.mark.parametrize(
-    "said", [{"tokens": [1]}, {"tokens": ["a"], "eos": 5}, {"tokens": ["a"], "secret": 1}, {"tokens": 3, "eos": 0}, {}]
+    "said",
+    [
+        {"tokens": [1]},
+        {"tokens": ["a"], "eos": 5},
+        {"tokens": ["a"], "secret": 1},
+        {"tokens": 3, "eos": 0},
+        {},
+    ],
 )
 def test_vocabularies_of_another_kind(converted, said):
     (converted / "gguf_tokenizer.json").write_text(json.dumps({"model": "gpt2", **said}))
@@ -147,7 +183,10 @@ def test_vocabularies_of_another_kind(converted, said):
 def test_the_command_line(tmp_path, capsys):
     assert main(["convert", str(SOURCE), str(tmp_path / "model"), "--dtype", "float16"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "model")
-    assert jaxkv.load(tmp_path / "model", "float16").fingerprint == jaxkv.load(SOURCE, "float16").fingerprint
+    assert (
+        jaxkv.load(tmp_path / "model", "float16").fingerprint
+        == jaxkv.load(SOURCE, "float16").fingerprint
+    )
     assert main(["convert", str(SOURCE), str(tmp_path / "model")]) == 2
     assert "jaxkv.checkpoints: error: target=" in capsys.readouterr().err
     out = subprocess.run(

@@ -23,7 +23,9 @@ def run(folder, code, *, root=ROOT):
     """Runs a script of a user's, in a folder that comes before ours on the path."""
     (folder / "script.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    out = subprocess.run([sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert out.returncode == 0, out.stderr
 
 
@@ -36,8 +38,14 @@ def test_users_keep_modules_and_folders_of_these_names(tmp_path, file):
     if file.endswith("weights"):
         run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\n" + OURS)
         return
-    run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\nimport checkpoints, pallas_kernels\n" + OURS + THEIRS)
-    run(tmp_path, "import checkpoints, pallas_kernels\nimport jaxkv, jaxkv.pallas_kernels\n" + OURS + THEIRS)
+    run(
+        tmp_path,
+        "import jaxkv, jaxkv.pallas_kernels\nimport checkpoints, pallas_kernels\n" + OURS + THEIRS,
+    )
+    run(
+        tmp_path,
+        "import checkpoints, pallas_kernels\nimport jaxkv, jaxkv.pallas_kernels\n" + OURS + THEIRS,
+    )
 
 
 def test_a_wheel_holds_them_inside(tmp_path):
@@ -63,14 +71,25 @@ def test_a_wheel_holds_them_inside(tmp_path):
 
 def test_every_file_of_data_is_installed():
     """A package's data are the files that its code reads; those for its readers stay behind."""
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
-    inside = {name: ROOT / "jaxkv" / name.replace(".", "/") for name in ("planning", "evals", "evals.ruler")}
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]
+    inside = {
+        name: ROOT / "jaxkv" / name.replace(".", "/")
+        for name in ("planning", "evals", "evals.ruler")
+    }
     for name, folder in {**{each: ROOT / each for each in BESIDE}, **inside}.items():
         others = [path.parent for path in folder.rglob("__init__.py") if path.parent != folder]
-        files = [path for path in folder.rglob("*") if path.is_file() and not set(others) & set(path.parents)]
+        files = [
+            path
+            for path in folder.rglob("*")
+            if path.is_file() and not set(others) & set(path.parents)
+        ]
         lie = [path.relative_to(folder) for path in files if path.suffix not in (".pyc", ".md")]
         read = {path for path in lie if path.suffix != ".py"}
-        taken = {path for path in lie if any(path.match(pattern) for pattern in data[f"jaxkv.{name}"])}
+        taken = {
+            path for path in lie if any(path.match(pattern) for pattern in data[f"jaxkv.{name}"])
+        }
         assert read == taken, name
     table = Path("tuned/nvidia-h200.json")
     assert any(table.match(pattern) for pattern in data["jaxkv.pallas_kernels"])
@@ -78,20 +97,45 @@ def test_every_file_of_data_is_installed():
 
 def test_every_package_is_installed():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    lie = {name: setuptools["package-dir"].get(name, name.replace(".", "/")) for name in setuptools["packages"]}
-    found = {path.parent for top in ("jaxkv", *BESIDE) for path in (ROOT / top).rglob("__init__.py")}
+    lie = {
+        name: setuptools["package-dir"].get(name, name.replace(".", "/"))
+        for name in setuptools["packages"]
+    }
+    found = {
+        path.parent for top in ("jaxkv", *BESIDE) for path in (ROOT / top).rglob("__init__.py")
+    }
     assert {ROOT / folder for folder in lie.values()} == found
 
 
 def test_importing_jaxkv_imports_nothing_heavy(tmp_path):
-    late = {"jax", "flax", "numpy", "optax", "orbax", "scipy", "transformers", "tokenizers", "gguf", "safetensors"}
+    late = {
+        "jax",
+        "flax",
+        "numpy",
+        "optax",
+        "orbax",
+        "scipy",
+        "transformers",
+        "tokenizers",
+        "gguf",
+        "safetensors",
+    }
     code = "import sys, jaxkv\nassert jaxkv.__version__[0].isdigit()\nfrom jaxkv.cli import main\n"
     code += "assert main(['--version']) == main(['--help']) == 0 and main(['no-command']) == 2\n"
     run(tmp_path, code + f"late = {late!r} & sys.modules.keys()\nassert not late, late\n")
 
 
 def test_importing_every_public_name_imports_no_reader_of_rare_formats(tmp_path):
-    late = {"scipy", "transformers", "tokenizers", "gguf", "orbax", "matplotlib", "jinja2", "huggingface_hub"}
+    late = {
+        "scipy",
+        "transformers",
+        "tokenizers",
+        "gguf",
+        "orbax",
+        "matplotlib",
+        "jinja2",
+        "huggingface_hub",
+    }
     code = "import sys\nfrom jaxkv import *\nimport jaxkv.analysis, jaxkv.cli, jaxkv.testing\n"
     run(tmp_path, code + f"late = {late!r} & sys.modules.keys()\nassert not late, late\n")
 
@@ -124,7 +168,10 @@ def test_type_checkers_and_python_find_the_same_public_names():
     starred = said.pop("*")
     said |= dict.fromkeys(importlib.import_module(starred).__all__, starred)
     assert said == jaxkv._MODULES
-    assert all(getattr(jaxkv, name) is getattr(importlib.import_module(home), name) for name, home in said.items())
+    assert all(
+        getattr(jaxkv, name) is getattr(importlib.import_module(home), name)
+        for name, home in said.items()
+    )
     assert {*jaxkv.__all__} <= {*dir(jaxkv)} and jaxkv.policies.SnapKV is jaxkv.SnapKV
     with pytest.raises(AttributeError, match="no attribute 'snapkv'"):
         jaxkv.snapkv  # noqa: B018

@@ -40,9 +40,15 @@ TIE = 1e-7
 MAKERS = {
     "snap_w32_k5": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(5)),
     "snap_w32_k7": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(7)),
-    "pyr_w32_k5_b20": lambda n: PyramidKV(budget=n, window=32, pooling=AvgPool(5), allocation=KVPressLayers(beta=20.0)),
-    "pyr_w8_k5_b20": lambda n: PyramidKV(budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=20.0)),
-    "pyr_w8_k5_b5": lambda n: PyramidKV(budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=5.0)),
+    "pyr_w32_k5_b20": lambda n: PyramidKV(
+        budget=n, window=32, pooling=AvgPool(5), allocation=KVPressLayers(beta=20.0)
+    ),
+    "pyr_w8_k5_b20": lambda n: PyramidKV(
+        budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=20.0)
+    ),
+    "pyr_w8_k5_b5": lambda n: PyramidKV(
+        budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=5.0)
+    ),
     "ada_snap_w32_k5_a0.2": lambda n: AdaKV(
         base=SnapKV(budget=n, window=32, pooling=AvgPool(5)), safeguard=ProtectedHeads(alpha=0.2)
     ),
@@ -76,7 +82,9 @@ UNSEEN_CASES = [f"{name}_{ratio}" for name in UNSEEN_MAKERS for ratio in ("r0.75
 CHUNKS = running.archive("parity/p600_chunks.npz")
 CHUNK_MAKERS = {
     "chunkkv_snap": lambda n: ChunkKV(base=SnapKV(budget=n, window=32, pooling=AvgPool(5))),
-    "noncausalattnpress": lambda n: Compactor(budget=n, sinks=0, window=0, blending=0.0, published=True),
+    "noncausalattnpress": lambda n: Compactor(
+        budget=n, sinks=0, window=0, blending=0.0, published=True
+    ),
 }
 CHUNK_CASES = [f"{name}_{ratio}" for name in CHUNK_MAKERS for ratio in ("r0.75", "r0.9")]
 
@@ -125,7 +133,9 @@ def run(case):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefilling, "observe", recording)
-        cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case), room=NEW)
+        cache, logits = running.prefill(
+            model, [IDS], None if case == "full" else policy_of(case), room=NEW
+        )
     kept = running.kept(cache, len(IDS))[:, 0]
     step1, tokens = running.greedy_after_one(model, cache, NEW)
     return Run(logits=logits[0], kept=kept, scores=scores, step1=step1, tokens=tokens)
@@ -163,7 +173,9 @@ def test_scores(case):
 @pytest.mark.parametrize("case", CASES)
 def test_kept_rows(case):
     theirs = GOLDEN[f"{case}__kept"]
-    assert np.array_equal(run(case).kept.sum(axis=-1).sum(axis=-1), theirs.sum(axis=-1).sum(axis=-1))
+    assert np.array_equal(
+        run(case).kept.sum(axis=-1).sum(axis=-1), theirs.sum(axis=-1).sum(axis=-1)
+    )
     rows = differing(case).sum(axis=-1)
     if case.startswith("ada"):
         assert rows.sum(axis=-1).max() <= 2
@@ -191,7 +203,10 @@ def test_rows_and_scores_of_newer_methods(case):
     first = policy_of(case).parts().keep.sinks
     for index, layer in enumerate(SCORED_LAYERS):
         # Sinks have no score here; there they have the largest. LagKV's last rows all score 1 there.
-        found, expected = ours.scores[layer][:, first:], METHODS[f"{case}__scores"][index, :, first:]
+        found, expected = (
+            ours.scores[layer][:, first:],
+            METHODS[f"{case}__scores"][index, :, first:],
+        )
         found = np.minimum(found, 1.0) if case.startswith("lagkv") else found
         assert running.gap(found, expected) < 1e-4 * np.abs(expected).max()
     if not case.startswith("lagkv"):

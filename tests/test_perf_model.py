@@ -68,7 +68,12 @@ def test_sass(script):
     code = sass.kernel_of(SASS)
     body = code.body(code.hot)
     assert (len(code.operations), code.hot, len(body)) == (15, (4, 13), 9)
-    assert (sum(map(sass.width, body)), sass.narrow(body), sass.left_in_flight(body), sass.groups(body)) == (
+    assert (
+        sum(map(sass.width, body)),
+        sass.narrow(body),
+        sass.left_in_flight(body),
+        sass.groups(body),
+    ) == (
         32,
         0,
         2,
@@ -76,7 +81,12 @@ def test_sass(script):
     )
     # Two loads that need what the first one brought, and not one another.
     assert sass.rounds(code.operations[:4]) == 2
-    assert sass.narrow(sass.kernel_of(SASS.replace("BYPASS.128 [R67]", "BYPASS.64 [R67]")).operations[4:13]) == 1
+    assert (
+        sass.narrow(
+            sass.kernel_of(SASS.replace("BYPASS.128 [R67]", "BYPASS.64 [R67]")).operations[4:13]
+        )
+        == 1
+    )
     assert sass.left_in_flight(body[1:]) == 0
     assert sass.kernel_of(re.sub("LDGSTS.*", "NOP ;", SASS)).hot is None
     assert sass.width("LDG.E.U16 R4, desc[UR6][R2.64]") == 2
@@ -105,7 +115,14 @@ def test_thunks(script):
 
 def stream(gpu, **changed):
     """A pass over rows as the kernels' is."""
-    usual = {"resident": 3, "warps": 4, "bytes": 32768, "instructions": 375, "flight": 32768.0, "rounds": 2}
+    usual = {
+        "resident": 3,
+        "warps": 4,
+        "bytes": 32768,
+        "instructions": 375,
+        "flight": 32768.0,
+        "rounds": 2,
+    }
     return gpu.Stream(**usual | changed)
 
 
@@ -132,12 +149,16 @@ def test_time_of_a_merge(script):
     device = gpu.DEVICES["h200"]
     merge = gpu.Merge(resident=8, tiles=4, many=1, rounds=3, instructions=100, before=1)
     once = 3 * gpu.L2_LATENCY + 300 / device.clock
-    assert gpu.merged(device, merge, [10, 20], 2048) == pytest.approx(2 * gpu.L2_LATENCY + 20 * once)
+    assert gpu.merged(device, merge, [10, 20], 2048) == pytest.approx(
+        2 * gpu.L2_LATENCY + 20 * once
+    )
     many = dataclasses.replace(merge, many=64)
     assert gpu.merged(device, many, [10, 20], 2048) == pytest.approx(2 * gpu.L2_LATENCY + once)
     # More programs than fit take turns.
     slots = device.sms * 8
-    assert gpu.merged(device, many, [1] * slots, 0) == pytest.approx(4 * gpu.merged(device, many, [1], 0))
+    assert gpu.merged(device, many, [1] * slots, 0) == pytest.approx(
+        4 * gpu.merged(device, many, [1], 0)
+    )
     assert gpu.merged(device, many, [1], 1e9) == pytest.approx(1e9 / gpu.L2_BANDWIDTH)
 
 
@@ -170,7 +191,9 @@ def test_chunks(script):
 def found(script, text=SASS, spills=0):
     """The made-up kernel, launched."""
     decode, sass = script("perf_decode"), script("perf_sass")
-    thunk = sass.Thunk(kind="kCustomKernel", name="ragged_decode", ctas=1024, threads=128, shared=71680)
+    thunk = sass.Thunk(
+        kind="kCustomKernel", name="ragged_decode", ctas=1024, threads=128, shared=71680
+    )
     # As many loads as the kernels' loop has: 32 KiB.
     many = re.sub(r"(.*LDGSTS.*\n)", r"\1" * 8, text)
     return decode.Found(thunk=thunk, code=sass.kernel_of(many), registers=100, spills=spills)
@@ -182,19 +205,30 @@ def test_rules_of_kernels(script):
     assert decode.kernel_faults(found(script), device) == []
     bad = {
         "spills 8 bytes": {"spills": 8},
-        "1 loads in the hot loop": {"text": SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", "LDG.E.64 R8, [R2]")},
+        "1 loads in the hot loop": {
+            "text": SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", "LDG.E.64 R8, [R2]")
+        },
         "0 KiB in flight": {"text": SASS.replace("SB0, 0x2", "SB0, 0x0")},
     }
     for said, changed in bad.items():
         wrong = decode.kernel_faults(found(script, **changed), device)
         assert len(wrong) == 1 and wrong[0].startswith(said), (said, wrong)
     # Of picked rows the numbers are loaded, asynchronously; what else is narrow, or more than that, is found.
-    for load, numbers, many in (("LDGSTS.E [R9]", 8, 0), ("LDGSTS.E [R9]", 7, 1), ("LDGSTS.E.64 [R9]", 8, 8)):
-        picked = found(script, SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", f"{load}, desc[UR12][R48.64]"))
+    for load, numbers, many in (
+        ("LDGSTS.E [R9]", 8, 0),
+        ("LDGSTS.E [R9]", 7, 1),
+        ("LDGSTS.E.64 [R9]", 8, 8),
+    ):
+        picked = found(
+            script,
+            SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", f"{load}, desc[UR12][R48.64]"),
+        )
         assert decode.row_numbers(picked, 128) == 1
         wrong = decode.kernel_faults(picked, device, numbers)
         assert [int(each.split()[0]) for each in wrong] == [many] * bool(many)
-    synchronous = found(script, SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", "LDG.E R8, [R2]"))
+    synchronous = found(
+        script, SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", "LDG.E R8, [R2]")
+    )
     assert decode.kernel_faults(synchronous, device, numbers=1)
     more = decode.stream_of(found(script), device, picked=True).rounds
     assert more == decode.stream_of(found(script), device).rounds + 1
@@ -207,7 +241,15 @@ def test_rules_of_kernels(script):
 def estimate(script, **changed):
     """A case that breaks no rule."""
     decode = script("perf_decode")
-    usual = {"rows": 126e-6, "merge": 2e-6, "launches": 2, "bytes": 537e6, "ctas": 392, "filled": True, "needed": 132}
+    usual = {
+        "rows": 126e-6,
+        "merge": 2e-6,
+        "launches": 2,
+        "bytes": 537e6,
+        "ctas": 392,
+        "filled": True,
+        "needed": 132,
+    }
     usual |= {"flight": 98304.0, "resident": 3, "found": found(script)}
     return decode.Estimate(**usual | changed)
 
@@ -223,8 +265,14 @@ def test_rules_of_cases(script):
         "6% slower than equal": {"rows": 134e-6},
     }
     for said, changed in bad.items():
-        like = dataclasses.replace(good, rows=changed["rows"]) if "rows" in changed and "slower" not in said else good
-        wrong = decode.faults(estimate(script, **changed), device, like if "merge" not in changed else None)
+        like = (
+            dataclasses.replace(good, rows=changed["rows"])
+            if "rows" in changed and "slower" not in said
+            else good
+        )
+        wrong = decode.faults(
+            estimate(script, **changed), device, like if "merge" not in changed else None
+        )
         assert len(wrong) == 1 and wrong[0].startswith(said), (said, wrong)
     small = estimate(script, filled=False, bytes=4e6, rows=3e-6, merge=1.9e-6)
     assert decode.faults(small, device) == []
@@ -242,7 +290,14 @@ def step(script, layers=32, **changed):
         "conditions": 0,
         "pools": 1000 * layers,
     }
-    usual |= {"temporaries": 9 * layers, "copies": 0, "time": 1e-2, "attention": 1e-3, "ideal": 8e-3, "wrong": ()}
+    usual |= {
+        "temporaries": 9 * layers,
+        "copies": 0,
+        "time": 1e-2,
+        "attention": 1e-3,
+        "ideal": 8e-3,
+        "wrong": (),
+    }
     return steps.Step(setting=setting, largest=9, largest_time=0.02, **usual | changed)
 
 
@@ -264,7 +319,9 @@ def test_rules_of_steps(script):
         assert len(wrong) == 1 and wrong[0].startswith(said), (said, wrong)
     # Of models cut short, those of all layers are told by how they grow.
     assert steps.faults([step(script, 8, temporaries=100), step(script, 4, temporaries=99)]) == []
-    assert len(steps.faults([step(script, 8, temporaries=84), step(script, 4, temporaries=42)])) == 1
+    assert (
+        len(steps.faults([step(script, 8, temporaries=84), step(script, 4, temporaries=42)])) == 1
+    )
     assert steps.faults([step(script, batch=1, temporaries=10**6)]) == []
 
 
@@ -314,12 +371,20 @@ def test_report(script):
     model, device = script("perf_model"), script("perf_gpu").DEVICES["h200"]
     cases = script("perf_decode").CASES
     estimates = {case.name: estimate(script) for case in cases}
-    steps = {at: step(script, at.layers, policy=at.policy, batch=at.batch) for at in model.settings(False)}
+    steps = {
+        at: step(script, at.layers, policy=at.policy, batch=at.batch)
+        for at in model.settings(False)
+    }
     prefill = model.Prefill(instructions=470, ahead=2, products=12, registers=168, wrong=())
     text, wrong = model.written(device, cases, estimates, prefill, steps, False)
     assert not wrong
     assert "estimate" in text and "nothing has run on" in text and "8 x 8192, unequal" in text
-    quick = {at: step(script, at.layers, policy=at.policy, launches=99 * at.layers) for at in model.settings(True)}
-    _, wrong = model.written(device, cases, estimates, dataclasses.replace(prefill, wrong=("bad",)), quick, True)
+    quick = {
+        at: step(script, at.layers, policy=at.policy, launches=99 * at.layers)
+        for at in model.settings(True)
+    }
+    _, wrong = model.written(
+        device, cases, estimates, dataclasses.replace(prefill, wrong=("bad",)), quick, True
+    )
     assert len(wrong) == 1 + len(quick) // 2
     assert math.isclose(script("perf_steps").per_layer(list(quick.values())[:2]), 99)

@@ -49,14 +49,24 @@ def test_cycles_of_loops(perf_tpu):
     assert perf_tpu.step(TEXT) == (16 * 100 + 7, [16])
     first = "  %while.0 = (s32[]{:T(128)}) while(%tuple.3), condition=%outer.cond, body=%body.1\n"
     before = TEXT.replace("  %while.2", first + "  %while.2")
-    assert perf_tpu.cycles(before) == perf_tpu.cycles(TEXT) + 100 and perf_tpu.step(before) == (16 * 100 + 7, [16])
+    assert perf_tpu.cycles(before) == perf_tpu.cycles(TEXT) + 100 and perf_tpu.step(before) == (
+        16 * 100 + 7,
+        [16],
+    )
     walks = TEXT.replace("condition=%cond.1,", "condition=%outer.cond,")
     walks = walks.replace('"100"', '"100","dynamic_slice_sizes={128,64}"')
-    assert perf_tpu.step(walks, 1025) == (9 * 100 + 7, [None]) and perf_tpu.step(walks) == (100 + 7, [None])
-    no_count = walks.replace("ROOT %lt.2 = pred[] compare", "ROOT %or.2 = pred[] or").replace("3), direction=LT", "3)")
+    assert perf_tpu.step(walks, 1025) == (9 * 100 + 7, [None]) and perf_tpu.step(walks) == (
+        100 + 7,
+        [None],
+    )
+    no_count = walks.replace("ROOT %lt.2 = pred[] compare", "ROOT %or.2 = pred[] or").replace(
+        "3), direction=LT", "3)"
+    )
     assert perf_tpu.step(no_count, 1025) == (100 + 7, [None])
     parts = perf_tpu.computations(TEXT)
-    assert not perf_tpu.countable(TEXT) and perf_tpu.countable(TEXT.replace("%outer.cond,", "%cond.1,"))
+    assert not perf_tpu.countable(TEXT) and perf_tpu.countable(
+        TEXT.replace("%outer.cond,", "%cond.1,")
+    )
     assert perf_tpu.trips(parts["cond.1"]) == 16 and perf_tpu.trips(parts["outer.cond"]) is None
 
 
@@ -71,12 +81,16 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     shared = perf_tpu.decode_kernel(64, 1025, 512, scores=True, windows=True)
     assert shared == pytest.approx(64 * (2 * 480 + 320) / 1.75e9)
     calls = collections.Counter(tpu_windows=2, tpu_add=1, tpu_cosines=1)
-    assert perf_tpu.shared_pool(64, 1025, 256, calls) == pytest.approx(64 * (3 * 130 + 2 * 690 + 100) / 1.75e9)
+    assert perf_tpu.shared_pool(64, 1025, 256, calls) == pytest.approx(
+        64 * (3 * 130 + 2 * 690 + 100) / 1.75e9
+    )
     assert perf_tpu.shared_pool(64, 1025, 256, collections.Counter()) == 0
     assert perf_tpu.eviction(8, 8, 8200) == pytest.approx((8 * 65 * 18 + 64 * 160 + 200) / 1.75e9)
     # 16 pairs of blocks of 1,024 queries, which see 1 to 16 blocks of 2,048 keys.
     block, program = perf_tpu.SPLASH_BUNDLES
-    assert perf_tpu.splash(1, 32, 32768) == pytest.approx(32 * (272 * block + 32 * program) / perf_tpu.CLOCK)
+    assert perf_tpu.splash(1, 32, 32768) == pytest.approx(
+        32 * (272 * block + 32 * program) / perf_tpu.CLOCK
+    )
 
 
 def test_kernels_and_gathers_of_a_text(perf_tpu):
@@ -101,7 +115,11 @@ def test_spills_of_vectors(perf_tpu, tmp_path):
   0x11 LB: >> { %3 = vst [vmem:[#allocation4_spill] sm:$0xff] %v2  ;;  %v3 = vld [vmem:[#allocation41_spill]] }
   0x12   : > { %4 = vst [vmem:[#allocation5_spill] sm:$0xff] %v2 }
 """
-    for name in ("1-tpu_rank.1-72-final_bundles", "2-tpu_rank-72-final_bundles", "3-fusion.3-01-final_bundles"):
+    for name in (
+        "1-tpu_rank.1-72-final_bundles",
+        "2-tpu_rank-72-final_bundles",
+        "3-fusion.3-01-final_bundles",
+    ):
         (tmp_path / f"{name}.txt").write_text(bundles)
     (tmp_path / "1-tpu_rank.1-71-schedule-analysis_final_bundles.txt").write_text(bundles)
     assert script.spills(tmp_path) == {"tpu_rank": 6} and not list(tmp_path.iterdir())
@@ -109,11 +127,20 @@ def test_spills_of_vectors(perf_tpu, tmp_path):
         script.spilled("nothing")
 
 
-@pytest.mark.parametrize("kept", sorted(RESULTS.glob("tpu_model*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "kept", sorted(RESULTS.glob("tpu_model*.json")), ids=lambda path: path.stem
+)
 def test_pages_are_what_the_script_writes(monkeypatch, perf_tpu, kept):
     """Each page is made of the rows that were kept beside it, all of them, and of nothing else."""
-    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD", "TF_CPP_MIN_LOG_LEVEL", "LIBTPU_INIT_ARGS"):
+    for name in (
+        "TPU_SKIP_MDS_QUERY",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD",
+        "TF_CPP_MIN_LOG_LEVEL",
+        "LIBTPU_INIT_ARGS",
+    ):
         monkeypatch.setenv(name, "1")
     script, rows = importlib.import_module("aot_tpu"), json.loads(kept.read_text())
     assert script.report(rows) == kept.with_suffix(".md").read_text()
-    assert set(rows) <= {f"{name}: {row}" for name, part in script.parts().items() for row in part.rows}
+    assert set(rows) <= {
+        f"{name}: {row}" for name, part in script.parts().items() for row in part.rows
+    }

@@ -26,7 +26,9 @@ def written(tmp_path, *texts):
 def test_loss_is_that_of_one_long_prompt():
     model = tiny.tiny(tiny.MODELS["gqa3"])
     ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found, before, after, nbytes = losses_of(model, jaxkv.FullKV(), ids[:, :32].tolist(), ids[:, 32:])
+    found, before, after, nbytes = losses_of(
+        model, jaxkv.FullKV(), ids[:, :32].tolist(), ids[:, 32:]
+    )
     prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
     _, logits = running.prefill(model, prefixes)
     logits = logits.astype(np.float64).reshape(2, 8, -1)
@@ -61,7 +63,11 @@ def test_the_curve_is_of_all_tokens(tmp_path):
     task = Perplexity(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=151)
     model = eval_models.speaking()
     samples = task.samples(model)
-    assert [sample.tags["title"] for sample in samples] == ["0", "1"] and not task.asks and not task.higher
+    assert (
+        [sample.tags["title"] for sample in samples] == ["0", "1"]
+        and not task.asks
+        and not task.higher
+    )
     outcomes = task.run(model, jaxkv.H2O(budget=16), samples, How())
     for outcome in outcomes:
         figures = outcome.figures
@@ -75,7 +81,9 @@ def test_the_curve_is_of_all_tokens(tmp_path):
 
 def test_two_names_two_defaults():
     assert TASKS["perplexity"] is Perplexity and TASKS["loss"] is Loss
-    assert (Loss().prefix, Loss().tokens) == (4096, 512) and Loss(prefix=64, tokens=4032) != Perplexity()
+    assert (Loss().prefix, Loss().tokens) == (4096, 512) and Loss(
+        prefix=64, tokens=4032
+    ) != Perplexity()
 
 
 def test_texts_come_from_wherever(tmp_path):
@@ -85,7 +93,9 @@ def test_texts_come_from_wherever(tmp_path):
     folder = written(tmp_path, "a", "b")
     assert texts_of(folder) == {"0": "a", "1": "b"} and texts_of(f"{folder}/1.txt") == {"1": "b"}
     lines = tmp_path / "books.jsonl"
-    lines.write_text("\n".join(json.dumps(row) for row in ({"text": "a", "title": "A"}, {"text": "b"})))
+    lines.write_text(
+        "\n".join(json.dumps(row) for row in ({"text": "a", "title": "A"}, {"text": "b"}))
+    )
     assert texts_of(str(lines)) == {"000 A": "a", "001": "b"}
 
 

@@ -42,7 +42,9 @@ POLICIES = {
     "streaming": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "more than there is": jaxkv.SnapKV(budget=500),
 }
-WIDE = jaxkv.ModelConfig(vocab=8, layers=7, embed=8, hidden=8, heads=4, kv_heads=2, head_dim=4, max_positions=1 << 20)
+WIDE = jaxkv.ModelConfig(
+    vocab=8, layers=7, embed=8, hidden=8, heads=4, kv_heads=2, head_dim=4, max_positions=1 << 20
+)
 
 many = st.integers(1, 1 << 20)
 
@@ -89,7 +91,9 @@ def test_bytes_are_those_promised(name, lengths):
     assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
     assert plan.slots == 64 and plan.layout is cache.layout
     row = 2 * config.head_dim * 4 + 4
-    assert plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
+    assert (
+        plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
+    )
     rows = sum(pool.rows for pool in cache.pools) * len(lengths)
     assert plan.slack_bytes == (rows - int(cache.kept.sum())) * row
     np.testing.assert_array_equal(cache.seen, lengths)
@@ -108,8 +112,13 @@ def test_dtype_and_room_are_counted():
 
 
 def test_adaptive_heads_weigh_what_uniform_ones_do():
-    plans = [plan_prefill(model().config, each, [60, 38]) for each in (EQUAL, jaxkv.AdaKV(base=EQUAL))]
-    assert plans[0].cache_bytes == plans[1].cache_bytes and plans[0].slack_bytes == plans[1].slack_bytes == 0
+    plans = [
+        plan_prefill(model().config, each, [60, 38]) for each in (EQUAL, jaxkv.AdaKV(base=EQUAL))
+    ]
+    assert (
+        plans[0].cache_bytes == plans[1].cache_bytes
+        and plans[0].slack_bytes == plans[1].slack_bytes == 0
+    )
 
 
 def test_ratios_are_of_each_prompt():
@@ -120,14 +129,24 @@ def test_ratios_are_of_each_prompt():
     assert plan.capacity == (102,) * 7 and plan.slots == 1024
     assert plan.slack_bytes == (3 * 102 - 170) * 7 * 2 * (2 * 4 * 4 + 4)
     assert plan_prefill(WIDE, policy, [1024]).slack_bytes == 0
-    assert plan_prefill(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [600]
+    assert plan_prefill(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [
+        600
+    ]
 
 
-PYRAMIDS = [LinearLayers(), LinearLayers(beta=14.0), GeometricLayers(), ExponentialLayers(), KVPressLayers()]
+PYRAMIDS = [
+    LinearLayers(),
+    LinearLayers(beta=14.0),
+    GeometricLayers(),
+    ExponentialLayers(),
+    KVPressLayers(),
+]
 
 
 @pytest.mark.parametrize("budget", [64, 300, 0.1, 0.77], ids=str)
-@pytest.mark.parametrize("allocation", [*PYRAMIDS, OfficialLayers()], ids=lambda a: f"{type(a).__name__}{a.beta:g}")
+@pytest.mark.parametrize(
+    "allocation", [*PYRAMIDS, OfficialLayers()], ids=lambda a: f"{type(a).__name__}{a.beta:g}"
+)
 def test_capacity_holds_every_length_of_the_bucket(allocation, budget):
     policy = jaxkv.PyramidKV(budget=budget, allocation=allocation)
     protected = dataclasses.replace(policy, protect=((3, 9), (-20, -12)), min_budget="clamp")
@@ -147,11 +166,22 @@ def test_capacity_holds_every_length_of_the_bucket(allocation, budget):
 
 
 def test_peak_grows_with_what_is_held():
-    short, long, batch = (plan_prefill(WIDE, EQUAL, lengths) for lengths in ([600], [5000], [5000, 5000]))
-    assert short.cache_bytes == long.cache_bytes < short.peak_bytes < long.peak_bytes < batch.peak_bytes
+    short, long, batch = (
+        plan_prefill(WIDE, EQUAL, lengths) for lengths in ([600], [5000], [5000, 5000])
+    )
+    assert (
+        short.cache_bytes
+        == long.cache_bytes
+        < short.peak_bytes
+        < long.peak_bytes
+        < batch.peak_bytes
+    )
     assert long.peak_bytes < plan_prefill(WIDE, jaxkv.FullKV(), [5000]).peak_bytes
     # Budgets from scores wait for the last layer: all layers' rows are alive until then.
-    assert plan_prefill(WIDE, SHARED, [5000]).peak_bytes > plan_prefill(WIDE, SHARED, [5000]).full_bytes
+    assert (
+        plan_prefill(WIDE, SHARED, [5000]).peak_bytes
+        > plan_prefill(WIDE, SHARED, [5000]).full_bytes
+    )
 
 
 # --- repack ---------------------------------------------------------------------------------------------------------
@@ -167,7 +197,9 @@ def assert_same(one, other):
 def test_repack(policy):
     cache = jaxkv.prefill(model(), ids(60, 38), policy=policy)
     layers, batch, heads = cache.start.shape
-    assert cache.layout is {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}[policy]
+    assert (
+        cache.layout is {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}[policy]
+    )
     assert cache.free().min() == 0
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     row = 2 * cache.config.head_dim * 4 + 4
@@ -176,7 +208,9 @@ def test_repack(policy):
     for room in (5, 64):
         grown = repack(cache, room=room)
         assert_same(grown, cache)
-        assert grown.free().min() >= room and grown.layout is cache.layout and grown.policy == policy
+        assert (
+            grown.free().min() >= room and grown.layout is cache.layout and grown.policy == policy
+        )
         assert grown.nbytes == cache.nbytes + room * layers * batch * heads * row
         np.testing.assert_array_equal(grown.limit, cache.limit)
         # No row where no segment is.
@@ -208,7 +242,9 @@ def test_one_sequence_becomes_many(policy):
 @pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2, 2 / 3, 0.3])
 def test_shares_of_many_decimals(share):
     policy = jaxkv.H2O(budget=4096, recent=share)
-    recent = policy.parts().recents(np.asarray([[4096, 100_000]]), np.asarray([8000, 200_000]), np.asarray([1, 1]))
+    recent = policy.parts().recents(
+        np.asarray([[4096, 100_000]]), np.asarray([8000, 200_000]), np.asarray([1, 1])
+    )
     exact = [int(Fraction(repr(share)) * rows) for rows in (4096, 100_000)]
     assert recent.tolist() == [exact]
     ids = np.random.default_rng(0).integers(3, 96, 60).tolist()

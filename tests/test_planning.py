@@ -67,7 +67,11 @@ def test_weights_of_a_device(parts):
     """Each has its part of every matrix, of keys' and values' a whole head at least, and all norms."""
     c = model_named("llama-3.1-70b").config
     heads = c.kv_heads // min(c.kv_heads, parts)
-    block = c.embed * c.head_dim * (2 * c.heads // parts + 2 * heads) + 3 * c.embed * c.hidden // parts + 2 * c.embed
+    block = (
+        c.embed * c.head_dim * (2 * c.heads // parts + 2 * heads)
+        + 3 * c.embed * c.hidden // parts
+        + 2 * c.embed
+    )
     wanted = c.layers * block + 2 * c.vocab // parts * c.embed + c.embed
     assert weights_of(c, "bfloat16", abstract_mesh(1, parts, c)) == 2 * wanted
 
@@ -101,7 +105,12 @@ def test_peaks_by_hand():
     assert 1 < found.prefill / wanted < 1.02
     # Logits: of the device's part of the vocabulary twice, and all of them.
     assert 1 < found.decode / (4 * 4 * 128256 * 1.25) < 1.2
-    assert found.peak == found.prefill_peak > found.decode_peak == found.weights + found.cache + found.decode
+    assert (
+        found.peak
+        == found.prefill_peak
+        > found.decode_peak
+        == found.weights + found.cache + found.decode
+    )
 
 
 def test_the_compilers_figures(monkeypatch):
@@ -114,12 +123,17 @@ def test_the_compilers_figures(monkeypatch):
     for each in found:
         for name, (mine, theirs, weights) in cells.compared(each, results[each.name]).items():
             assert abs(cells.off(mine, theirs)) < 0.01, (each.name, name)
-            assert abs(cells.off(mine, theirs, weights)) < (0.06 if name == "prefill" else 0.15), (each.name, name)
+            assert abs(cells.off(mine, theirs, weights)) < (0.06 if name == "prefill" else 0.15), (
+                each.name,
+                name,
+            )
 
 
 def test_long_answers_grow():
     """Rows that a prefill leaves no room for come later; none where a row goes for each that comes."""
-    appends, evicts = (sizes_of(setting(policy=each, context=8192, new=8000)) for each in ("full", "h2o"))
+    appends, evicts = (
+        sizes_of(setting(policy=each, context=8192, new=8000)) for each in ("full", "h2o")
+    )
     assert appends.grown - appends.cache == 80 * 4 * (8192 - 2048) * (2 * 128 * 2 + 4)
     assert evicts.grown == evicts.cache
 
@@ -154,7 +168,9 @@ def test_more_is_never_less(name, policy, batch, context, budget, mesh):
     found = of()
     # Twice as many: a few more can take less, where the MLP's blocks of tokens become smaller.
     for more in (of(batch=2 * batch), of(context=2 * context), of(new=300)):
-        assert more.peak >= found.peak and more.cache >= found.cache and more.weights == found.weights
+        assert (
+            more.peak >= found.peak and more.cache >= found.cache and more.weights == found.weights
+        )
     if mine.policy.parts().budget is not None:
         more = of(policy=dataclasses.replace(mine.policy, budget=budget + 8))
         assert more.cache >= found.cache and more.peak >= found.peak
@@ -172,11 +188,17 @@ def test_one_prompt_stands_for_all(policy, monkeypatch):
         plan_prefill(mine.config, mine.policy, lengths, room=9, mesh=mine.mesh, times=times)
         for lengths, times in (([CONTEXT], 5), ([CONTEXT] * 5, 1))
     )
-    numbers = [field.name for field in dataclasses.fields(found) if field.name not in ("rows", "budget", "forced")]
+    numbers = [
+        field.name
+        for field in dataclasses.fields(found)
+        if field.name not in ("rows", "budget", "forced")
+    ]
     assert all(getattr(found, name) == getattr(wanted, name) for name in numbers)
     asked = []
     monkeypatch.setattr(
-        sizes, "plan_prefill", lambda *args, **options: asked.append(args[2]) or plan_prefill(*args, **options)
+        sizes,
+        "plan_prefill",
+        lambda *args, **options: asked.append(args[2]) or plan_prefill(*args, **options),
     )
     sizes_of(dataclasses.replace(mine, batch=60000))
     assert asked == [[CONTEXT]]
@@ -186,7 +208,11 @@ def test_one_prompt_stands_for_all(policy, monkeypatch):
 def test_the_largest_fits_and_the_next_does_not(policy):
     mine = setting(policy=policy, gpus=4)
     most = largest_batch(mine)
-    assert most and fits(dataclasses.replace(mine, batch=most)) and not fits(dataclasses.replace(mine, batch=most + 1))
+    assert (
+        most
+        and fits(dataclasses.replace(mine, batch=most))
+        and not fits(dataclasses.replace(mine, batch=most + 1))
+    )
     mine = setting(policy=policy, gpus=4, batch=16)
     length = largest_context(mine)
     assert fits(dataclasses.replace(mine, context=length))
@@ -238,19 +264,24 @@ def model():
 
 def test_positions_are_stretched_by_yarn():
     here = {"gpus": "h200x1", "context": 65536}
-    with pytest.raises(ValueError, match=r"context=65536: qwen3-32b .* 40960 positions: .*--rope-scaling yarn:2"):
+    with pytest.raises(
+        ValueError, match=r"context=65536: qwen3-32b .* 40960 positions: .*--rope-scaling yarn:2"
+    ):
         jaxkv.plan("qwen3-32b", **here)
     planned = [jaxkv.plan("qwen3-32b", rope_scaling=each, **here) for each in ("yarn:2", "yarn:4")]
     assert planned[0].cache == planned[1].cache > 0 and planned[1].fits
     # As in a config.json that says so.
     raw = catalog()["qwen3-32b"].raw
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40960}
-    config = jaxkv.ModelConfig.from_hf({**raw, "rope_scaling": scaling, "max_position_embeddings": 4 * 40960})
+    config = jaxkv.ModelConfig.from_hf(
+        {**raw, "rope_scaling": scaling, "max_position_embeddings": 4 * 40960}
+    )
     assert scaled(model_named("qwen3-32b"), "yarn:4").config == config
 
 
 @pytest.mark.parametrize(
-    "given", ("yarn", "yarn:", "yarn:0", "yarn:0.5", "yarn:1e9", "yarn:-2", "yarn:nan", "linear:4", "4", "")
+    "given",
+    ("yarn", "yarn:", "yarn:0", "yarn:0.5", "yarn:1e9", "yarn:-2", "yarn:nan", "linear:4", "4", ""),
 )
 def test_other_scalings_are_not_supported(given):
     with pytest.raises(ValueError, match="^rope_scaling=.*: give "):
@@ -266,9 +297,20 @@ def test_models_with_a_scaling_of_their_own_keep_it(model):
 def test_gpus_have_what_a_compiler_asks_for():
     for gpu in gpus().values():
         assert gpu.sources and all(each.startswith("https://") for each in gpu.sources)
-        assert gpu.memory < gpu.reported < 1.1 * gpu.memory and gpu.capability in ((8, 0), (8, 9), (9, 0), (10, 0))
-        assert f"core_count: {gpu.cores}" in gpu.target and f"device_memory_size: {gpu.reported}" in gpu.target
-        assert accelerators_named(f"{gpu.name}x3") == (gpu, 3) and accelerator_named(gpu.name.upper()) is gpu
+        assert gpu.memory < gpu.reported < 1.1 * gpu.memory and gpu.capability in (
+            (8, 0),
+            (8, 9),
+            (9, 0),
+            (10, 0),
+        )
+        assert (
+            f"core_count: {gpu.cores}" in gpu.target
+            and f"device_memory_size: {gpu.reported}" in gpu.target
+        )
+        assert (
+            accelerators_named(f"{gpu.name}x3") == (gpu, 3)
+            and accelerator_named(gpu.name.upper()) is gpu
+        )
     assert list(accelerators()) == [*gpus(), *tpus()]
     assert accelerator_named("A100").memory == 80 * 10**9
     assert accelerators_named("rtx4090") == (accelerator_named("4090"), 1)
@@ -279,19 +321,35 @@ def test_gpus_have_what_a_compiler_asks_for():
 def test_tpus_are_planned_for_as_gpus_are():
     for tpu in tpus().values():
         assert tpu.sources and all(each.startswith("https://") for each in tpu.sources)
-        assert tpu.memory < tpu.reported < 1.1 * tpu.memory and accelerators_named(f"8x{tpu.name}") == (tpu, 8)
+        assert tpu.memory < tpu.reported < 1.1 * tpu.memory and accelerators_named(
+            f"8x{tpu.name}"
+        ) == (tpu, 8)
         assert tpu.slice_of(1).endswith((":2x2", ":2x2x1")) and tpu.slice_of(8).count("x") >= 1
     v6e, chiplet = tpus()["v6e"], tpus()["tpu7x"]
-    assert (v6e.slice_of(8), v6e.slice_of(9), chiplet.slice_of(8)) == ("v6e:2x4", "v6e:4x4", "tpu7x:2x2x1")
+    assert (v6e.slice_of(8), v6e.slice_of(9), chiplet.slice_of(8)) == (
+        "v6e:2x4",
+        "v6e:4x4",
+        "tpu7x:2x2x1",
+    )
     with pytest.raises(ValueError, match="gpus='v6ex257': the largest slice has 256"):
         v6e.slice_of(257)
-    found = plan("llama-3.1-8b", gpus="v6e x1", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024))
+    found = plan(
+        "llama-3.1-8b", gpus="v6e x1", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024)
+    )
     assert found.fits and found.setting.memory == 32 * 10**9 and found.speed.launches == 0
     text = str(found)
     assert "on 1 x v6e" in text and "to spare on each TPU" in text and "no TPU was measured" in text
-    small = plan("llama-3.1-8b", gpus="v5e", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024))
-    assert not small.fits and "on each TPU" in str(small) and "v5ex2" in [each.about for each in small.remedies]
-    with pytest.raises(ValueError, match="no such GPU or TPU; known ones: .*v6e, tpu7x; did you mean"):
+    small = plan(
+        "llama-3.1-8b", gpus="v5e", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024)
+    )
+    assert (
+        not small.fits
+        and "on each TPU" in str(small)
+        and "v5ex2" in [each.about for each in small.remedies]
+    )
+    with pytest.raises(
+        ValueError, match="no such GPU or TPU; known ones: .*v6e, tpu7x; did you mean"
+    ):
         plan("llama-3.1-8b", gpus="v6", context=4096)
 
 
@@ -299,8 +357,12 @@ def test_copies_in_other_tiles_are_counted():
     """TPU7x: the weights again while tokens are drawn, and the hidden states of three loops in prefill; of 16 bits."""
     both = {}
     for dtype in ("bfloat16", "float32"):
-        found = plan("llama-3.1-8b", gpus="tpu7x", context=4096, batch=4, policy=jaxkv.FullKV(), dtype=dtype)
-        one = dataclasses.replace(found.setting, gpu=dataclasses.replace(tpus()["tpu7x"], retiles=False))
+        found = plan(
+            "llama-3.1-8b", gpus="tpu7x", context=4096, batch=4, policy=jaxkv.FullKV(), dtype=dtype
+        )
+        one = dataclasses.replace(
+            found.setting, gpu=dataclasses.replace(tpus()["tpu7x"], retiles=False)
+        )
         both[dtype] = sizes_of(found.setting), sizes_of(one)
     more, less = both["bfloat16"]
     assert more.prefill - less.prefill == 3 * 4 * 4096 * 4096 * 2
@@ -312,14 +374,21 @@ def test_budgets_that_no_short_prompt_has_are_left_out():
     """A share below sinks and window: the longest context that fits is looked for among those that can have it."""
     policy = jaxkv.SnapKV(budget=0.01, min_budget="raise")
     found = plan("llama-3.1-8b", gpus="h100", context=CONTEXT, policy=policy)
-    assert found.largest_context == CONTEXT and math.isclose(found.sizes.kept, CONTEXT // 100, rel_tol=0.01)
+    assert found.largest_context == CONTEXT and math.isclose(
+        found.sizes.kept, CONTEXT // 100, rel_tol=0.01
+    )
     assert not fits(dataclasses.replace(found.setting, context=512))
     assert np.isfinite(found.speed.step) and found.speed.tokens > 0
 
 
 @pytest.mark.parametrize("kind", ("seed_oss", "stablelm"))
 def test_types_that_are_not_supported_are_planned_as_llamas_of_their_size(kind, tmp_path):
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 8192}
     given = {"gpus": "h100x1", "context": 4096, "policy": jaxkv.SnapKV(budget=256)}
     plans = []

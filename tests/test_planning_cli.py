@@ -53,11 +53,17 @@ def test_a_plan(capsys):
     out = run(capsys, *ASKED, "--policy", "adakv", "--budget", "2048")
     assert out.startswith(PRINTED)
     assert (
-        "\nEstimated, with rates of one H200: " in out and "\n  requests, 4 at a time: 49.3 s each, 292 an hour" in out
+        "\nEstimated, with rates of one H200: " in out
+        and "\n  requests, 4 at a time: 49.3 s each, 292 an hour" in out
     )
-    assert "\n  assumed: prefill's matrix products at 60% and its attention at 55% of the data sheet's FLOP/s" in out
+    assert (
+        "\n  assumed: prefill's matrix products at 60% and its attention at 55% of the data sheet's FLOP/s"
+        in out
+    )
     assert "\nCompression pays at once, with the first answer: prefill takes " in out
-    assert out.endswith("0 of 256 new tokens have one; all have one behind a context of at most 130,816.\n")
+    assert out.endswith(
+        "0 of 256 new tokens have one; all have one behind a context of at most 130,816.\n"
+    )
 
 
 def test_a_table(capsys):
@@ -66,10 +72,18 @@ def test_a_table(capsys):
     for line, memory, beyond in zip(lines[3:8], COMPARED.splitlines(), BEYOND, strict=True):
         assert line.startswith(memory) and line.removeprefix(memory).strip() == beyond
     times = [line.split() for line in lines[10:14]]
-    assert lines[9].split("  ")[-1] == "pays from answer" and [each[-1] for each in times] == ["-", "1", "1", "1"]
+    assert lines[9].split("  ")[-1] == "pays from answer" and [each[-1] for each in times] == [
+        "-",
+        "1",
+        "1",
+        "1",
+    ]
     requests = [float(each[-4].replace(",", "")) for each in times]
     assert requests[0] < requests[1] == requests[2]
-    assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates, with rates that one H200 reached." in lines
+    assert (
+        "a GPU with 80.00 GB" in lines[1]
+        and "Speeds are estimates, with rates that one H200 reached." in lines
+    )
 
 
 def test_what_jax_must_be_told(capsys):
@@ -80,7 +94,18 @@ def test_what_jax_must_be_told(capsys):
 
 
 def test_numbers_as_people_write_them(capsys):
-    asked = ["--model", "llama-3.1-70b", "--context", "128K", "--batch", "4", "--policy", "adakv", "--budget", "2048"]
+    asked = [
+        "--model",
+        "llama-3.1-70b",
+        "--context",
+        "128K",
+        "--batch",
+        "4",
+        "--policy",
+        "adakv",
+        "--budget",
+        "2048",
+    ]
     for written in ("8xh100", "h100:8", "8 H100"):
         assert run(capsys, *asked, "--gpus", written).startswith(PRINTED)
 
@@ -88,17 +113,28 @@ def test_numbers_as_people_write_them(capsys):
 def test_prices_and_what_does_not_fit(capsys):
     asked = "--model llama-3.1-8b --gpus a100-80gb --context 32K --batch 13 --budget 1024 --price 2".split()
     out = run(capsys, *asked, "--compare", "full,snapkv")
-    full, snapkv = (next(line for line in out.splitlines()[8:] if line.startswith(name)) for name in ("Full", "Snap"))
+    full, snapkv = (
+        next(line for line in out.splitlines()[8:] if line.startswith(name))
+        for name in ("Full", "Snap")
+    )
     assert full.split()[1:4] == ["-", "-", "-"] and "1M tokens cost" in out
     one, other = (float(line.split()[-2]) for line in (full, snapkv))
     assert other < one < 1.5 * other
     record = json.loads(run(capsys, *asked, "--policy", "snapkv", "--json"))
-    assert record["pays"] == {"answers": 1, "extra_prefill_seconds": None, "saved_answer_seconds": None}
+    assert record["pays"] == {
+        "answers": 1,
+        "extra_prefill_seconds": None,
+        "saved_answer_seconds": None,
+    }
     price = record["requests_of_largest_batch"]["price"]
-    assert price["per_hour"] == 2 and price["per_thousand_requests"] == pytest.approx(other, rel=1e-2)
+    assert price["per_hour"] == 2 and price["per_thousand_requests"] == pytest.approx(
+        other, rel=1e-2
+    )
     asked.remove("--budget"), asked.remove("1024")
     record = json.loads(run(capsys, *asked, "--policy", "full", "--json"))
-    assert record["estimated"] is record["requests"] is record["pays"] is None and not record["fits"]
+    assert (
+        record["estimated"] is record["requests"] is record["pays"] is None and not record["fits"]
+    )
     assert record["requests_of_largest_batch"]["batch"] == 12
     assert "\nNo estimate of speed: it does not fit.\n" in run(capsys, *asked, "--policy", "full")
 
@@ -118,8 +154,14 @@ def test_questions_share_a_prefill(capsys):
 
 def test_json(capsys):
     one = json.loads(run(capsys, *ASKED, "--policy", "full", "--json", "--mesh", "2x4"))
-    assert one["mesh"] == {"data": 2, "model": 4} and one["fits"] and one["decode_peak_bytes"] > one["weights_bytes"]
-    several = json.loads(run(capsys, *ASKED, "--compare", "full,h2o, H2O", "--budget", "512", "--json"))
+    assert (
+        one["mesh"] == {"data": 2, "model": 4}
+        and one["fits"]
+        and one["decode_peak_bytes"] > one["weights_bytes"]
+    )
+    several = json.loads(
+        run(capsys, *ASKED, "--compare", "full,h2o, H2O", "--budget", "512", "--json")
+    )
     assert [each["policy"] for each in several] == ["FullKV()", "H2O(budget=512)"]
     assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
 
@@ -127,9 +169,14 @@ def test_json(capsys):
 def test_options_behind_a_name_come_before_those_of_the_command(capsys):
     """Equal bytes in three stores are as many rows as fit; a budget of its own takes another's place."""
     names = "snapkv,snapkv --store int8,adakv --base pyramidkv --store int4,snapkv --budget 512"
-    found = json.loads(run(capsys, *ASKED, "--compare", names, "--budget", "1GB", "--window", "16", "--json"))
+    found = json.loads(
+        run(capsys, *ASKED, "--compare", names, "--budget", "1GB", "--window", "16", "--json")
+    )
     layers, heads, dim = 80, 8, 128
-    each = [layers * heads * (bits + 4) for bits in (2 * 2 * dim, 2 * (dim + 2), 2 * (dim // 2 + 4 * dim // 32))]
+    each = [
+        layers * heads * (bits + 4)
+        for bits in (2 * 2 * dim, 2 * (dim + 2), 2 * (dim // 2 + 4 * dim // 32))
+    ]
     rows = [10**9 // size for size in each]
     assert [plan["policy"] for plan in found] == [
         f"SnapKV(budget={rows[0]}, window=16)",
@@ -156,16 +203,38 @@ def test_an_engine(capsys):
 def test_a_process_here(capsys, monkeypatch):
     """Of its parts, the peak; all policies of a table."""
     monkeypatch.setattr(planning, "drawing", lambda: None)
-    asked = ["--model", "smollm2-135m-instruct", "--gpus", "cpu", "--context", "4096", "--budget", "256"]
+    asked = [
+        "--model",
+        "smollm2-135m-instruct",
+        "--gpus",
+        "cpu",
+        "--context",
+        "4096",
+        "--budget",
+        "256",
+    ]
     out = run(capsys, *asked, "--policy", "adakv")
-    assert out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n") and "in a first run" in out
+    assert (
+        out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n")
+        and "in a first run" in out
+    )
     rows = run(capsys, *asked, "--compare", "full,adakv").splitlines()
     assert rows[3].split()[:2] == ["policy", "cache"] and rows[4].startswith("FullKV()  ")
-    assert rows[8].startswith("FullKV()  ") and rows[9].split()[-1] in {"1", "never", *map(str, range(2, 100))}
+    assert rows[8].startswith("FullKV()  ") and rows[9].split()[-1] in {
+        "1",
+        "never",
+        *map(str, range(2, 100)),
+    }
     one = json.loads(run(capsys, *asked, "--policy", "snapkv", "--dtype", "bfloat16", "--json"))
     assert one["dtype"] == "bfloat16" and one["weights_bytes"] == 2 * 134515008
-    whole = sum(one[f"{name}_bytes"] for name in ("started", "weights", "left", "cache", "activations", "programs"))
-    assert one["peak_bytes"] >= whole and one["first_peak_bytes"] == one["peak_bytes"] + one["compiling_bytes"]
+    whole = sum(
+        one[f"{name}_bytes"]
+        for name in ("started", "weights", "left", "cache", "activations", "programs")
+    )
+    assert (
+        one["peak_bytes"] >= whole
+        and one["first_peak_bytes"] == one["peak_bytes"] + one["compiling_bytes"]
+    )
     for more in (["--mesh", "1x2"], ["--compile"], ["--plot", "memory.png"]):
         assert ": leave it out" in refused(capsys, "plan", *asked, "--policy", "snapkv", *more)
 
@@ -202,7 +271,9 @@ def test_what_is_refused(capsys, monkeypatch, message):
 
 def test_pictures_need_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'jaxkv[plots]'" in refused(capsys, "plan", *ASKED, "--plot", str(tmp_path / "memory.png"))
+    assert "pip install 'jaxkv[plots]'" in refused(
+        capsys, "plan", *ASKED, "--plot", str(tmp_path / "memory.png")
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -212,7 +283,10 @@ def test_a_full_disk(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(picture, "drawn", lambda plans, kind: b"x" * 100_000)
     path = tmp_path / "memory.svg"
     path.write_bytes(b"before")
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         assert cli.main(["plan", *ASKED, "--plot", str(path)]) == 2
@@ -220,8 +294,13 @@ def test_a_full_disk(capsys, monkeypatch, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     captured = capsys.readouterr()
-    assert captured.out.startswith("llama-3.1-70b") and f"--plot={path}: File too large" in captured.err
-    assert [each.name for each in tmp_path.iterdir()] == ["memory.svg"] and path.read_bytes() == b"before"
+    assert (
+        captured.out.startswith("llama-3.1-70b")
+        and f"--plot={path}: File too large" in captured.err
+    )
+    assert [each.name for each in tmp_path.iterdir()] == [
+        "memory.svg"
+    ] and path.read_bytes() == b"before"
 
 
 def test_what_a_picture_shows():
@@ -229,7 +308,9 @@ def test_what_a_picture_shows():
     from jaxkv import SnapKV
     from jaxkv.planning.planner import plan
 
-    made = plan("llama-3.1-8b", gpus="h100", context=131072, policy=SnapKV(budget=0.02, min_budget="raise"))
+    made = plan(
+        "llama-3.1-8b", gpus="h100", context=131072, policy=SnapKV(budget=0.02, min_budget="raise")
+    )
     points = picture.peaks(made.setting)
     lengths, sizes = zip(*points, strict=True)
     assert lengths == tuple(2**power for power in range(11, 18)) and list(sizes) == sorted(sizes)

@@ -41,12 +41,16 @@ class Called:
     def __init__(self, monkeypatch):
         self.calls, self.run = list[tuple[str, list, int]](), Door.__call__
         self.before = set(self.live())
-        monkeypatch.setattr(Door, "__call__", lambda door, *args, **more: self.called(door, args, more))
+        monkeypatch.setattr(
+            Door, "__call__", lambda door, *args, **more: self.called(door, args, more)
+        )
 
     @staticmethod
     def live() -> dict[int, int]:
         """Bytes of what lies there, by address; arrays of several devices are left by other tests and have no one."""
-        lying = [each for each in jax.live_arrays() if not each.is_deleted() and len(each.devices()) == 1]
+        lying = [
+            each for each in jax.live_arrays() if not each.is_deleted() and len(each.devices()) == 1
+        ]
         return {each.unsafe_buffer_pointer(): each.nbytes for each in lying}
 
     def called(self, door: Door, args, more):
@@ -54,7 +58,9 @@ class Called:
         for leaf in jax.tree.leaves(args):
             if isinstance(leaf, jax.Array):
                 there.pop(leaf.unsafe_buffer_pointer(), None)
-        self.calls.append((door.__name__, [leaf.shape for leaf in jax.tree.leaves(args)], sum(there.values())))
+        self.calls.append(
+            (door.__name__, [leaf.shape for leaf in jax.tree.leaves(args)], sum(there.values()))
+        )
         return self.run(door, *args, **more)
 
 
@@ -66,7 +72,10 @@ def work_of(policy, shape=SHAPE) -> Work:
 @functools.cache
 def calls_of(name) -> list[tuple[str, list, int]]:
     """What a real prefill calls."""
-    session, ids = jaxkv.Session(tiny.tiny(SHAPE), POLICIES[name]), tiny.prompts(0, [TOKENS] * BATCH)
+    session, ids = (
+        jaxkv.Session(tiny.tiny(SHAPE), POLICIES[name]),
+        tiny.prompts(0, [TOKENS] * BATCH),
+    )
     session.prefill(ids, new=NEW)
     with pytest.MonkeyPatch.context() as patched:
         real = Called(patched)
@@ -78,12 +87,16 @@ def check_record(name):
     """Every call of a real prefill is recorded, in order, with the same shapes; and what lies beside it."""
     work, happened = work_of(POLICIES[name]), calls_of(name)
     recorded, weights = work.prefill.calls, weigh((work.flat.ends, work.flat.blocks))
-    given = [(call.name, [leaf.shape for leaf in jax.tree.leaves(call.arguments)]) for call in recorded]
+    given = [
+        (call.name, [leaf.shape for leaf in jax.tree.leaves(call.arguments)]) for call in recorded
+    ]
     assert given == [(program, shapes) for program, shapes, _ in happened]
     for call, (program, _, beside) in zip(recorded, happened, strict=True):
         resident = weights - weigh(call.arguments[0] if call.name in WEIGHTED else ())
         # A program of numbers is called while what was observed is still at hand.
-        assert program in SMALL or call.beside - resident == pytest.approx(beside, rel=0.02, abs=500), program
+        assert program in SMALL or call.beside - resident == pytest.approx(
+            beside, rel=0.02, abs=500
+        ), program
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -94,29 +107,44 @@ def test_a_prefill_calls_what_is_recorded(name, as_users_call):
 @pytest.mark.usefixtures("as_users_call")
 def test_layers_of_two_rotations_are_recorded():
     kinds = (LayerSpec(), LayerSpec(rope=NoRope()))
-    work, plain = work_of(POLICIES["adakv"], dataclasses.replace(SHAPE, kinds=kinds)), work_of(POLICIES["adakv"])
+    work, plain = (
+        work_of(POLICIES["adakv"], dataclasses.replace(SHAPE, kinds=kinds)),
+        work_of(POLICIES["adakv"]),
+    )
     names, those = ([call.name for call in each.prefill.calls] for each in (work, plain))
     assert names == those and names.count("layer") == 3
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    setting = Setting(model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpus()["h100"], context=TOKENS)
+    setting = Setting(
+        model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpus()["h100"], context=TOKENS
+    )
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"none is installed.*pip install --no-deps jax-cuda13-plugin==0\.\d+"):
+    with pytest.raises(
+        ImportError, match=r"none is installed.*pip install --no-deps jax-cuda13-plugin==0\.\d+"
+    ):
         compiled.compile_plan(setting)
     there = dataclasses.replace(setting, gpu=tpus()["v6e"])
-    with pytest.raises(ImportError, match=r"for TPUs, and none is installed.*pip install 'jax\[tpu\]==0\.\d+"):
+    with pytest.raises(
+        ImportError, match=r"for TPUs, and none is installed.*pip install 'jax\[tpu\]==0\.\d+"
+    ):
         compiled.compile_plan(there)
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(compiled.importlib.metadata, "version", lambda name: "1.0" if "plugin" in name else "2.0")
+    monkeypatch.setattr(
+        compiled.importlib.metadata, "version", lambda name: "1.0" if "plugin" in name else "2.0"
+    )
     with pytest.raises(ImportError, match=r"the one here is 1\.0.*jax-cuda13-pjrt==2\.0"):
         compiled.compile_plan(setting)
     monkeypatch.setattr(compiled.importlib.metadata, "version", lambda name: "1.0")
     refused = {"prefill_ratio": 4, "offload": True}
     for option, value in refused.items():
         policy = jaxkv.OmniKV(budget=BUDGET, filter_layers=(0,), **{option: value})
-        away = Setting(model="tiny", config=SHAPE, policy=policy, gpu=gpus()["h100"], context=TOKENS)
-        with pytest.raises(ValueError, match=f"are not compiled: plan without the compiler, or leave {option} out"):
+        away = Setting(
+            model="tiny", config=SHAPE, policy=policy, gpu=gpus()["h100"], context=TOKENS
+        )
+        with pytest.raises(
+            ValueError, match=f"are not compiled: plan without the compiler, or leave {option} out"
+        ):
             compiled.compile_plan(away)
 
 
@@ -124,7 +152,9 @@ def test_what_is_missing_is_said(monkeypatch):
 def test_libtpu_is_opened_beside_another_process(monkeypatch, kind):
     """A plan for TPUs neither waits for libtpu's lock nor asks for a TPU; one for GPUs sets no such variable."""
     known = {**gpus(), **tpus()}
-    setting = Setting(model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=known[kind], context=TOKENS)
+    setting = Setting(
+        model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=known[kind], context=TOKENS
+    )
     asked = []
 
     def run(command, *, stdout, env, **options):
@@ -156,22 +186,42 @@ ptxas info    : Used 12 registers, used 0 barriers
 
 def test_what_ptxas_says():
     first, second = said(PTXAS)
-    assert (first.name, first.registers, first.shared, first.spills) == ("ragged_decode", 88, 71680, 20)
+    assert (first.name, first.registers, first.shared, first.spills) == (
+        "ragged_decode",
+        88,
+        71680,
+        20,
+    )
     assert (second.name, second.registers, second.shared, second.spills) == ("fusion_1", 12, 0, 0)
 
 
 def test_what_is_printed_of_a_plan():
     sent = compiled.Sent(kind="all-reduce", arrays="f32[4,1,8192]", bytes=4 * 8192 * 4, count=160)
-    program = {"arguments": 10**9, "outputs": 3 * 10**8, "aliased": 2 * 10**8, "temporaries": 5 * 10**7}
+    program = {
+        "arguments": 10**9,
+        "outputs": 3 * 10**8,
+        "aliased": 2 * 10**8,
+        "temporaries": 5 * 10**7,
+    }
     decode = compiled.CompiledProgram(name="decode", sent=(sent,), **program)
     layer = compiled.CompiledProgram(name="layer", beside=10**9, **program)
     assert (decode.peak, layer.peak) == (1_150_000_000, 2_150_000_000)
     given = {"programs": (decode, layer), "weights": 9 * 10**8, "jaxlib": "0.10.2", "seconds": 12.0}
-    spilled = compiled.CompiledPlan(decode=decode, prefill=layer, kernels=7, spills=(("flash", 1300),), **given)
+    spilled = compiled.CompiledPlan(
+        decode=decode, prefill=layer, kernels=7, spills=(("flash", 1300),), **given
+    )
     text = str(spilled)
     assert "nothing has run on a GPU" in text and "prefill, at its layer: peak 2.15 GB" in text
-    assert "160 x all-reduce f32[4,1,8192]" in text and "1 of 7 kernels" in text and "flash spills 1,300 bytes" in text
-    there = str(compiled.CompiledPlan(decode=decode, prefill=layer, kernels=None, spills=(), word="TPU", **given))
+    assert (
+        "160 x all-reduce f32[4,1,8192]" in text
+        and "1 of 7 kernels" in text
+        and "flash spills 1,300 bytes" in text
+    )
+    there = str(
+        compiled.CompiledPlan(
+            decode=decode, prefill=layer, kernels=None, spills=(), word="TPU", **given
+        )
+    )
     assert "nothing has run on a TPU" in there and "spills" not in there
     assert "nobody has looked" in str(
         compiled.CompiledPlan(decode=decode, prefill=layer, kernels=None, spills=(), **given)

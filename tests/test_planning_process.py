@@ -26,7 +26,9 @@ def test_what_was_measured(cell):
     policy, prompts, dtype, *cold = cell.split(", ")
     batch, context = map(int, prompts.split(" x "))
     found = predicted(policy, batch, context, dtype)
-    assert (found.first_peak if cold else found.peak) == pytest.approx(TABLE[cell]["drawn"], rel=0.15)
+    assert (found.first_peak if cold else found.peak) == pytest.approx(
+        TABLE[cell]["drawn"], rel=0.15
+    )
     # SmolLM2 has 134,515,008 parameters.
     assert found.weights == 134_515_008 * (4 if dtype == "float32" else 2)
 
@@ -37,5 +39,10 @@ def test_what_makes_it_more():
         assert predicted(*more, "float32").peak > small.peak
     away = jaxkv.OmniKV(budget=64, filter_layers=(2, 8, 18), offload=True)
     # Rows that wait do so in the same memory.
-    found = process_of(Request(model="smollm2-135m", config=CONFIG, policy=away, context=8192, dtype="float32"))
-    assert found.waiting > 2 * found.cache and found.peak > predicted("FullKV", 1, 8192, "float32").peak - 10**8
+    found = process_of(
+        Request(model="smollm2-135m", config=CONFIG, policy=away, context=8192, dtype="float32")
+    )
+    assert (
+        found.waiting > 2 * found.cache
+        and found.peak > predicted("FullKV", 1, 8192, "float32").peak - 10**8
+    )

@@ -12,7 +12,16 @@ from jaxkv.models.values import Experts
 from jaxkv.planning import speed
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.speed import APPENDS, CHOOSES, COPY, EVICTS, MERGES, OF_CODES, all_reduce, estimate
+from jaxkv.planning.speed import (
+    APPENDS,
+    CHOOSES,
+    COPY,
+    EVICTS,
+    MERGES,
+    OF_CODES,
+    all_reduce,
+    estimate,
+)
 from jaxkv.planning.tpus import tpus
 
 MODEL = (Path(__file__).parents[1] / "benchmarks/results/gpu_model.md").read_text()
@@ -50,7 +59,9 @@ def table(*names: str) -> list[dict[str, str]]:
 
 
 def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
-    options = {} if policy == "FullKV" else {"budget": 1024} | (FILTERS if policy == "OmniKV" else {})
+    options = (
+        {} if policy == "FullKV" else {"budget": 1024} | (FILTERS if policy == "OmniKV" else {})
+    )
     given = {"gpu": gpus()["h200"], "new": 0, "config": CONFIG} | more
     method = getattr(jaxkv, policy)(**options)
     return Setting(model="8b", policy=method, batch=batch, context=context, **given)
@@ -60,7 +71,9 @@ STEPS = table("sequences x tokens", "policy", "ideal, ms")
 LARGEST = table("policy", "bytes of a sequence, MB", "largest batch")
 
 
-@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['policy']}, {row['sequences x tokens']}")
+@pytest.mark.parametrize(
+    "row", STEPS, ids=lambda row: f"{row['policy']}, {row['sequences x tokens']}"
+)
 def test_steps_of_the_model(row):
     batch, tokens = map(int, row["sequences x tokens"].split(" x "))
     found = estimate(setting_of(row["policy"], batch, tokens), WEIGHTS)
@@ -96,7 +109,9 @@ def test_launches_of_the_model():
 def test_what_is_split_over_gpus():
     one = estimate(setting_of("SnapKV", 8, 32768), WEIGHTS)
     four = estimate(setting_of("SnapKV", 8, 32768, gpus=4), WEIGHTS // 4)
-    assert one.sent == 0 and four.sent == pytest.approx(65 * (6.6e-6 + 6 * 0.6e-6 + 2 * 1.5 * 4 * 8 * 4096 / 450e9))
+    assert one.sent == 0 and four.sent == pytest.approx(
+        65 * (6.6e-6 + 6 * 0.6e-6 + 2 * 1.5 * 4 * 8 * 4096 / 450e9)
+    )
     assert one.tokens < four.tokens < 4 * one.tokens and four.rows == pytest.approx(one.rows / 4)
     # Groups that share nothing draw side by side.
     apart = estimate(setting_of("SnapKV", 8, 32768, gpus=4, data=4), WEIGHTS)
@@ -130,15 +145,27 @@ def test_answers_that_grow_and_rows_that_are_fetched():
 
 def measured():
     """Whole models of Llama 3 8B's shape, as an H200 ran them, prefilled by cuDNN."""
-    lines = (Path(__file__).parents[1] / "benchmarks/results/nvidia-h200.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["part"] in ("end", "bits") and "figures" in row]
+    lines = (
+        (Path(__file__).parents[1] / "benchmarks/results/nvidia-h200.jsonl")
+        .read_text()
+        .splitlines()
+    )
+    rows = [
+        row for row in map(json.loads, lines) if row["part"] in ("end", "bits") and "figures" in row
+    ]
     return {row["case"]["name"]: row for row in rows}
 
 
 def test_rows_in_8_bits():
     """Bytes per second of 8-bit rows over those of 16-bit rows, where rows fill the device."""
-    lines = (Path(__file__).parents[1] / "benchmarks/results/nvidia-h200.jsonl").read_text().splitlines()
-    rows = {(row["part"], row["case"].get("name")): row["figures"] for row in map(json.loads, lines)}
+    lines = (
+        (Path(__file__).parents[1] / "benchmarks/results/nvidia-h200.jsonl")
+        .read_text()
+        .splitlines()
+    )
+    rows = {
+        (row["part"], row["case"].get("name")): row["figures"] for row in map(json.loads, lines)
+    }
     cases = (("token", "8B 1 x 131072"), ("codes", "8B 1 x 131072, 8 bits"))
     wide, codes = (rows[case]["bytes_per_second"] for case in cases)
     assert codes / wide == pytest.approx(OF_CODES, abs=0.03)
@@ -150,9 +177,21 @@ def test_what_a_gpu_has_measured(name):
     row = measured()[name]
     case, figures = row["case"], row["figures"]
     options = {} if case["policy"] == "FullKV" else {"budget": case["budget"]}
-    options |= {"filter_layers": tuple(case["filter_layers"]), "offload": False} if case["policy"] == "OmniKV" else {}
+    options |= (
+        {"filter_layers": tuple(case["filter_layers"]), "offload": False}
+        if case["policy"] == "OmniKV"
+        else {}
+    )
     method, weights = getattr(jaxkv, case["policy"])(**options), case.get("weights")
-    asked = {"context": case["tokens"], "batch": case["batch"], "new": 224, "gpus": "h200x1", "weights": weights}
+    asked = {
+        "context": case["tokens"],
+        "batch": case["batch"],
+        "new": 224,
+        "gpus": "h200x1",
+        "weights": weights,
+    }
     found = jaxkv.plan(CONFIG, policy=method, **asked).speed
     assert found.step == pytest.approx(figures["step_seconds"], rel=0.06)
-    assert found.prefill == pytest.approx(figures["prefill_seconds"], rel=0.06 if weights is None else 0.17)
+    assert found.prefill == pytest.approx(
+        figures["prefill_seconds"], rel=0.06 if weights is None else 0.17
+    )

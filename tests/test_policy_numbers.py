@@ -49,7 +49,9 @@ pytestmark = pytest.mark.usefixtures("as_users_call")
 def test_budgets_of_numpy_and_others_are_plain(cls, given, plain):
     policy = cls(budget=given)
     assert (
-        type(policy.budget) is type(plain) and policy == cls(budget=plain) and hash(policy) == hash(cls(budget=plain))
+        type(policy.budget) is type(plain)
+        and policy == cls(budget=plain)
+        and hash(policy) == hash(cls(budget=plain))
     )
     if cls is SnapKV:
         # 0.2 of 600 is 120, whatever float32 makes of it.
@@ -60,14 +62,29 @@ def test_budgets_of_numpy_and_others_are_plain(cls, given, plain):
 def test_every_other_number_is_plain_too():
     n, x = np.int64, np.float32
     policy = SnapKV(
-        budget=64, window=n(8), sinks=n(2), every=n(5), pooling=MaxPool(n(5)), allocation=LinearLayers(beta=n(3))
+        budget=64,
+        window=n(8),
+        sinks=n(2),
+        every=n(5),
+        pooling=MaxPool(n(5)),
+        allocation=LinearLayers(beta=n(3)),
     )
-    assert policy == SnapKV(budget=64, window=8, sinks=2, every=5, pooling=MaxPool(5), allocation=LinearLayers(beta=3))
-    assert SnapKV(protect=np.asarray([[0, 4]])) == SnapKV(protect=[(n(0), n(4))]) == SnapKV(protect=((0, 4),))
+    assert policy == SnapKV(
+        budget=64, window=8, sinks=2, every=5, pooling=MaxPool(5), allocation=LinearLayers(beta=3)
+    )
+    assert (
+        SnapKV(protect=np.asarray([[0, 4]]))
+        == SnapKV(protect=[(n(0), n(4))])
+        == SnapKV(protect=((0, 4),))
+    )
     assert AdaKV(budget=64, alpha=x(0.3)).parts().heads == AdaptiveHeads(alpha=0.3)
     assert VarianceLayers(dense_layers=np.asarray([0, -1])) == VarianceLayers(dense_layers=(0, -1))
-    assert OmniKV(filter_layers=np.asarray([1, 4]), prefill_ratio=n(2)) == OmniKV(filter_layers=(1, 4), prefill_ratio=2)
-    assert SnapKV(group="max", order="first") == SnapKV(group=GroupReduce.MAX, order=PoolOrder.FIRST)
+    assert OmniKV(filter_layers=np.asarray([1, 4]), prefill_ratio=n(2)) == OmniKV(
+        filter_layers=(1, 4), prefill_ratio=2
+    )
+    assert SnapKV(group="max", order="first") == SnapKV(
+        group=GroupReduce.MAX, order=PoolOrder.FIRST
+    )
     assert VarianceLayers(statistic=np.str_("raw")).statistic is Statistic.RAW
     assert OmniKV(selector="uniform").selector is Selector.UNIFORM
 
@@ -75,7 +92,10 @@ def test_every_other_number_is_plain_too():
 def test_lengths_and_room_of_a_plan_may_be_numpys():
     plan = plan_prefill(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
     same = plan_prefill(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
-    assert same.cache_bytes == plan.cache_bytes and same.budget.tolist() == plan.budget.tolist() == [30, 20]
+    assert (
+        same.cache_bytes == plan.cache_bytes
+        and same.budget.tolist() == plan.budget.tolist() == [30, 20]
+    )
 
 
 def test_numbers_beyond_any_text_mean_all_of_it():
@@ -101,5 +121,7 @@ def test_prompts_shorter_than_the_window(order, group):
     """Queries before a prompt's beginning count nothing, whichever is done first: pooling or the mean over queries."""
     scorer = WindowAttention(window=8, order=order, group=group)
     policy = jaxkv.Policy(scorer=scorer, keep=jaxkv.Keep(window=8), budget=12)
-    made = jaxkv.generate(tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (5, 20)), policy=policy, max_new_tokens=2)
+    made = jaxkv.generate(
+        tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (5, 20)), policy=policy, max_new_tokens=2
+    )
     assert made.cache.kept[:, 0].max() <= 12

@@ -12,7 +12,20 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, H2O, TOVA, AdaKV, CaM, CriticalKV, KNorm, LocalWindow, Method, OmniKV, PyramidInfer, SnapKV
+from jaxkv import (
+    D2O,
+    H2O,
+    TOVA,
+    AdaKV,
+    CaM,
+    CriticalKV,
+    KNorm,
+    LocalWindow,
+    Method,
+    OmniKV,
+    PyramidInfer,
+    SnapKV,
+)
 from jaxkv._values import brief
 from jaxkv.cache import Int4
 from jaxkv.engine.plan import plan_prefill
@@ -110,14 +123,20 @@ def test_parts_are_made_once():
             return dataclasses.replace(super().parts(), keep=jaxkv.Keep(sinks=2))
 
     policy = Counted()
-    assert policy.parts() is policy.parts() and policy == Counted() and hash(policy) == hash(Counted())
+    assert (
+        policy.parts() is policy.parts() and policy == Counted() and hash(policy) == hash(Counted())
+    )
     assert {policy, dataclasses.replace(policy, budget=30)} == {Counted(), Counted(budget=30)}
     assert made == [20, 20, 20, 30, 20, 30] and policy.parts().keep.sinks == 2
     for same in (copy.copy(policy), copy.deepcopy(policy)):
         assert same == policy and same.parts() == policy.parts()
     snap = AdaKV(budget=40)
     again = pickle.loads(pickle.dumps(snap))
-    assert again == snap and vars(snap) == vars(AdaKV(budget=40)) and b"WindowAttention" not in pickle.dumps(snap)
+    assert (
+        again == snap
+        and vars(snap) == vars(AdaKV(budget=40))
+        and b"WindowAttention" not in pickle.dumps(snap)
+    )
 
 
 def test_a_class_may_compare_in_its_own_way():
@@ -137,7 +156,12 @@ def test_one_row_and_all_of_them_share_no_sizes(cls):
         policy = cls(budget=budget)
         assert all(rows <= each <= 32 for each in plan_prefill(GQA, policy, [24]).capacity)
         assert tiny.run(model, ids, policy)[0].kept.tolist() == np.full((3, 1, 2), rows).tolist()
-        assert jaxkv.generate(model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False).stats.kept == rows
+        assert (
+            jaxkv.generate(
+                model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False
+            ).stats.kept
+            == rows
+        )
 
 
 # --- replacing a field ------------------------------------------------------------------------------------------------
@@ -212,7 +236,9 @@ def test_what_follows_from_a_field_follows_its_replacement():
     assert official.parts().merge == Merge(
         beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
     )
-    assert official.parts().layers == OfficialVarianceLayers() and official.parts().keep.recent == 0.5
+    assert (
+        official.parts().layers == OfficialVarianceLayers() and official.parts().keep.recent == 0.5
+    )
     plain = dataclasses.replace(official, official=False)
     assert plain == D2O() and plain.parts() == D2O().parts() and plain.parts().merge == Merge()
     cam = dataclasses.replace(CaM(window=8), window=16, start=0.5)
@@ -234,7 +260,10 @@ def test_two_ways_of_saying_one_thing():
         ),
         (AdaKV(alpha=0.5), AdaKV(safeguard=AdaptiveHeads(alpha=0.5))),
         (CriticalKV(budget=64), CriticalKV(base=SnapKV(budget=64), budget=64)),
-        (D2O(official=True), D2O(official=True, recent=0.5, merge=merge, allocation=OfficialVarianceLayers())),
+        (
+            D2O(official=True),
+            D2O(official=True, recent=0.5, merge=merge, allocation=OfficialVarianceLayers()),
+        ),
         (CaM(), CaM(merge=ValueMerge())),
         (OmniKV(), OmniKV(budget=1024)),
         (OmniKV(base="knorm"), OmniKV(base=KNorm())),
@@ -245,7 +274,11 @@ def test_two_ways_of_saying_one_thing():
     assert repr(AdaKV(budget=64)).endswith("base=None, alpha=0.2, capacity=1.5, safeguard=None)")
     model = tiny.tiny(GQA)
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,))[0], policy=AdaKV(budget=32))
-    for policy in (AdaKV(budget=32), AdaKV(base=SnapKV(budget=32)), AdaKV(base="snapkv", budget=np.int16(32))):
+    for policy in (
+        AdaKV(budget=32),
+        AdaKV(base=SnapKV(budget=32)),
+        AdaKV(base="snapkv", budget=np.int16(32)),
+    ):
         jaxkv.generate(model, [1, 2], cache=cache, policy=policy, max_new_tokens=1)
     with pytest.raises(ValueError, match="leave policy out"):
         jaxkv.generate(model, [1, 2], cache=cache, policy=AdaKV(budget=33), max_new_tokens=1)
@@ -282,10 +315,16 @@ class Unusual(SnapKV):
 def test_a_wrapper_has_every_part_of_its_base(wrapped):
     mine, its = wrapped.parts(), wrapped.base.parts()
     own = "read" if isinstance(wrapped, OmniKV) else "heads"
-    differ = {field.name for field in dataclasses.fields(its) if getattr(mine, field.name) != getattr(its, field.name)}
+    differ = {
+        field.name
+        for field in dataclasses.fields(its)
+        if getattr(mine, field.name) != getattr(its, field.name)
+    }
     assert differ == {own}
     usual = SnapKV(budget=40).parts()
-    assert {"keep", "layers", "heads"} <= {name for name in vars(its) if getattr(its, name) != getattr(usual, name)}
+    assert {"keep", "layers", "heads"} <= {
+        name for name in vars(its) if getattr(its, name) != getattr(usual, name)
+    }
 
 
 def test_shared_heads_nesting_and_rolling_positions_are_kept():
@@ -309,5 +348,7 @@ def test_a_policy_as_text_has_only_what_was_given():
     base = jaxkv.SnapKV(budget=64, sinks=4)
     assert str(jaxkv.OmniKV(base=base)) == "OmniKV(base=SnapKV(budget=64, sinks=4))"
     assert str(jaxkv.FullKV()) == "FullKV()" and "window=32" in repr(base)
-    with pytest.raises(ValueError, match=r"^base=AdaKV\(base=SnapKV\(budget=64, sinks=4\)\): give a policy"):
+    with pytest.raises(
+        ValueError, match=r"^base=AdaKV\(base=SnapKV\(budget=64, sinks=4\)\): give a policy"
+    ):
         jaxkv.AdaKV(base=jaxkv.AdaKV(base=base))

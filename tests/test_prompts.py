@@ -45,16 +45,29 @@ def test_each_sequence_has_its_own_turn():
     ids = [BOS, 5, 6]
     mixed = encoded([ids, DOC, CHAT])
     assert mixed.turns == (Turn.RAW, Turn.ANSWER, Turn.ANSWER) and mixed.turn == mixed.turns
-    assert encoded([DOC, CHAT]).turn is Turn.ANSWER and encoded([ids, ids], close=False).turn is Turn.RAW
+    assert (
+        encoded([DOC, CHAT]).turn is Turn.ANSWER
+        and encoded([ids, ids], close=False).turn is Turn.RAW
+    )
     after = encoded(["So?"] * 3, turn=mixed.turns)
     alone = [encoded("So?", turn=turn) for turn in mixed.turns]
-    assert after.ids == [each.ids[0] for each in alone] and after.turns == tuple(each.turn for each in alone)
-    assert after.ids[0] == characters().encode("So?", bos=False) and after.ids[1] == after.ids[2] != after.ids[0]
+    assert after.ids == [each.ids[0] for each in alone] and after.turns == tuple(
+        each.turn for each in alone
+    )
+    assert (
+        after.ids[0] == characters().encode("So?", bos=False)
+        and after.ids[1] == after.ids[2] != after.ids[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("question", "read"),
-    [("Why?", "\n\nWhy?]="), (" Why?", "\n\n Why?]="), ("\nWhy?", "\nWhy?]="), ("\n\nWhy?", "\n\nWhy?]=")],
+    [
+        ("Why?", "\n\nWhy?]="),
+        (" Why?", "\n\n Why?]="),
+        ("\nWhy?", "\nWhy?]="),
+        ("\n\nWhy?", "\n\nWhy?]="),
+    ],
 )
 def test_a_question_stands_behind_a_blank_line(question, read):
     """Where the user's turn is open: nowhere else, and ids are as they are."""
@@ -62,9 +75,13 @@ def test_a_question_stands_behind_a_blank_line(question, read):
     assert encoded(question, turn=Turn.USER).ids == [wanted]
     assert encoded([{"role": "user", "content": question}], turn=Turn.USER).ids == [wanted]
     for turn in (Turn.USER, Turn.RAW):
-        assert encoded(question, turn=turn, raw=True).ids == [characters().encode(question, bos=False)]
+        assert encoded(question, turn=turn, raw=True).ids == [
+            characters().encode(question, bos=False)
+        ]
     assert encoded([5, 6], turn=Turn.USER).ids == [[5, 6]]
-    assert encoded(question, turn=Turn.ANSWER).ids == [characters().encode(f"</s>[{question}]=", bos=False)]
+    assert encoded(question, turn=Turn.ANSWER).ids == [
+        characters().encode(f"</s>[{question}]=", bos=False)
+    ]
 
 
 def test_a_carriage_return_is_a_line_break():
@@ -89,7 +106,9 @@ def test_a_mixed_list_is_answered_as_each_alone(model):
     # The other way round: what came first does not decide.
     turned = jaxkv.generate(model, prompts[::-1], **DRAWING)
     straight = jaxkv.generate(model, prompts, **DRAWING)
-    assert tokens(turned)[::-1] == tokens(straight) and turned.cache.turn == straight.cache.turn[::-1]
+    assert (
+        tokens(turned)[::-1] == tokens(straight) and turned.cache.turn == straight.cache.turn[::-1]
+    )
 
 
 def test_one_cache_is_asked_in_several_ways(model):
@@ -98,11 +117,17 @@ def test_one_cache_is_asked_in_several_ways(model):
     out = jaxkv.generate(model, questions, cache=cache, **DRAWING)
     assert out.cache.turn == (Turn.ANSWER, Turn.RAW, Turn.ANSWER)
     for row, question in enumerate(questions):
-        assert tokens(jaxkv.generate(model, [question], cache=cache, **DRAWING))[0] == tokens(out)[row]
+        assert (
+            tokens(jaxkv.generate(model, [question], cache=cache, **DRAWING))[0] == tokens(out)[row]
+        )
     # A cache whose sequences differ is a pytree like any other, and copies as one.
     same = jax.tree.map(lambda leaf: leaf, out.cache)
-    assert same.turn == out.cache.turn and hash(jax.tree.structure(same)) == hash(jax.tree.structure(out.cache))
-    with pytest.raises(ValueError, match="prompt='2 prompts': the cache holds 3 sequences: give as many"):
+    assert same.turn == out.cache.turn and hash(jax.tree.structure(same)) == hash(
+        jax.tree.structure(out.cache)
+    )
+    with pytest.raises(
+        ValueError, match="prompt='2 prompts': the cache holds 3 sequences: give as many"
+    ):
         jaxkv.generate(model, ["So?"] * 2, cache=out.cache, **DRAWING)
 
 

@@ -13,10 +13,24 @@ from jaxkv.evals.perplexity import losses_of
 
 LONG, OTHER = "The mill stands by the river. " * 3, "Ada keeps bees on the roof. " * 4
 ROWS = [
-    {"document": LONG, "questions": [{"question": f"Where {n}?", "answer": "by the river"} for n in range(3)]},
-    {"document": OTHER, "question": "What does Ada keep?", "answers": ["bees", "Bees!"], "group": "bees"},
+    {
+        "document": LONG,
+        "questions": [{"question": f"Where {n}?", "answer": "by the river"} for n in range(3)],
+    },
+    {
+        "document": OTHER,
+        "question": "What does Ada keep?",
+        "answers": ["bees", "Bees!"],
+        "group": "bees",
+    },
     {"document": OTHER, "question": "How many?", "answer": 7},
-    {"file": "third.txt", "id": "third", "question": "Which?", "choices": ["tea", "green tea"], "answer": "B"},
+    {
+        "file": "third.txt",
+        "id": "third",
+        "question": "Which?",
+        "choices": ["tea", "green tea"],
+        "answer": "B",
+    },
 ]
 POLICIES = {"full": jaxkv.FullKV(), "knorm@0.5": jaxkv.KNorm(budget=0.5)}
 
@@ -35,16 +49,28 @@ def written(tmp_path, rows):
 
 def test_lines_become_questions(data):
     model = eval_models.speaking(chat=True)
-    task = DocumentQuestions(data=data, prompt="Read: {document}\nQ: {question} A:", prefix=" It", new_tokens=5)
+    task = DocumentQuestions(
+        data=data, prompt="Read: {document}\nQ: {question} A:", prefix=" It", new_tokens=5
+    )
     made = task.samples(model)
     assert TASKS["qa"] is DocumentQuestions
     assert [each.id for each in made] == ["000-0", "000-1", "000-2", "001-0", "001-1", "third-0"]
     assert [each.context for each in made[2:4]] == [f"Read: {LONG}", f"Read: {OTHER}"]
-    assert made[1].question == "\nQ: Where 1? A:" and made[1].prefix == " It" and made[1].new_tokens == 5
+    assert (
+        made[1].question == "\nQ: Where 1? A:"
+        and made[1].prefix == " It"
+        and made[1].new_tokens == 5
+    )
     assert [each.group for each in made] == ["questions"] * 3 + ["bees", "questions", "questions"]
-    assert made[3].answers == ("bees", "Bees!") and made[4].answers == ("7",) and made[5].answers == ("green tea",)
+    assert (
+        made[3].answers == ("bees", "Bees!")
+        and made[4].answers == ("7",)
+        and made[5].answers == ("green tea",)
+    )
     assert "Which?\nA. tea\nB. green tea\nAnswer with the letter." in made[5].question
-    assert [each.id for each in DocumentQuestions(data=data, count=2).samples(model)] == [each.id for each in made[:5]]
+    assert [each.id for each in DocumentQuestions(data=data, count=2).samples(model)] == [
+        each.id for each in made[:5]
+    ]
     assert task.score(made[5], "B") == 1 and task.score(made[5], "A.") == 0
     assert task.score(made[3], "Some BEES.") == 1 and task.score(made[3], "beeswax") == 0
 
@@ -103,7 +129,9 @@ def test_judges(judge, said, right, score):
 )
 def test_choices_are_read_from_answers(said, right):
     choices = ("tea", "green  tea", "coffee")
-    assert [metrics.choice(said, choices, at) for at in range(3)] == [float(at == right) for at in range(3)]
+    assert [metrics.choice(said, choices, at) for at in range(3)] == [
+        float(at == right) for at in range(3)
+    ]
 
 
 def test_a_document_is_compressed_once_for_its_questions(data):
@@ -129,14 +157,24 @@ def test_policies_are_added_to_a_folder(data, tmp_path):
     lines = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     first = {"full": POLICIES["full"]}
     evaluate(model, task, first, tmp_path / "grown", **options)
-    with mock.patch.object(DocumentQuestions, "run", autospec=True, side_effect=DocumentQuestions.run) as runs:
+    with mock.patch.object(
+        DocumentQuestions, "run", autospec=True, side_effect=DocumentQuestions.run
+    ) as runs:
         # In whichever order they are given, policies that were there come first.
-        grown = evaluate(model, task, dict(reversed(POLICIES.items())), tmp_path / "grown", **options)
-    assert runs.call_count == 2 and all(call.args[2].parts().budget == 0.5 for call in runs.call_args_list)
-    assert (tmp_path / "grown" / "samples.jsonl").read_bytes() == lines and grown.table() == whole.table()
+        grown = evaluate(
+            model, task, dict(reversed(POLICIES.items())), tmp_path / "grown", **options
+        )
+    assert runs.call_count == 2 and all(
+        call.args[2].parts().budget == 0.5 for call in runs.call_args_list
+    )
+    assert (
+        tmp_path / "grown" / "samples.jsonl"
+    ).read_bytes() == lines and grown.table() == whole.table()
     run = json.loads((tmp_path / "grown" / "run.json").read_text())
     assert run == json.loads((tmp_path / "whole" / "run.json").read_text())
-    with pytest.raises(ValueError, match="policies: full, knorm@0.5 there, full asked for.*further policies"):
+    with pytest.raises(
+        ValueError, match="policies: full, knorm@0.5 there, full asked for.*further policies"
+    ):
         evaluate(model, task, first, tmp_path / "grown", **options)
     # Cut anywhere and run again, it ends with the same bytes.
     (tmp_path / "grown" / "samples.jsonl").write_bytes(lines[: len(lines) * 3 // 4])
@@ -148,22 +186,40 @@ def test_policies_are_added_to_a_folder(data, tmp_path):
     "row, message",
     [
         ({"question": "?", "answer": "x"}, 'row 1.*one of "document" and "file"'),
-        ({"document": "x", "file": "y", "question": "?", "answer": "x"}, 'one of "document" and "file"'),
+        (
+            {"document": "x", "file": "y", "question": "?", "answer": "x"},
+            'one of "document" and "file"',
+        ),
         ({"document": " ", "question": "?", "answer": "x"}, '"document" is .*give a text'),
-        ({"document": "x\ud800", "question": "?", "answer": "x"}, 'row 1.: its "document" is .*give a text'),
-        ({"document": "x", "question": "?\ud800", "answer": "x"}, 'row 1, question 1.*no text as its "question"'),
+        (
+            {"document": "x\ud800", "question": "?", "answer": "x"},
+            'row 1.: its "document" is .*give a text',
+        ),
+        (
+            {"document": "x", "question": "?\ud800", "answer": "x"},
+            'row 1, question 1.*no text as its "question"',
+        ),
         ({"document": "x", "question": "?", "answer": float("nan")}, '"answers" are .nan.'),
-        ({"document": "x", "question": "?", "answer": "x", "id": None}, '"id" is None: give a text or a whole number'),
+        (
+            {"document": "x", "question": "?", "answer": "x", "id": None},
+            '"id" is None: give a text or a whole number',
+        ),
         ({"document": "x"}, 'it needs "questions"'),
         ({"document": "x", "questions": []}, 'it needs "questions"'),
         ({"document": "x", "questions": ["?"]}, 'question 1.*no text as its "question"'),
         ({"document": "x", "questions": [{"question": "?"}]}, '"answers" are'),
         ({"document": "x", "question": "?", "answer": True}, '"answers" are'),
         ({"document": "x", "question": "?", "answers": [""]}, '"answers" are'),
-        ({"document": "x", "question": "?", "answer": "C", "choices": ["a", "b"]}, "one of the choices, or its letter"),
+        (
+            {"document": "x", "question": "?", "answer": "C", "choices": ["a", "b"]},
+            "one of the choices, or its letter",
+        ),
         ({"document": "x", "question": "?", "answer": "a", "choices": ["a", "a"]}, "all different"),
         ({"document": "x", "question": "?", "answer": "a", "group": 3}, '"group" is 3'),
-        ({"document": "x" * 600, "question": "?", "answer": "a"}, "000-0.*exceed the model's 512 positions"),
+        (
+            {"document": "x" * 600, "question": "?", "answer": "a"},
+            "000-0.*exceed the model's 512 positions",
+        ),
         ("[1, 2]", "line 1 is no object of JSON"),
         ("{", "line 1 is no JSON"),
         ("", "it has no line"),
@@ -197,13 +253,19 @@ def test_what_is_missing_is_named(tmp_path):
         with pytest.raises(ValueError, match=message):
             DocumentQuestions(data="x", **settings)
     for task in ("qa", "text"):
-        with pytest.raises(ValueError, match=f"task='{task}': its settings data have no default: give"):
+        with pytest.raises(
+            ValueError, match=f"task='{task}': its settings data have no default: give"
+        ):
             evaluate(model, task, POLICIES, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_ends_of_own_texts_are_measured(tmp_path):
-    texts = ["The river ran past the mill. " * 2, "Ada counted the boats that came up it. " * 2, LONG]
+    texts = [
+        "The river ran past the mill. " * 2,
+        "Ada counted the boats that came up it. " * 2,
+        LONG,
+    ]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     model, policy = eval_models.speaking(), jaxkv.SnapKV(budget=24, window=4)
@@ -215,12 +277,18 @@ def test_ends_of_own_texts_are_measured(tmp_path):
         ids = model.text.encode(sample.context, bos=True)
         end = min(len(ids) - 8, 70)
         alone = losses_of(model, policy, [ids[:end]], np.asarray([ids[end : end + 8]], np.int32))
-        assert outcome.score == pytest.approx(alone.losses.mean(), abs=1e-4) and outcome.tokens == end + 8
+        assert (
+            outcome.score == pytest.approx(alone.losses.mean(), abs=1e-4)
+            and outcome.tokens == end + 8
+        )
         assert outcome.figures["positions"] == [*range(1, 9)]
     with pytest.raises(ValueError, match="tokens=30: more than half of {'0': 59}"):
         OwnTexts(data=str(tmp_path), tokens=30, prefix=70).samples(model)
     # No more are prefilled than the model has positions for.
-    assert OwnTexts(data="x").prefix_of(9000, 512) == 512 - 128 and OwnTexts(data="x").prefix_of(300, 512) == 172
+    assert (
+        OwnTexts(data="x").prefix_of(9000, 512) == 512 - 128
+        and OwnTexts(data="x").prefix_of(300, 512) == 172
+    )
     with pytest.raises(ValueError, match="tokens=300: more than half of the model's 512 positions"):
         OwnTexts(data=str(tmp_path), tokens=300).samples(model)
 

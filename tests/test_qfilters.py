@@ -28,7 +28,11 @@ def written(tmp_path):
 
 
 def row_of(path):
-    return Row(name="qfilters", make=lambda budget, **kw: QFilters(budget=budget, q_filters=path, **kw), oracle=None)
+    return Row(
+        name="qfilters",
+        make=lambda budget, **kw: QFilters(budget=budget, q_filters=path, **kw),
+        oracle=None,
+    )
 
 
 @pytest.mark.parametrize("group", (1, 4))
@@ -68,15 +72,24 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     path, _ = written(config.layers, config.kv_heads, config.head_dim)
     filters = QFilters(q_filters=tmp_path).q_filters
     assert dataclasses.replace(filters).numbers is filters.numbers
-    assert QFilters(q_filters=tmp_path) == QFilters(q_filters=f"{path}/model.safetensors") != QFilters()
-    assert AdaKV(base=QFilters(budget=20, q_filters=path)).parts().scorer == QFilters(q_filters=path).parts().scorer
+    assert (
+        QFilters(q_filters=tmp_path)
+        == QFilters(q_filters=f"{path}/model.safetensors")
+        != QFilters()
+    )
+    assert (
+        AdaKV(base=QFilters(budget=20, q_filters=path)).parts().scorer
+        == QFilters(q_filters=path).parts().scorer
+    )
     for make, message in (
         (lambda: QFilters(every=4), "every=4: filters are compared with keys of prompts"),
         (lambda: QFilters(q_filters=str(tmp_path / "no")), "q_filters=.*no such file.*q_filters"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    with pytest.raises(TypeError, match="q_filters=3: give the filters of your model, a safetensors file"):
+    with pytest.raises(
+        TypeError, match="q_filters=3: give the filters of your model, a safetensors file"
+    ):
         QFilters(q_filters=3)
     for shape, message in (
         ((5, 2, 8), "5 layers.: the model has 2"),
@@ -86,9 +99,13 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
         with pytest.raises(ValueError, match=message):
             jaxkv.Session(model, QFilters(budget=20, q_filters=written(*shape)[0]))
     for shape, name in (((2, 2), "q_filters"), ((2, 2, 8), "filters")):
-        with pytest.raises(ValueError, match="q_filters=.*: give the filters of your model, a safetensors"):
+        with pytest.raises(
+            ValueError, match="q_filters=.*: give the filters of your model, a safetensors"
+        ):
             QFilters(q_filters=written(*shape, name=name)[0])
-    with pytest.raises(ValueError, match="q_filters=.*: give the filters of your model, a safetensors"):
+    with pytest.raises(
+        ValueError, match="q_filters=.*: give the filters of your model, a safetensors"
+    ):
         QFilters(q_filters=written(2, 2, 8, dtype=np.int8)[0])
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="q_filters=.*safetensors"):
@@ -101,7 +118,9 @@ def test_saved_caches_need_no_file(written, tmp_path):
     path = written(config.layers, config.kv_heads, config.head_dim)[0]
     policy = QFilters(budget=20, q_filters=path)
     jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy).save(tmp_path / "cache")
-    other = QFilters(budget=20, q_filters=written(config.layers, config.kv_heads, config.head_dim, seed=4)[0])
+    other = QFilters(
+        budget=20, q_filters=written(config.layers, config.kv_heads, config.head_dim, seed=4)[0]
+    )
     assert other != policy
     for given in (None, policy):
         loaded = jaxkv.load_cache(tmp_path / "cache", model, policy=given)
@@ -117,9 +136,18 @@ def test_arrays_of_other_layers_are_refused(as_users_call, written):
     policy = QFilters(budget=4, q_filters=written(2, 1, 8)[0])
     k = np.zeros((1, 1, 9, 8), np.float32)
     for make, message in (
-        (lambda: jaxkv.compress(k, k, policy=policy), "layers=None: QFilters's scores differ by layer: give layer="),
-        (lambda: jaxkv.compress(k, k, policy=policy, layer=2, layers=3), "layers=3: .* a model of 2 layers"),
-        (lambda: jaxkv.compress_layers([k] * 3, [k] * 3, policy=policy), "layers=3: .* a model of 2 layers"),
+        (
+            lambda: jaxkv.compress(k, k, policy=policy),
+            "layers=None: QFilters's scores differ by layer: give layer=",
+        ),
+        (
+            lambda: jaxkv.compress(k, k, policy=policy, layer=2, layers=3),
+            "layers=3: .* a model of 2 layers",
+        ),
+        (
+            lambda: jaxkv.compress_layers([k] * 3, [k] * 3, policy=policy),
+            "layers=3: .* a model of 2 layers",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make()

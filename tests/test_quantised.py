@@ -27,7 +27,9 @@ POOLS = ("full", "snapkv", "adakv", "h2o", "d2o")
 
 def scale_for(width):
     """The float16 scale for steps of `width`, at least the smallest one."""
-    return np.where(width > 0, np.maximum(np.float32(width), np.float32(2.0**-24)), width).astype(np.float16)
+    return np.where(width > 0, np.maximum(np.float32(width), np.float32(2.0**-24)), width).astype(
+        np.float16
+    )
 
 
 def bytes_of(rows):
@@ -82,7 +84,9 @@ def numbers_of(words):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
     rng = np.random.default_rng(dim)
-    rows = rng.normal(size=(2, 9, dim)) * np.exp(rng.normal(size=(2, 9, 1)) * 3) + rng.normal(size=(dim,))
+    rows = rng.normal(size=(2, 9, dim)) * np.exp(rng.normal(size=(2, 9, 1)) * 3) + rng.normal(
+        size=(dim,)
+    )
     rows[0, 0], rows[0, 1], rows[0, 2] = 0.0, 3.0, 1e-9
     given = jnp.asarray(rows, dtype)
     exact, size = np.asarray(given.astype(jnp.float32)), np.gcd(dim, 32)
@@ -114,7 +118,9 @@ def test_caches_of_bytes_are_read_as_words(tmp_path):
         if not isinstance(part, Nibbles):
             return part
         numbers = numbers_of(np.asarray(part.code))
-        return dataclasses.replace(part, code=jnp.asarray(numbers[..., :64] | (numbers[..., 64:] << 4), jnp.uint8))
+        return dataclasses.replace(
+            part, code=jnp.asarray(numbers[..., :64] | (numbers[..., 64:] << 4), jnp.uint8)
+        )
 
     older = jax.tree.map(in_bytes, cache, is_leaf=lambda part: isinstance(part, Nibbles))
     assert jax.tree.leaves(older.pools)[0].dtype == jnp.uint8
@@ -133,7 +139,8 @@ def test_moving_rows_does_not_round_them_again(store):
         held = held.take(jnp.asarray([[11, *range(11)]] * 2))
     back = held.take(jnp.asarray([[*range(10, 12), *range(10)]] * 2))
     chex_equal = [
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(kind.of(rows, rows)), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(kind.of(rows, rows)), strict=True)
     ]
     assert all(chex_equal)
     none = jnp.full((2, 1), 12)
@@ -147,7 +154,11 @@ def test_moving_rows_does_not_round_them_again(store):
 
 
 # Each row that leaves pools of its own kind with one store, the plainest with all.
-CASES = [(row, each) for at, row in enumerate(DECODED) for each in (KINDS if row.name in POOLS else [[*KINDS][at % 3]])]
+CASES = [
+    (row, each)
+    for at, row in enumerate(DECODED)
+    for each in (KINDS if row.name in POOLS else [[*KINDS][at % 3]])
+]
 
 
 @pytest.mark.parametrize(("row", "store"), CASES, ids=lambda each: getattr(each, "name", each))
@@ -155,7 +166,11 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
     """Rows are at the dense store's positions, in fewer bytes; answers are drawn."""
     model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(1, PROMPTS)
     dense = jaxkv.Session(model, row.make(24)).prefill(prompts)
-    policy = dataclasses.replace(row.make(24), store=store) if row.keeps_all else row.make(24, store=store)
+    policy = (
+        dataclasses.replace(row.make(24), store=store)
+        if row.keeps_all
+        else row.make(24, store=store)
+    )
     session = jaxkv.Session(model, policy)
     cache = session.prefill(prompts, new=8)
     assert {type(pool.store) for pool in cache.pools} == {KINDS[store]}
@@ -169,10 +184,15 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
     assert cache.row_bytes < dense.row_bytes and (session.draw(cache, 8)[1] >= 0).all()
 
 
-@pytest.mark.parametrize(("name", "store"), [("adakv", "int8"), ("h2o", "mixed"), ("d2o", "int8"), ("snapkv", "int4")])
+@pytest.mark.parametrize(
+    ("name", "store"), [("adakv", "int8"), ("h2o", "mixed"), ("d2o", "int8"), ("snapkv", "int4")]
+)
 def test_meshes_draw_the_same(name, store):
     """Prompts, questions on top of them and tokens; the planned bytes are the cache's."""
-    policy, model = meshes.roomy(name, store=store), tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8))
+    policy, model = (
+        meshes.roomy(name, store=store),
+        tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8)),
+    )
     alone = meshes.ran(model, policy, asks=True)
     assert meshes.ran(model.on(meshes.mesh_of(2, 4)), policy, asks=True) == alone
 
@@ -192,9 +212,14 @@ def test_saved_caches_engines_and_exports_hold_the_same_rows(store, tmp_path):
     limits = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 16}
     with jaxkv.Engine(model, policy=policy, **limits) as engine:
         document = engine.document(text)
-        requests = [engine.submit(text, **options), engine.submit("who?", document=document, **options)]
+        requests = [
+            engine.submit(text, **options),
+            engine.submit("who?", document=document, **options),
+        ]
         assert [each.result().text for each in requests] == [alone.text, asked.text]
-    folder = jaxkv.export(model, tmp_path / "export", policy=policy, lengths=64, question=0, new=9, batch=1)
+    folder = jaxkv.export(
+        model, tmp_path / "export", policy=policy, lengths=64, question=0, new=9, batch=1
+    )
     tokens, answer, _ = runtime.Model(folder).generate(text, 9)
     assert tokens == alone.tokens.tolist() and answer == alone.text
 
@@ -223,7 +248,11 @@ def test_compressing_again_rounds_no_row_twice():
             for row, head in np.ndindex(*start.shape):
                 for at in range(start[row, head], start[row, head] + length[row, head]):
                     key = (layer, row, head, pos[row, at])
-                    code = codes[row, at].tobytes() + scales[row, at].tobytes() + leasts[row, at].tobytes()
+                    code = (
+                        codes[row, at].tobytes()
+                        + scales[row, at].tobytes()
+                        + leasts[row, at].tobytes()
+                    )
                     compared += key in held
                     assert held.setdefault(key, code) == code
     assert compared > 50
@@ -235,8 +264,14 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     for given in ("int2", "", "INT8", int, jaxkv.KNorm):
         with pytest.raises(ValueError, match=known):
             jaxkv.SnapKV(budget=64, store=given)
-    assert jaxkv.SnapKV(budget=64, store=Int4) == jaxkv.SnapKV(budget=64, store="int4") != jaxkv.SnapKV(budget=64)
-    assert jaxkv.AdaKV(budget=64, store="int8") == jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, store=Int8))
+    assert (
+        jaxkv.SnapKV(budget=64, store=Int4)
+        == jaxkv.SnapKV(budget=64, store="int4")
+        != jaxkv.SnapKV(budget=64)
+    )
+    assert jaxkv.AdaKV(budget=64, store="int8") == jaxkv.AdaKV(
+        base=jaxkv.SnapKV(budget=64, store=Int8)
+    )
     with pytest.raises(ValueError, match="store='int4': the base says 'int8'"):
         jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, store="int8"), store="int4")
     for policy in (
@@ -245,14 +280,21 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     ):
         with pytest.raises(ValueError, match="held as the model computes them"):
             policy()
-    with pytest.raises(ValueError, match="8 elements share a scale in 4 bits, and 12 a head has no such groups"):
+    with pytest.raises(
+        ValueError, match="8 elements share a scale in 4 bits, and 12 a head has no such groups"
+    ):
         jaxkv.Session(narrow, jaxkv.KNorm(budget=8, store="int4")).prefill([[1] * 20])
     k = jnp.zeros((1, 2, 32, 8))
     with pytest.raises(ValueError, match="plain arrays, not as Int8"):
         jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
     model = tiny.tiny(tiny.MODELS["gqa3"])
     dense = jaxkv.prefill(model, tiny.prompts(0, (30,))[0], policy=jaxkv.KNorm(budget=16))
-    slots = Slots(jaxkv.Session(model, jaxkv.KNorm(budget=16, store="int8")), count=2, max_prompt=32, max_new_tokens=8)
+    slots = Slots(
+        jaxkv.Session(model, jaxkv.KNorm(budget=16, store="int8")),
+        count=2,
+        max_prompt=32,
+        max_new_tokens=8,
+    )
     with pytest.raises(ValueError, match="policy"):
         slots.begin(dense, max_new_tokens=2)
 
@@ -260,7 +302,11 @@ def test_what_no_store_can_be_is_refused(as_users_call):
 def test_the_page_says_what_a_row_takes():
     """Bytes of a row of 128 elements with its position, as docs/policies.md lists them, are those of a cache."""
     page = (Path(__file__).parents[1] / "docs" / "policies.md").read_text()
-    listed = dict(re.findall(r'^\| `"(dense|int8|mixed|int4)"` \|.*\| (\d+)(?: bytes in bfloat16)? \|$', page, re.M))
+    listed = dict(
+        re.findall(
+            r'^\| `"(dense|int8|mixed|int4)"` \|.*\| (\d+)(?: bytes in bfloat16)? \|$', page, re.M
+        )
+    )
     k = jnp.zeros((1, 1, 128), jnp.bfloat16)
     for name, store in {"dense": Dense, **KINDS}.items():
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(store.of(k, k)))
@@ -278,12 +324,16 @@ def test_plans_count_narrow_rows_and_what_reads_them():
     assert 1.15 < dense.outlook.speed.rows / int8.outlook.speed.rows < 1.2
     assert int4.outlook.speed is None
     assert "No estimate of speed: attention over rows in 4 bits has not been measured" in str(int4)
-    assert 0.5 < int8.sizes.cache / dense.sizes.cache < 0.53 and int4.sizes.cache / dense.sizes.cache < 0.32
+    assert (
+        0.5 < int8.sizes.cache / dense.sizes.cache < 0.53
+        and int4.sizes.cache / dense.sizes.cache < 0.32
+    )
     assert int8.sizes.prefill_peak < dense.sizes.prefill_peak
     assert int8.sizes.decode == dense.sizes.decode
     assert int4.sizes.decode == dense.sizes.decode
     dense, int4 = (
-        jaxkv.plan("llama-3.1-8b", policy=jaxkv.H2O(budget=2048, store=store), **setting) for store in ("dense", "int4")
+        jaxkv.plan("llama-3.1-8b", policy=jaxkv.H2O(budget=2048, store=store), **setting)
+        for store in ("dense", "int4")
     )
     assert "No estimate of speed: each step decodes these rows" in str(int4)
     assert int4.sizes.decode - dense.sizes.decode == 8 * 8 * (2048 + 1) * 2 * 128 * 2

@@ -35,14 +35,21 @@ def quest(budget=20, **options):
 
 def test_the_bound_is_the_oracles_and_never_below_a_logit():
     rng = np.random.default_rng(0)
-    q, keys = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(2, 12, 8)).astype(np.float32)
+    q, keys = (
+        rng.normal(size=(6, 8)).astype(np.float32),
+        rng.normal(size=(2, 12, 8)).astype(np.float32),
+    )
     low, high = (getattr(keys.reshape(1, 2, 3, 4, 8), name)(axis=3) for name in ("min", "max"))
-    found = np.asarray(by_page(jnp.asarray(q.reshape(1, 2, 3, 8)), jnp.asarray(low), jnp.asarray(high), None))[0]
+    found = np.asarray(
+        by_page(jnp.asarray(q.reshape(1, 2, 3, 8)), jnp.asarray(low), jnp.asarray(high), None)
+    )[0]
     for head in range(2):
         logits = (q[head * 3 : head * 3 + 3] @ keys[head].T).reshape(3, 3, 4)
         assert (found[head] >= logits.max(axis=(0, 2)) - 1e-5).all()
         pages = [keys[head, 4 * page : 4 * page + 4] for page in range(3)]
-        expected = [max(o.page_bound(each, page) for each in q[head * 3 : head * 3 + 3]) for page in pages]
+        expected = [
+            max(o.page_bound(each, page) for each in q[head * 3 : head * 3 + 3]) for page in pages
+        ]
         np.testing.assert_allclose(found[head], expected, rtol=1e-5)
 
 
@@ -59,7 +66,9 @@ def test_bounds_renewed_by_new_rows_are_those_of_all_rows(dtype):
     def grown(bounds, store, length, count):
         row = jnp.minimum(joined_rows(length, max(count), page), each - 1)
         rows = store.k.reshape(2, 2, each, 8)
-        return bounds.renewed(jnp.take_along_axis(rows, row[..., None], axis=2), length, jnp.asarray(count))
+        return bounds.renewed(
+            jnp.take_along_axis(rows, row[..., None], axis=2), length, jnp.asarray(count)
+        )
 
     bounds = grown(bounds, wrong, length, (5, 0))
     for rows in (1, 1, 5, 3):
@@ -70,7 +79,9 @@ def test_bounds_renewed_by_new_rows_are_those_of_all_rows(dtype):
     for sequence, head in np.ndindex(2, 2):
         some = slice(-(-int(length[sequence, head]) // page))
         for mine, its in ((bounds.low, expected.low), (bounds.high, expected.high)):
-            np.testing.assert_array_equal(np.asarray(mine[sequence, head, some]), np.asarray(its[sequence, head, some]))
+            np.testing.assert_array_equal(
+                np.asarray(mine[sequence, head, some]), np.asarray(its[sequence, head, some])
+            )
 
 
 def test_no_more_rows_are_read_than_the_budget():
@@ -131,7 +142,10 @@ def test_pages_and_attention_are_the_oracles(record, base, dtype):
         for sequence in range(2):
             n = int(length[sequence, 0]) + 1
             parts = [held_rows[layer, sequence, head] for head in range(2)]
-            keys, values = (np.stack([getattr(part, name)[:n] for part in parts]).astype(np.float64) for name in "kv")
+            keys, values = (
+                np.stack([getattr(part, name)[:n] for part in parts]).astype(np.float64)
+                for name in "kv"
+            )
             queries = q[sequence].reshape(6, 8).astype(np.float64)
             expected, gap = o.quest_rows(queries, keys, budget=budget, page=4)
             if gap < 1e-5:
@@ -141,7 +155,9 @@ def test_pages_and_attention_are_the_oracles(record, base, dtype):
                 assert full + list(range((n - 1) // 4 * 4, n)) == expected[head]
             result = o.attention_over(queries, keys, values, expected)
             np.testing.assert_allclose(
-                out[sequence].reshape(6, 8).astype(np.float64), result, atol=2e-5 if dtype == "float32" else 0.05
+                out[sequence].reshape(6, 8).astype(np.float64),
+                result,
+                atol=2e-5 if dtype == "float32" else 0.05,
             )
             compared, chosen_by = compared + 1, chosen_by + (expected[0] != expected[1])
     assert compared > 3 * NEW and chosen_by > NEW
@@ -156,7 +172,9 @@ def test_a_budget_of_the_whole_text_gives_the_full_cache(budget):
     cache, mine, _ = tiny.run(model, ids, quest(budget))
     assert running.gap(mine, logits) < 1e-5
     expected, found = (tiny.decode(model, each, steps, room=new)[0] for each in (full, cache))
-    assert running.gap(found, expected) < 1e-4 if budget == 82 else running.gap(found, expected) > 1e-3
+    assert (
+        running.gap(found, expected) < 1e-4 if budget == 82 else running.gap(found, expected) > 1e-3
+    )
 
 
 def test_questions_attend_to_every_row_and_the_answer_to_pages():
@@ -207,7 +225,13 @@ def test_no_token_reads_the_keys_of_all_pages():
     spec = spec_for(model.flat, cache)
     draw = loop.draw_of(cache.logits, jnp.zeros(2, bool), jax.random.key(0), jnp.asarray([-2]))
     given = loop.loop_arguments(
-        model.flat, loop.begin(cache.arrays, spec=spec, size=1), draw, 1, jaxkv.Greedy(), 1, spec=spec
+        model.flat,
+        loop.begin(cache.arrays, spec=spec, size=1),
+        draw,
+        1,
+        jaxkv.Greedy(),
+        1,
+        spec=spec,
     )
     text = str(loop._loop.trace(*given, spec=spec, size=1).jaxpr)
     reduced = re.findall(r"f32\[([\d,]+)\] = reduce_min", text)
@@ -221,7 +245,9 @@ def test_a_saved_cache_reads_the_same_pages(tmp_path):
     cache.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache")
     assert loaded.policy == session.policy
-    bare = cache.updated(pools=tuple(dataclasses.replace(pool, bounds=None) for pool in cache.pools))
+    bare = cache.updated(
+        pools=tuple(dataclasses.replace(pool, bounds=None) for pool in cache.pools)
+    )
     bare.save(tmp_path / "bare")
     for each in (loaded, jaxkv.load_cache(tmp_path / "bare")):
         bounds_are_those_of_all_rows(each)
@@ -231,7 +257,9 @@ def test_a_saved_cache_reads_the_same_pages(tmp_path):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_pages_are_the_same_on_all_devices(kv_heads):
     """With two kv heads their query heads are spread over devices, and choose together."""
-    agree(quest(12, base=PyramidKV(budget=20, window=4) if kv_heads == 4 else None), kv_heads=kv_heads)
+    agree(
+        quest(12, base=PyramidKV(budget=20, window=4) if kv_heads == 4 else None), kv_heads=kv_heads
+    )
 
 
 def test_slots_answer_as_alone():
@@ -249,8 +277,16 @@ def test_bounds_weigh_what_is_planned():
     size = sum(leaf.nbytes for pool in cache.pools for leaf in jax.tree.leaves(pool.bounds))
     assert size == 2 * 2 * (2 * -(-(64 + 24) // 4)) * 2 * 8 * 4
     plans = [
-        plan_prefill(tiny.shape(layers=32, kv_heads=2, group=1, dim=8), quest(dense_layers=dense), [60] * 4, room=2048)
+        plan_prefill(
+            tiny.shape(layers=32, kv_heads=2, group=1, dim=8),
+            quest(dense_layers=dense),
+            [60] * 4,
+            room=2048,
+        )
         for dense in (1, 31)
     ]
-    assert plans[0].cache_bytes - plans[1].cache_bytes == 30 * 4 * (2 * -(-(64 + 2048) // 4)) * 2 * 8 * 4
+    assert (
+        plans[0].cache_bytes - plans[1].cache_bytes
+        == 30 * 4 * (2 * -(-(64 + 2048) // 4)) * 2 * 8 * 4
+    )
     assert cache.room_nbytes([8, 8, 8]) == 2 * (3 * 8 * (2 * 8 * 4 + 4) + 2 * 2 * 2 * 8 * 4)

@@ -21,7 +21,9 @@ TOKENS = range(1450, 1551)
 
 def blocks():
     """The README's Python, block by block."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M)
+    return re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M
+    )
 
 
 def asking():
@@ -29,7 +31,9 @@ def asking():
     (block,) = (each for each in blocks() if "jaxkv.prefill(" in each)
     tree = ast.parse(block)
     calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "jaxkv.prefill"
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "jaxkv.prefill"
     ]
     (policy,) = (given for call in calls for given in call.keywords if given.arg == "policy")
     return tree, policy

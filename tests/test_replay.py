@@ -33,7 +33,10 @@ WINDOWS = dataclasses.replace(tiny.shape(layers=5, kv_heads=2, group=3, dim=16),
 
 def read(model, texts, needs):
     """What each layer of the model returns for texts, padded on the right to a bucket; layer by layer."""
-    slots, lengths = bucket(max(map(len, texts))), jnp.asarray([len(ids) for ids in texts], jnp.int32)
+    slots, lengths = (
+        bucket(max(map(len, texts))),
+        jnp.asarray([len(ids) for ids in texts], jnp.int32),
+    )
     flat, x = model.flat, jnp.asarray([ids + [0] * (slots - len(ids)) for ids in texts], jnp.int32)
     x, tables = embed(flat.ends, x, graphs=flat.graphs), angles_by_rope(flat, slots)
     for index in range(len(flat.blocks)):
@@ -88,7 +91,12 @@ def peaks_of(model, prompts, asked):
     layers = read(model, prompts, Needs())
     padded = replay.Padded(tokens, lengths, replay.texts_of(asked, None, model.config))
     walk = replay.replayed(
-        model.flat, dict(enumerate(layers)), padded, asked, implementation=jaxkv.Implementation.XLA, worth=1.0
+        model.flat,
+        dict(enumerate(layers)),
+        padded,
+        asked,
+        implementation=jaxkv.Implementation.XLA,
+        worth=1.0,
     )
     shares = []
     found = finished(walk, shares.append)
@@ -100,7 +108,10 @@ def peaks_of(model, prompts, asked):
 @pytest.mark.parametrize("name", ("gqa3", "mqa8", "windows"))
 def test_attention_of_the_second_pass_agrees_with_the_oracle(name, weighted):
     """Of layers with a window, which choose nothing, what they hand to the layers above them counts."""
-    model, prompts = tiny.tiny(WINDOWS if name == "windows" else tiny.MODELS[name]), tiny.prompts(3, LENGTHS)
+    model, prompts = (
+        tiny.tiny(WINDOWS if name == "windows" else tiny.MODELS[name]),
+        tiny.prompts(3, LENGTHS),
+    )
     found = peaks_of(model, prompts, Replay(sinks=SINKS, weighted=weighted, **REPEATED))
     for row, ids in enumerate(prompts):
         expected = oracle(model, ids, weighted=weighted)
@@ -125,7 +136,10 @@ def test_the_cache_is_the_full_prefill_compressed():
     """Logits are those of the full cache, rows are the prompt's own, and a budget of all rows changes nothing."""
     model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(5, LENGTHS)
     full, logits, _ = tiny.run(model, prompts, jaxkv.FullKV())
-    for policy in (KVzip(budget=1.0, **REPEATED), KVzip(budget=0.5, over="layer", min_budget="clamp", **REPEATED)):
+    for policy in (
+        KVzip(budget=1.0, **REPEATED),
+        KVzip(budget=0.5, over="layer", min_budget="clamp", **REPEATED),
+    ):
         cache, mine, _ = tiny.run(model, prompts, policy)
         np.testing.assert_allclose(mine, logits, rtol=1e-5, atol=1e-5)
     assert tiny.kept(tiny.run(model, prompts, KVzip(budget=1.0, **REPEATED))[0]) == tiny.kept(full)
@@ -143,7 +157,9 @@ def test_three_ways_to_share_the_budget():
     assert not (kept["model"].mean(axis=2) == 16).all()
     # The paper's budget over all layers is also what `GlobalBudget` makes of rows that each head chooses alone.
     ours = tiny.run(model, prompts, KVzip(budget=16, **REPEATED))[0]
-    other = tiny.run(model, prompts, GlobalBudget(base=KVzip(budget=16, over="head", **REPEATED)))[0]
+    other = tiny.run(model, prompts, GlobalBudget(base=KVzip(budget=16, over="head", **REPEATED)))[
+        0
+    ]
     assert tiny.kept(ours) == tiny.kept(other)
 
 
@@ -193,7 +209,10 @@ def test_plans_count_texts_tails_and_sinks():
 
 def test_a_tail_may_be_longer_than_the_prompt():
     model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(8, (30, 9))
-    caches = [tiny.run(model, prompts, KVzip(budget=8, **REPEATED | {"tail": tail}))[0] for tail in (24, 10**8)]
+    caches = [
+        tiny.run(model, prompts, KVzip(budget=8, **REPEATED | {"tail": tail}))[0]
+        for tail in (24, 10**8)
+    ]
     assert tiny.kept(caches[0]) == tiny.kept(caches[1])
 
 
@@ -213,11 +232,15 @@ def test_the_scorer_is_a_part_of_ones_own_policies():
     replay = jaxkv.policies.Replay(sinks=SINKS, **REPEATED)
     mine = jaxkv.Policy(scorer=jaxkv.policies.ReplayAttention(replay=replay), budget=8)
     ours = KVzip(budget=8, over="head", sinks=SINKS, **REPEATED)
-    assert tiny.kept(tiny.run(model, prompts, mine)[0]) == tiny.kept(tiny.run(model, prompts, ours)[0])
+    assert tiny.kept(tiny.run(model, prompts, mine)[0]) == tiny.kept(
+        tiny.run(model, prompts, ours)[0]
+    )
 
 
 def test_the_command_line_sets_the_texts():
     parser = argparse.ArgumentParser()
     policy_options.add_policy_options(parser)
     words = ["--policy", "kvzip", "--first", "Say it.", "--following", "", "--closing", "\n"]
-    assert policy_options.policy_from(parser.parse_args(words)) == KVzip(first="Say it.", following="", closing="\n")
+    assert policy_options.policy_from(parser.parse_args(words)) == KVzip(
+        first="Say it.", following="", closing="\n"
+    )

@@ -87,7 +87,9 @@ def test_differences_that_are_all_alike_are_not_known_for_sure(tmp_path, monkeyp
 
     def apart(first, second, unit="%"):
         scores = {"full": first, "knorm@9": second}
-        records = tuple(dataclasses.replace(r, score=scores.get(r.policy, 0.0)) for r in found.records)
+        records = tuple(
+            dataclasses.replace(r, score=scores.get(r.policy, 0.0)) for r in found.records
+        )
         run = dataclasses.replace(found.run, unit=unit)
         said = dataclasses.replace(found, records=records, run=run).difference("full", "knorm@9")
         assert said.mean == first - second
@@ -144,11 +146,18 @@ def test_groups_of_a_difference_have_the_weight_that_they_have_in_a_cell(tmp_pat
     assert said.mean == pytest.approx(found.cell("full").mean - found.cell("knorm@9").mean)
     assert said.mean == pytest.approx((parts[0].mean + parts[1].mean) / 2)
     apart = np.asarray(
-        [one.score - other.score for one, other in zip(found.of("full"), found.of("knorm@9"), strict=True)]
+        [
+            one.score - other.score
+            for one, other in zip(found.of("full"), found.of("knorm@9"), strict=True)
+        ]
     )
     assert said.mean != pytest.approx(apart.mean())
-    assert said.low == pytest.approx(said.mean - np.hypot(*(part.mean - part.low for part in parts)) / 2)
-    assert said.high == pytest.approx(said.mean + np.hypot(*(part.high - part.mean for part in parts)) / 2)
+    assert said.low == pytest.approx(
+        said.mean - np.hypot(*(part.mean - part.low for part in parts)) / 2
+    )
+    assert said.high == pytest.approx(
+        said.mean + np.hypot(*(part.high - part.mean for part in parts)) / 2
+    )
     # Of a group with one sample nothing is known of how far it may lie.
     alone = dataclasses.replace(whole, records=tuple(r for r in kept if r.id != "11"))
     assert alone.difference("full", "knorm@9").low is None
@@ -158,9 +167,13 @@ def test_pictures_lie_beside_the_lines(out):
     there = {each.name for each in out.iterdir() if not each.name.startswith(".")}
     drawn = {f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png")}
     assert there == {"run.json", "samples.jsonl", "table.md"} | drawn
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in drawn if name.endswith("png"))
+    assert all(
+        (out / name).read_bytes().startswith(b"\x89PNG") for name in drawn if name.endswith("png")
+    )
     # The same numbers are the same bytes.
-    assert pictures.draw(Evaluation.read(out), ("svg",))["map.svg"] == (out / "map.svg").read_bytes()
+    assert (
+        pictures.draw(Evaluation.read(out), ("svg",))["map.svg"] == (out / "map.svg").read_bytes()
+    )
 
 
 def test_pictures_have_what_they_are_of(out):
@@ -177,14 +190,18 @@ def test_pictures_have_what_they_are_of(out):
     assert {"full", "knorm", "streamingllm"} <= set(lines)
     knorm = lines["knorm"].lines[0].get_xydata()
     assert [round(x) for x, _ in knorm] == [9, 12]
-    assert [y for _, y in knorm] == pytest.approx([100 * evaluation.cell(f"knorm@{n}").mean for n in (9, 12)])
+    assert [y for _, y in knorm] == pytest.approx(
+        [100 * evaluation.cell(f"knorm@{n}").mean for n in (9, 12)]
+    )
     by_length = pictures._lengths(evaluation).axes[0].lines[0].get_xydata()
     assert by_length.tolist() == [
         [n, pytest.approx(100 * evaluation.cell("full", length=n).mean)] for n in (10, 20, 30)
     ]
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
-    assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+    assert len(curve) == 5 and curve[1] == pytest.approx(
+        sum(a + b for a, b, *_ in losses) / 2 / len(losses)
+    )
 
 
 def test_one_budget_makes_a_bar_chart(out):
@@ -209,7 +226,10 @@ def test_a_full_cache_that_scores_nothing_is_named(out):
     assert evaluation.nothing is None
 
     def zeroed(*names):
-        records = [dataclasses.replace(e, score=0.0) if e.policy in names else e for e in evaluation.records]
+        records = [
+            dataclasses.replace(e, score=0.0) if e.policy in names else e
+            for e in evaluation.records
+        ]
         return dataclasses.replace(evaluation, records=tuple(records))
 
     assert "full" in zeroed("full").nothing
@@ -219,7 +239,10 @@ def test_a_full_cache_that_scores_nothing_is_named(out):
 def test_scores_stand_over_bytes_where_these_differ(out):
     evaluation = Evaluation.read(out)
     assert "bytes.svg" not in pictures.draw(evaluation, ("svg",))
-    halved = [dataclasses.replace(each, nbytes=40 if each.policy == "knorm@9" else 80) for each in evaluation.records]
+    halved = [
+        dataclasses.replace(each, nbytes=40 if each.policy == "knorm@9" else 80)
+        for each in evaluation.records
+    ]
     evaluation = dataclasses.replace(evaluation, records=tuple(halved))
     assert "bytes.svg" in pictures.draw(evaluation, ("svg",))
     lines = pictures._bytes(evaluation).axes[0].lines
@@ -241,7 +264,9 @@ def test_a_figure_with_the_name_of_a_picture_does_not_take_its_place(out):
     figures = {"scores": [1.0, 2.0], "a/b": [1, 2]}
     records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
     names = set(pictures.draw(dataclasses.replace(evaluation, records=records), ("svg",)))
-    assert names == {f"{each}.svg" for each in ("scores", "groups", "lengths", "map", "scores_curve", "a_b")}
+    assert names == {
+        f"{each}.svg" for each in ("scores", "groups", "lengths", "map", "scores_curve", "a_b")
+    }
     assert pictures.draw(evaluation, ("svg",))["scores.svg"] == (out / "scores.svg").read_bytes()
 
 
@@ -252,13 +277,22 @@ def test_a_curve_ends_at_the_mean_of_all_positions(out):
     records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
     axes = pictures._curve(dataclasses.replace(evaluation, records=records), "losses").axes[0]
     # Five equal lines lie side by side, the third in its place.
-    assert len(axes.lines) == 5 and axes.lines[2].get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]
+    assert len(axes.lines) == 5 and axes.lines[2].get_xydata().tolist() == [
+        [12, 1.0],
+        [14, 1.5],
+        [15, 12 / 5],
+    ]
 
 
 def test_equal_lines_are_drawn_side_by_side():
     x, half = np.asarray([1.0, 2.0, 3.0]), np.asarray([2.0])
     flat = [Line(np.asarray([1.0]), np.asarray([50.0]), horizontal=True) for _ in range(2)]
-    lines = [Line(x, np.asarray([50.0, 50.0, 90.0])), *flat, Line(x, np.asarray([50.0, 20.0, 90.2])), Line(half, half)]
+    lines = [
+        Line(x, np.asarray([50.0, 50.0, 90.0])),
+        *flat,
+        Line(x, np.asarray([50.0, 20.0, 90.2])),
+        Line(half, half),
+    ]
     first, full, other, second, alone = (each.tolist() for each in apart.apart(lines, 2.5))
     # Horizontal lines stay so, the first in its place; the others make way for them, and only where they coincide.
     step = 3 / 2.5
@@ -272,14 +306,19 @@ def test_equal_lines_are_drawn_side_by_side():
     assert apart.apart([twice], 2.5)[0].tolist() == [3, 9]
     # Of many none is drawn far off.
     many = apart.apart([Line(x, np.full(3, 7.0))] * 21, 2.5)
-    assert np.ptp(np.stack(many), axis=0) == pytest.approx(2 * 9 / 2.5) and (np.diff(np.stack(many), axis=0) < 0).all()
+    assert (
+        np.ptp(np.stack(many), axis=0) == pytest.approx(2 * 9 / 2.5)
+        and (np.diff(np.stack(many), axis=0) < 0).all()
+    )
 
 
 def test_equal_scores_are_all_seen_and_bars_end_where_intervals_do(out):
     evaluation = Evaluation.read(out)
     # All policies have the first one's scores.
     records = evaluation.of("full")
-    same = [dataclasses.replace(each, policy=name) for name in evaluation.policies for each in records]
+    same = [
+        dataclasses.replace(each, policy=name) for name in evaluation.policies for each in records
+    ]
     found, cell = dataclasses.replace(evaluation, records=tuple(same)), evaluation.cell("full")
     panel = pictures._scores(found, (None,)).axes[0]
     bars = [each for each in panel.containers if each.get_label() != "full"]
@@ -307,20 +346,27 @@ def test_shares_stand_where_their_rows_are(out):
         evaluation, records=tuple(records), run=dataclasses.replace(evaluation.run, budgets=budgets)
     )
     panel = pictures._scores(found, (None,)).axes[0]
-    knorm = next(each for each in panel.containers if each.get_label() == "knorm").lines[0].get_xdata()
+    knorm = (
+        next(each for each in panel.containers if each.get_label() == "knorm").lines[0].get_xdata()
+    )
     assert [round(float(x)) for x in knorm] == [2, 4]
     # Rows of one name without a budget have lines of their own.
     budgets |= {"knorm@9": None, "knorm@12": None, "streamingllm@9": 18}
     found = dataclasses.replace(found, run=dataclasses.replace(evaluation.run, budgets=budgets))
     lines = {each.get_label(): each for each in pictures._scores(found, (None,)).axes[0].lines}
     assert lines.keys() >= {"knorm@9", "knorm@12"}
-    assert lines["knorm@9"].get_linestyle() != "" and pictures._marks([64.0, 66.1, 128.0, 64.0]) == [64, 128]
+    assert lines["knorm@9"].get_linestyle() != "" and pictures._marks(
+        [64.0, 66.1, 128.0, 64.0]
+    ) == [64, 128]
 
 
 def test_depths_that_were_drawn_at_random_are_gathered(out):
     evaluation = Evaluation.read(out)
     count = len(evaluation.records)
-    records = [dataclasses.replace(r, tags={**r.tags, "depth": at / count}) for at, r in enumerate(evaluation.records)]
+    records = [
+        dataclasses.replace(r, tags={**r.tags, "depth": at / count})
+        for at, r in enumerate(evaluation.records)
+    ]
     found = dataclasses.replace(evaluation, records=tuple(records))
     assert pictures._has_map(found)
     panel = next(axes for axes in pictures._map(found).axes if axes.get_title().startswith("full"))
@@ -334,19 +380,28 @@ def test_the_page_has_it_all_and_runs_nothing_of_it(out):
     text = path.read_text("utf-8")
     seen = Page(text)
     assert path == out / "report.html"
-    assert seen.elements.count("script") == 1 and not {"i", "iframe", "link", "object"} & set(seen.elements)
+    assert seen.elements.count("script") == 1 and not {"i", "iframe", "link", "object"} & set(
+        seen.elements
+    )
     assert [value for tag, name, value in seen.given if tag == "img" and name == "src"] == [
         "data:image/svg+xml;base64," + base64.b64encode((out / f"{name}.svg").read_bytes()).decode()
         for name in PICTURES
     ]
     assert not [each for each in seen.given if each[1].startswith("on")]
-    assert not [value for _, name, value in seen.given if name in ("src", "href") and not value.startswith("data:")]
+    assert not [
+        value
+        for _, name, value in seen.given
+        if name in ("src", "href") and not value.startswith("data:")
+    ]
     style, script = page.data_file("report.css"), page.data_file("report.js")
     assert style in text and "url(" not in style and "@import" not in style
     # The script that is allowed is the one that is there.
     assert text.partition("<script>")[2].partition("</script>")[0] == script
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'" in text
+    assert (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
+        in text
+    )
     policies, first, second, lengths, _, *samples = seen.tables
     assert [row[0] for row in lengths] == ["length", "10", "20", "30", "mean"]
     assert [row[0] for row in policies[1:]] == list(ROWS)
@@ -394,7 +449,9 @@ def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):
     out = tmp_path / "out"
     lines = told(out)
     (out / "samples.jsonl").write_bytes(b"".join(lines.splitlines(keepends=True)[:3]))
-    with pytest.raises(ValueError, match="holds 3 of the evaluation's 42 lines: run the same command"):
+    with pytest.raises(
+        ValueError, match="holds 3 of the evaluation's 42 lines: run the same command"
+    ):
         jaxkv.report(out)
     for folder in (tmp_path, tmp_path / "none", out / "run.json"):
         with pytest.raises(ValueError, match="folder="):
@@ -405,7 +462,10 @@ def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):
 def test_questions_and_raised_budgets_are_told(tmp_path, monkeypatch):
     """Lines of earlier versions had no questions, and are still read."""
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
-    policies = {"snapkv@0.1": jaxkv.SnapKV(budget=0.1, window=8), "snapkv@0.9": jaxkv.SnapKV(budget=0.9, window=8)}
+    policies = {
+        "snapkv@0.1": jaxkv.SnapKV(budget=0.1, window=8),
+        "snapkv@0.9": jaxkv.SnapKV(budget=0.9, window=8),
+    }
     for agnostic in (True, False):
         out = tmp_path / str(agnostic)
         lines = told(out, Words(count=2), policies=policies, how=How(agnostic=agnostic, raw=True))

@@ -52,7 +52,9 @@ def counted(policy, ids):
 @pytest.mark.parametrize("agnostic", [False, True])
 def test_counts_are_those_of_the_cache_after_prefill(whole, tmp_path, agnostic):
     policies = {"knorm@9": POLICIES["knorm@9"]} if agnostic else POLICIES
-    given = json.loads(ran(tmp_path / "out", policies, True) if agnostic else (whole / "kept.json").read_bytes())
+    given = json.loads(
+        ran(tmp_path / "out", policies, True) if agnostic else (whole / "kept.json").read_bytes()
+    )
     sample = Words().samples(words())[0]
     ids = words().text.encode(sample.context + ("" if agnostic else sample.question), bos=True)
     assert (given["sample"], given["tokens"], given["heads"]) == (sample.id, len(ids), 4)
@@ -61,11 +63,19 @@ def test_counts_are_those_of_the_cache_after_prefill(whole, tmp_path, agnostic):
     for name, row in given["policies"].items():
         expected = counted(policies[name], ids) if name.endswith("@9") else None
         assert row["counts"] == expected and row["between"] == 0, name
-        assert (row["later"], row["chooses"], row["merges"]) == (name == "h2o@9", name == "omnikv", False)
+        assert (row["later"], row["chooses"], row["merges"]) == (
+            name == "h2o@9",
+            name == "omnikv",
+            False,
+        )
 
 
 def test_a_run_that_is_cut_ends_with_the_same_bytes(whole, tmp_path):
-    given, lines, out = (whole / "kept.json").read_bytes(), (whole / "samples.jsonl").read_bytes(), tmp_path / "out"
+    given, lines, out = (
+        (whole / "kept.json").read_bytes(),
+        (whole / "samples.jsonl").read_bytes(),
+        tmp_path / "out",
+    )
     ran(out, {"full": POLICIES["full"]})
     # More policies than before, and none of their lines; then a cut in the second one's first batch.
     assert ran(out) == given and (out / "samples.jsonl").read_bytes() == lines
@@ -83,11 +93,16 @@ def test_the_page_shows_each_policys_tokens(whole):
     text = jaxkv.report(whole).read_text("utf-8")
     shown = kept.read_kept(whole)
     assert "full</b> drops nothing" in text
-    assert "omnikv</b> drops nothing: all kv heads hold all tokens, and it chooses for each new token" in text
+    assert (
+        "omnikv</b> drops nothing: all kv heads hold all tokens, and it chooses for each new token"
+        in text
+    )
     assert text.count("While it answers it drops further rows") == 1
     parts = re.findall(r'<p class="kept" tabindex="0">(.*?)</p>', text, re.DOTALL)
     for part, name in zip(parts, ("knorm@9", "h2o@9"), strict=True):
-        spans = re.findall(r'<(s|mark)( class="some")?[^>]* title="(\d) of 4 kv heads">([^<]*)</', part)
+        spans = re.findall(
+            r'<(s|mark)( class="some")?[^>]* title="(\d) of 4 kv heads">([^<]*)</', part
+        )
         assert "".join(each for *_, each in spans) == "".join(shown.pieces)
         counts = [int(count) for _, _, count, span in spans for _ in span.split()]
         assert counts == list(shown.policies[name].counts)
@@ -106,7 +121,12 @@ def test_older_folders_have_no_such_picture(whole, tmp_path):
     del some["policies"]["h2o@9"]
     (out / "kept.json").write_text(json.dumps(some))
     assert "<b>h2o@9</b> not recorded" in jaxkv.report(out).read_text("utf-8")
-    for changed in ("{", "[]", json.dumps({**some, "heads": 3}), json.dumps({**some, "pieces": []})):
+    for changed in (
+        "{",
+        "[]",
+        json.dumps({**some, "heads": 3}),
+        json.dumps({**some, "pieces": []}),
+    ):
         (out / "kept.json").write_text(changed)
         with pytest.raises(ValueError, match=r"kept\.json.*the file was changed: remove it"):
             jaxkv.report(out)
@@ -120,19 +140,32 @@ def test_long_texts_lose_their_middle_and_say_so(whole, tmp_path, monkeypatch):
     # A special token, one character of two tokens, markup.
     ids = text.encode("<s>ö<b>and more", bos=True)
     held = Held(
-        ids=ids, heads=4, counts=[4, 1, 2, *[1] * (len(ids) - 6), 0, 0, 3], later=False, chooses=False, merges=True
+        ids=ids,
+        heads=4,
+        counts=[4, 1, 2, *[1] * (len(ids) - 6), 0, 0, 3],
+        later=False,
+        chooses=False,
+        merges=True,
     )
     kept.add_kept(tmp_path, "few", "one", held, text)
     found = kept.read_kept(tmp_path)
     row = found.policies["few"]
-    assert found.tokens == len(ids) and found.left_out == len(ids) - 4 and row.counts == (4, 1, 0, 3)
-    assert row.between == sum(held.counts) - 8 and found.share(row) == sum(held.counts) / (4 * len(ids))
+    assert (
+        found.tokens == len(ids) and found.left_out == len(ids) - 4 and row.counts == (4, 1, 0, 3)
+    )
+    assert row.between == sum(held.counts) - 8 and found.share(row) == sum(held.counts) / (
+        4 * len(ids)
+    )
     assert found.tally(row) == (1, 2, 1)
     monkeypatch.setattr(kept, "_EITHER_END", 4)
     (tmp_path / "more").mkdir()
     kept.add_kept(tmp_path / "more", "few", "one", held, text)
-    begin, end = kept.read_kept(tmp_path / "more").passages(kept.read_kept(tmp_path / "more").policies["few"])
-    assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)] and "".join(each.text for each in end) == "more"
+    begin, end = kept.read_kept(tmp_path / "more").passages(
+        kept.read_kept(tmp_path / "more").policies["few"]
+    )
+    assert (
+        begin == [("<s>", 4), ("ö", 1.5), ("<", 1)] and "".join(each.text for each in end) == "more"
+    )
 
 
 def test_counts_that_no_cache_gives_are_refused():

@@ -38,7 +38,9 @@ def on(name):
 def asked(name, where):
     """Three prompts and a first answer, so that segments have grown and room is left."""
     policy = roomy("snapkv", every=4) if name == "every" else roomy(name)
-    return jaxkv.generate(on(where), prompts(5, (61, 23, 37)), policy=policy, key=3, **OPTIONS).cache
+    return jaxkv.generate(
+        on(where), prompts(5, (61, 23, 37)), policy=policy, key=3, **OPTIONS
+    ).cache
 
 
 @functools.cache
@@ -49,7 +51,10 @@ def answers(name):
 
 def rows(cache):
     """Every segment, bit by bit, with its scores."""
-    return {part[:3]: (part.k.tobytes(), part.v.tobytes(), part.pos.tolist()) for part in tiny.segments(cache)}
+    return {
+        part[:3]: (part.k.tobytes(), part.v.tobytes(), part.pos.tolist())
+        for part in tiny.segments(cache)
+    }
 
 
 def remembered(cache):
@@ -59,7 +64,9 @@ def remembered(cache):
     tables = [np.asarray(cache.limit)[:, :of], np.asarray(cache.seen)[:of]]
     if state is not None:
         tables += [np.asarray(each)[:of] for each in (state.prompt, state.budget, *state.rings)]
-        tables += [np.asarray(each)[:, :of] for each in (state.recent, state.tau) if each is not None]
+        tables += [
+            np.asarray(each)[:, :of] for each in (state.recent, state.tau) if each is not None
+        ]
     return [each.tolist() for each in tables]
 
 
@@ -72,7 +79,10 @@ def test_a_cache_goes_on_elsewhere(name, before, after):
     assert moved.axes == axes and moved.batch == 3 and moved.turn == cache.turn
     for pool in moved.pools:
         parts = (1, 1) if axes is None else PLACES[after]
-        assert pool.pos.sharding.shard_shape(pool.pos.shape) == (len(moved.seen) // parts[0], pool.rows // parts[1])
+        assert pool.pos.sharding.shard_shape(pool.pos.shape) == (
+            len(moved.seen) // parts[0],
+            pool.rows // parts[1],
+        )
     made = jaxkv.generate(on(after), prompts(6, (5, 19, 8)), cache=moved, **OPTIONS)
     assert [tokens.tolist() for tokens in made.tokens] == answers(name)
 
@@ -92,7 +102,9 @@ def test_rows_that_no_share_allows_stay():
     assert {at: one for at, one in rows(again).items() if at[1]} == {
         at: one for at, one in rows(grown).items() if at[1]
     }
-    assert (again.kept.sum(axis=2)[:, 0] == 4 * BUDGET).all() and (again.kept.sum(axis=2)[:, 1] == 4 * BUDGET + 4).all()
+    assert (again.kept.sum(axis=2)[:, 0] == 4 * BUDGET).all() and (
+        again.kept.sum(axis=2)[:, 1] == 4 * BUDGET + 4
+    ).all()
 
 
 def test_what_lies_there_is_not_moved():
@@ -119,7 +131,9 @@ def test_saved_on_a_mesh_and_loaded_on_another(name, tmp_path):
     # A file says nothing of meshes: what one device had is written as ever.
     asked(name, "one").save(tmp_path / "alone")
     one, two = (jaxkv.load_cache(tmp_path / each) for each in ("alone", "cache"))
-    assert [leaf.shape for leaf in jax.tree.leaves(one.state)] == [leaf.shape for leaf in jax.tree.leaves(two.state)]
+    assert [leaf.shape for leaf in jax.tree.leaves(one.state)] == [
+        leaf.shape for leaf in jax.tree.leaves(two.state)
+    ]
 
 
 def test_a_cache_that_was_given_up_cannot_be_moved():

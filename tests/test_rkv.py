@@ -17,7 +17,9 @@ def layer(q, k, lengths):
     """One layer's `Observed` of queries `[B, K, G, n, D]` and keys `[B, K, n, D]`, with padding that is no number."""
     at = np.asarray(lengths)[:, None] - WINDOW + np.arange(WINDOW)
     inside = (np.arange(k.shape[2]) < np.asarray(lengths)[:, None])[:, None, :, None]
-    k = jnp.pad(jnp.where(inside, k, np.nan), ((0, 0), (0, 0), (0, PADDING), (0, 0)), constant_values=np.nan)
+    k = jnp.pad(
+        jnp.where(inside, k, np.nan), ((0, 0), (0, 0), (0, PADDING), (0, 0)), constant_values=np.nan
+    )
     return Observed(
         q=jnp.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], axis=3),
         q_positions=jnp.asarray(at, jnp.int32),
@@ -51,7 +53,9 @@ def check(policy, q, k, lengths, **options):
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 @pytest.mark.parametrize("cells", (1, 200, 1 << 22), ids=("rows", "blocks", "whole"))
-def test_scores_are_those_of_the_definition_however_many_rows_a_block_has(monkeypatch, cells, dtype):
+def test_scores_are_those_of_the_definition_however_many_rows_a_block_has(
+    monkeypatch, cells, dtype
+):
     monkeypatch.setattr(redundant, "_CELLS", cells)
     lengths = (30, 19)
     check(RKV(), *drawn(lengths, dtype), lengths)
@@ -59,7 +63,11 @@ def test_scores_are_those_of_the_definition_however_many_rows_a_block_has(monkey
 
 def test_options_agree_with_the_oracle():
     lengths = (30, 19)
-    for options in ({"mix_lambda": 0.07, "threshold": 0.9}, {"mix_lambda": 1.0}, {"mix_lambda": 0.0, "threshold": 0.1}):
+    for options in (
+        {"mix_lambda": 0.07, "threshold": 0.9},
+        {"mix_lambda": 1.0},
+        {"mix_lambda": 0.0, "threshold": 0.1},
+    ):
         check(RKV(**options), *drawn(lengths), lengths, **options)
 
 
@@ -82,14 +90,31 @@ def test_prompts_no_longer_than_the_window_have_finite_scores(n):
 
 def test_cosines_of_all_pairs_are_never_in_memory_at_once():
     slots = 8192
-    q, k, _ = (jax.ShapeDtypeStruct((1, 1, *shape), jnp.float32) for shape in ((1, WINDOW, 64), (slots, 64), ()))
+    q, k, _ = (
+        jax.ShapeDtypeStruct((1, 1, *shape), jnp.float32)
+        for shape in ((1, WINDOW, 64), (slots, 64), ())
+    )
     positions, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, WINDOW), (1,)))
 
     def observe(q, k, positions, length):
-        seen = Observed(q=q, q_positions=positions, k=k, v=k, length=length, layer=jnp.int32(0), key=jax.random.key(0))
+        seen = Observed(
+            q=q,
+            q_positions=positions,
+            k=k,
+            v=k,
+            length=length,
+            layer=jnp.int32(0),
+            key=jax.random.key(0),
+        )
         return RKV().parts().scorer.observe(seen)
 
-    used = jax.jit(observe).lower(q, k, positions, length).compile().memory_analysis().temp_size_in_bytes
+    used = (
+        jax.jit(observe)
+        .lower(q, k, positions, length)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
     # A quarter of what all of them would take.
     assert used < slots**2
 

@@ -45,18 +45,33 @@ def test_which_list_rotates():
         frequencies, scales = inverse_frequencies(each.rope, 128)
         np.testing.assert_allclose(frequencies[:48], plain[:48] / np.array(factors), rtol=1e-14)
         # Channels that are not rotated are not multiplied either.
-        assert not frequencies[48:].any() and np.allclose(scales, [factor] * 48 + [1.0] * 16, rtol=1e-14)
+        assert not frequencies[48:].any() and np.allclose(
+            scales, [factor] * 48 + [1.0] * 16, rtol=1e-14
+        )
     # A config of texts up to the original length has an attention factor of 1.
-    made = ModelConfig.from_hf(PHI_4_MINI | {"max_position_embeddings": 4096, "sliding_window": None})
+    made = ModelConfig.from_hf(
+        PHI_4_MINI | {"max_position_embeddings": 4096, "sliding_window": None}
+    )
     assert not made.rope.long and inverse_frequencies(made.rope, 128)[1].tolist() == [1.0] * 64
 
 
 def test_layers_that_differ_each_take_their_list():
     long = LongRope(short_factor=(1.0,), long_factor=(2.0,), original_max_position=8, factor=4.0)
     kinds = (LayerSpec(rope=long), LayerSpec(rope=Rope()))
-    sizes = {"vocab": 8, "layers": 2, "embed": 4, "hidden": 4, "heads": 2, "kv_heads": 1, "head_dim": 2}
+    sizes = {
+        "vocab": 8,
+        "layers": 2,
+        "embed": 4,
+        "hidden": 4,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 2,
+    }
     made = ModelConfig(**sizes, kinds=kinds, max_positions=32).within(8)
-    assert made.kinds == (LayerSpec(rope=dataclasses.replace(long, long=False)), LayerSpec(rope=Rope()))
+    assert made.kinds == (
+        LayerSpec(rope=dataclasses.replace(long, long=False)),
+        LayerSpec(rope=Rope()),
+    )
 
 
 def test_what_older_files_call_it():
@@ -77,14 +92,23 @@ LISTS = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
         ({"short_factor": None}, "rope_scaling.short_factor=None: give a list"),
         ({"long_factor": []}, r"rope_scaling.long_factor=\[\]: give a list"),
         ({"long_factor": 2.0}, "rope_scaling.long_factor=2.0: give a list"),
-        ({"long_factor": [*LONG[:-1], 0.0]}, "rope_scaling.long_factor=0.0: give positive, finite numbers"),
-        ({"long_factor": LONG[:-1]}, "long_factor='47 numbers': give as many numbers as short_factor has: 48"),
+        (
+            {"long_factor": [*LONG[:-1], 0.0]},
+            "rope_scaling.long_factor=0.0: give positive, finite numbers",
+        ),
+        (
+            {"long_factor": LONG[:-1]},
+            "long_factor='47 numbers': give as many numbers as short_factor has: 48",
+        ),
         (
             {"long_factor": LONG[1:], "short_factor": SHORT[1:]},
             "'47 numbers': give one for each pair of the 96",
         ),
         ({"attention_factor": -1.0}, "rope_scaling.attention_factor=-1.0"),
-        ({"long": True}, r"rope_scaling=\['long'\]: these keys are not supported for rope type 'longrope'"),
+        (
+            {"long": True},
+            r"rope_scaling=\['long'\]: these keys are not supported for rope type 'longrope'",
+        ),
     ],
 )
 def test_lists_that_do_not_fit(changed, message):
@@ -95,11 +119,15 @@ def test_lists_that_do_not_fit(changed, message):
 def test_lists_that_are_missing():
     for key in ("short_factor", "long_factor"):
         less = {name: value for name, value in LISTS.items() if name != key}
-        with pytest.raises(ValueError, match=f"rope_scaling.{key}=None: rope type 'longrope' needs it"):
+        with pytest.raises(
+            ValueError, match=f"rope_scaling.{key}=None: rope type 'longrope' needs it"
+        ):
             ModelConfig.from_hf(PHI_4_MINI | {"rope_scaling": less})
     with pytest.raises(ValueError, match="original_max_position_embeddings=0"):
         ModelConfig.from_hf(PHI_4_MINI | {"original_max_position_embeddings": 0})
-    with pytest.raises(ValueError, match="original_max_position=1: give the tokens of a text, 2 or more"):
+    with pytest.raises(
+        ValueError, match="original_max_position=1: give the tokens of a text, 2 or more"
+    ):
         ModelConfig.from_hf(PHI_4_MINI | {"original_max_position_embeddings": 1})
     with pytest.raises(ValueError, match="only heads of GLM-4 and Phi-3 are rotated in part"):
         ModelConfig.from_hf(shape("llama", partial_rotary_factor=0.75))
@@ -134,7 +162,9 @@ def test_olmo3_scales_its_layers_without_windows():
     config = ModelConfig.from_hf(OLMO3_7B)
     assert Decoder(config, dtype="bfloat16").nbytes == 2 * 7_298_011_136
     plain = Rope(theta=500_000.0)
-    yarn = YarnRope(theta=500_000.0, factor=8.0, original_max_position=8192, attention_factor=1.2079441541679836)
+    yarn = YarnRope(
+        theta=500_000.0, factor=8.0, original_max_position=8192, attention_factor=1.2079441541679836
+    )
     assert [config.spec_of(layer).rope for layer in range(32)] == [plain, plain, plain, yarn] * 8
     assert config.windows == (4096, 4096, 4096, None) * 8
 
@@ -148,6 +178,9 @@ def test_every_spelling_of_olmo3s_scaling_is_one(raw):
     bare = {key: value for key, value in raw.items() if key not in ("rope_scaling", "rope_theta")}
     theta = {"rope_theta": raw["rope_theta"]}
     flat = bare | {"rope_parameters": raw["rope_scaling"] | theta}
-    each = {"sliding_attention": {"rope_type": "default"} | theta, "full_attention": raw["rope_scaling"] | theta}
+    each = {
+        "sliding_attention": {"rope_type": "default"} | theta,
+        "full_attention": raw["rope_scaling"] | theta,
+    }
     for other in (flat, bare | {"rope_parameters": each}):
         assert ModelConfig.from_hf(other) == ModelConfig.from_hf(raw)

@@ -10,7 +10,16 @@ import pytest
 
 import jaxkv
 from jaxkv.evals import TASKS, Ruler, ids_of
-from jaxkv.evals.ruler import MADE, NAMES, SMALL_WORDS, Cell, pieces, recipe_of, small_vocabulary, wording_of
+from jaxkv.evals.ruler import (
+    MADE,
+    NAMES,
+    SMALL_WORDS,
+    Cell,
+    pieces,
+    recipe_of,
+    small_vocabulary,
+    wording_of,
+)
 from jaxkv.evals.ruler.niah import NEEDLE
 from jaxkv.evals.ruler.qa import read
 from jaxkv.evals.ruler.wording import sentences, word_lists
@@ -32,7 +41,9 @@ LENGTH = 768
 
 
 def cell(name: str, wording: str, length: int = LENGTH) -> Cell:
-    made = recipe_of(name, wording=wording_of(wording), length=length, count=count, data=str(GOLDEN))
+    made = recipe_of(
+        name, wording=wording_of(wording), length=length, count=count, data=str(GOLDEN)
+    )
     return Cell.of(made, length, count)
 
 
@@ -41,7 +52,9 @@ def is_uuid4(text: str) -> bool:
 
 
 FORMS = {
-    ("official", "words"): lambda text: text.partition("-")[0] in word_lists()["adjectives"] or text.count("-") > 1,
+    ("official", "words"): lambda text: (
+        text.partition("-")[0] in word_lists()["adjectives"] or text.count("-") > 1
+    ),
     ("official", "numbers"): lambda text: re.fullmatch(r"[1-9]\d{6}", text),
     ("official", "uuids"): is_uuid4,
     ("small", "words"): lambda text: text in SMALL_WORDS,
@@ -61,17 +74,24 @@ def test_needles(name, wording):
         others = len(told) - keys * values
         assert others >= 3 if haystack == "needle" else others == 0
         assert {kind for kind, _, _ in told} == {value_kind}
-        assert all(FORMS[wording, key_kind](key) and FORMS[wording, value_kind](value) for _, key, value in told)
+        assert all(
+            FORMS[wording, key_kind](key) and FORMS[wording, value_kind](value)
+            for _, key, value in told
+        )
         # What is asked for has these values and no others, wherever they stand.
         asked = re.search(r"for (.+) mentioned in the provided text\?$", prompt.question)[1]
         asked = re.split(", and |, ", asked)
         assert len(asked) == len(set(asked)) == queries and len(prompt.answers) == queries * values
         found = [{value for _, key, value in told if key == each} for each in asked]
-        assert [set(prompt.answers[at * values : (at + 1) * values]) for at in range(queries)] == found
+        assert [
+            set(prompt.answers[at * values : (at + 1) * values]) for at in range(queries)
+        ] == found
         assert len({key for _, key, _ in told}) >= keys
         many = queries * values > 1
         assert prompt.question.startswith("\nWhat are all" if many else "\nWhat is the")
-        assert prompt.prefix.endswith(" are" if many else " is") and prompt.context.startswith("Some" if many else "A ")
+        assert prompt.prefix.endswith(" are" if many else " is") and prompt.context.startswith(
+            "Some" if many else "A "
+        )
         assert 0 <= prompt.depth <= 1 and all(answer in prompt.target for answer in prompt.answers)
         if haystack == "noise":
             assert prompt.context.count("There and back again.") >= 5
@@ -103,12 +123,19 @@ def test_a_chain_of_four_hops(wording):
         *shot, text = re.split(r"(?=Memorize and track)", prompt.context)[1:]
         # RULER shows a solved one first; a tiny model was trained on the task.
         assert len(shot) == (wording == "official")
-        (first,), hops = re.findall(r"VAR (\w+) = (\d+)", text), re.findall(r"VAR (\w+) = VAR (\w+)", text)
+        (first,), hops = (
+            re.findall(r"VAR (\w+) = (\d+)", text),
+            re.findall(r"VAR (\w+) = VAR (\w+)", text),
+        )
         names = [first[0], *(name for name, _ in hops)]
         assert [before for _, before in hops] == names[:-1] and tuple(names) == prompt.answers
         assert len(set(names)) == 5 and f"assigned the value {first[1]} in" in prompt.question
         assert re.fullmatch(r"\d{5}" if wording == "official" else r"\d{4}", first[1])
-        form = re.compile(r"[A-Z]{5}") if wording == "official" else re.compile("|".join(SMALL_WORDS), re.IGNORECASE)
+        form = (
+            re.compile(r"[A-Z]{5}")
+            if wording == "official"
+            else re.compile("|".join(SMALL_WORDS), re.IGNORECASE)
+        )
         assert all(form.fullmatch(name) and name.isupper() for name in names)
         assert "5 variables are assigned" in prompt.prefix and prompt.target.split() == names
         if shot:
@@ -132,16 +159,22 @@ def test_ten_common_words(wording, length, often, seldom):
     entries = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", text.partition("\n")[2]))
     assert Counter(entries.values()) == {often: 10, seldom: len(entries) - 10}
     assert {word for word, _ in entries.most_common(10)} == set(prompt.answers)
-    assert re.findall(r"\d+\. (\S+)", prompt.target) == list(prompt.answers) or wording == "official"
+    assert (
+        re.findall(r"\d+\. (\S+)", prompt.target) == list(prompt.answers) or wording == "official"
+    )
     assert len(shot) == (wording == "official")
     if shot:
         # 20 or 40 words, of which 10 are common and stand behind the prefix.
         listed, solved = shot[0].split(prompt.prefix)
-        words = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |\n|$)", listed.partition("most often.\n")[2]))
+        words = Counter(
+            re.findall(r"\d+\. (.+?)(?= \d+\. |\n|$)", listed.partition("most often.\n")[2])
+        )
         assert len(words) == (20 if length < 4096 else 40) and solved.count(". ") == 10
 
 
-@pytest.mark.parametrize("wording, length", [("official", 1024), ("official", 4096), ("small", 512)])
+@pytest.mark.parametrize(
+    "wording, length", [("official", 1024), ("official", 4096), ("small", 512)]
+)
 def test_three_frequent_words(wording, length):
     made = cell("fwe", wording, length)
     prompt = made.make(np.random.default_rng(0))
@@ -164,16 +197,22 @@ def test_documents(name):
     for index, asked in enumerate(data.questions):
         prompt = made.make(rng, index)
         numbers, texts = zip(
-            *re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|\Z)", prompt.context, re.S), strict=True
+            *re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|\Z)", prompt.context, re.S),
+            strict=True,
         )
         assert list(numbers) == [str(each) for each in range(1, len(texts) + 1)]
-        assert len(set(texts)) == len(texts) and {data.documents[each] for each in asked.context} <= set(texts)
-        assert prompt.answers == asked.answers and prompt.question.endswith(f"Question: {asked.text}")
+        assert len(set(texts)) == len(texts) and {
+            data.documents[each] for each in asked.context
+        } <= set(texts)
+        assert prompt.answers == asked.answers and prompt.question.endswith(
+            f"Question: {asked.text}"
+        )
     # Questions without an answer are left out; a question of two hops has several documents.
     assert len(data.questions) == (12 if name == "qa_1" else 4)
     assert {len(each.context) for each in data.questions} == ({1} if name == "qa_1" else {10})
     with pytest.raises(
-        ValueError, match=rf"count={len(data.questions) + 1}: the file has {len(data.questions)} questions"
+        ValueError,
+        match=rf"count={len(data.questions) + 1}: the file has {len(data.questions)} questions",
     ):
         made.make(rng, len(data.questions))
 
@@ -214,7 +253,12 @@ def test_no_word_is_found_in_another():
     said = set(small_vocabulary()) - {word.upper() for word in SMALL_WORDS} | set(
         "red blue green yellow purple".split()
     )
-    assert not [(word, other) for word in SMALL_WORDS for other in said if word != other and word in other.lower()]
+    assert not [
+        (word, other)
+        for word in SMALL_WORDS
+        for other in said
+        if word != other and word in other.lower()
+    ]
 
 
 def test_another_question_about_the_same_haystack():
@@ -251,7 +295,9 @@ class TestTask:
         ]
         assert len({each.id for each in made}) == len({each.context for each in made}) == 12
         for each in made:
-            assert sum(map(len, ids_of(model().text, each))) + each.new_tokens <= each.tags["length"]
+            assert (
+                sum(map(len, ids_of(model().text, each))) + each.new_tokens <= each.tags["length"]
+            )
         assert asked.samples(model()) == made
         # More of them begin with the same; other seeds do not.
         more = dataclasses.replace(asked, count=5).samples(model())
@@ -259,16 +305,26 @@ class TestTask:
         assert dataclasses.replace(asked, seed=1).samples(model())[0] != made[0]
 
     def test_scores(self):
-        asked = Ruler(tasks=("niah_multiquery", "qa_1"), lengths=(440,), count=2, wording="official", data=str(GOLDEN))
+        asked = Ruler(
+            tasks=("niah_multiquery", "qa_1"),
+            lengths=(440,),
+            count=2,
+            wording="official",
+            data=str(GOLDEN),
+        )
         many, _, one, _ = asked.samples(model())
         assert asked.score(many, f"They are {many.answers[0]} and {many.answers[2]}.") == 0.5
-        assert asked.score(one, one.answers[1].upper()) == 1 and asked.score(one, "I do not know") == 0
+        assert (
+            asked.score(one, one.answers[1].upper()) == 1 and asked.score(one, "I do not know") == 0
+        )
         assert (many.new_tokens, one.new_tokens) == (128, 32)
 
     def test_own_text(self, tmp_path):
         path = tmp_path / "text.txt"
         path.write_text("Nothing happened. " * 50, "utf-8")
-        (made,) = Ruler(tasks=("niah_single_2",), lengths=(512,), count=1, haystack=str(path)).samples(model())
+        (made,) = Ruler(
+            tasks=("niah_single_2",), lengths=(512,), count=1, haystack=str(path)
+        ).samples(model())
         assert made.context.count("Nothing happened.") > 60
 
     def test_it_has_a_name(self):
@@ -284,6 +340,8 @@ def test_files_of_another_format(tmp_path):
 def test_lists_of_few_words_grow_to_all_lengths_of_the_tiny_model():
     model = jaxkv.load("tiny-retrieval")
     for length in (512, 1023, 1024, 2000, 2048):
-        (sample,) = Ruler(tasks=("cwe",), lengths=(length,), count=1, wording="small").samples(model)
+        (sample,) = Ruler(tasks=("cwe",), lengths=(length,), count=1, wording="small").samples(
+            model
+        )
         taken = sum(map(len, ids_of(model.text, sample))) + sample.new_tokens
         assert 0.95 * length < taken <= length

@@ -22,7 +22,9 @@ WORDING = wording_of("official", ESSAY)
 
 def recipe(name: str):
     asked = golden()["tasks"][name]["asked"]
-    return recipe_of(name.removesuffix("_4096"), wording=WORDING, length=asked, count=count, data=str(GOLDEN))
+    return recipe_of(
+        name.removesuffix("_4096"), wording=WORDING, length=asked, count=count, data=str(GOLDEN)
+    )
 
 
 def same(name: str, prompt) -> None:
@@ -77,13 +79,21 @@ def test_variable_tracking():
     assert {len(name) for name in names} == {3} and len(set(names)) == 5 == made.hops + 1
     shot = Chain(names, value, tuple(sorted(places)), size)
     value = re.findall(r"assigned the value (\d{5})", theirs["input"])[-1]
-    same("vt", made.write(Chain(tuple(theirs["outputs"]), value, tuple(sorted(drawn["places"])), drawn["size"]), shot))
+    same(
+        "vt",
+        made.write(
+            Chain(tuple(theirs["outputs"]), value, tuple(sorted(drawn["places"])), drawn["size"]),
+            shot,
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", ["cwe", "cwe_4096"])
 def test_common_words(name):
     def listed(drawn) -> Listed:
-        return Listed(tuple(drawn["common"]), tuple(re.sub(r"\d+\. ", "", drawn["list"]).split(" ")))
+        return Listed(
+            tuple(drawn["common"]), tuple(re.sub(r"\d+\. ", "", drawn["list"]).split(" "))
+        )
 
     made, drawn = recipe(name), golden()["tasks"][name]["draws"]
     shot, words = listed(drawn["shot"]), listed(drawn["words"])
@@ -101,7 +111,10 @@ def test_frequent_words():
     made, drawn = recipe("fwe"), theirs["draws"]
     assert made.vocabulary == drawn["vocabulary"]
     ours = made.draw(drawn["size"], np.random.default_rng(0))
-    opening, question = made.write(ours).context.partition(" coded words. ")[0], made.write(ours).question
+    opening, question = (
+        made.write(ours).context.partition(" coded words. ")[0],
+        made.write(ours).question,
+    )
     text = tuple(theirs["input"].removesuffix(question).partition(" coded words. ")[2].split(" "))
     assert sorted(Counter(ours.text).values()) == sorted(Counter(text).values())
     same("fwe", made.write(ours._replace(ranks=("...", *theirs["outputs"]), text=text)))
@@ -117,7 +130,9 @@ def test_questions_over_documents(name):
     assert len(order) == drawn["size"] and set(asked.context) <= set(order)
     ours = made.draw(asked, drawn["size"], np.random.default_rng(0))
     # Those of the question and those near it are always there.
-    assert len(ours) == len(set(ours)) == len(order) and {*asked.context, *asked.near} <= set(ours) & set(order)
+    assert len(ours) == len(set(ours)) == len(order) and {*asked.context, *asked.near} <= set(
+        ours
+    ) & set(order)
 
 
 @pytest.mark.parametrize("name", sorted(golden()["tasks"]))

@@ -90,7 +90,13 @@ def test_greedy_takes_the_lowest_of_equals():
 def test_ties_at_the_cut_stay_together():
     logits = jnp.asarray([[2.0, 1.0, 2.0, 1.0, 1.0]])
     for sampling in (TopK(k=1), TopP(p=0.1)):
-        assert np.isfinite(np.asarray(sampling.cut(logits)))[0].tolist() == [True, False, True, False, False]
+        assert np.isfinite(np.asarray(sampling.cut(logits)))[0].tolist() == [
+            True,
+            False,
+            True,
+            False,
+            False,
+        ]
 
 
 def test_numbers_of_any_kind(as_users_call):
@@ -113,7 +119,10 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     logits = jnp.asarray(np.random.default_rng(3).normal(scale=4, size=(50, 64)), jnp.float32)
     keys = jax.random.split(jax.random.key(0), 50)
     for sampling in (Temperature(temperature=temperature), TopP(p=0.9, temperature=temperature)):
-        for drawn in (sampling(logits, keys), jax.jit(lambda s: s(logits, keys))(argument(sampling))):
+        for drawn in (
+            sampling(logits, keys),
+            jax.jit(lambda s: s(logits, keys))(argument(sampling)),
+        ):
             np.testing.assert_array_equal(drawn, Greedy()(logits, keys))
 
 
@@ -134,12 +143,16 @@ def test_cuts_hold_at_any_temperature(temperature):
         for tokens in sampled_by(sampling, logits, keys):
             np.testing.assert_array_equal(tokens, best[: len(tokens)])
     for tokens in sampled_by(TopK(k=3, temperature=temperature), logits, keys):
-        ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(axis=1)
+        ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(
+            axis=1
+        )
         assert int(ranks.max()) < 3
     if temperature >= 1e30:
         # As good as uniform: a nucleus of half of the probability is half of the 63 tokens that there are.
         for tokens in sampled_by(TopP(p=0.5, temperature=temperature), logits, keys):
-            ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(axis=1)
+            ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(
+                axis=1
+            )
             assert int(ranks.max()) < 32 and len(set(ranks.tolist())) > min(8, len(tokens) - 1)
 
 
@@ -147,7 +160,9 @@ def rare_logits():
     """One likely token and 2**18 rare ones, whose logits are lower by 14 to 20: tokens of each gap come as often."""
     gaps = np.arange(14, 21)
     counts = (2**18 * np.exp(gaps) / np.exp(gaps).sum()).astype(int)
-    logits = np.concatenate([[0.0], *(np.full(count, -gap) for gap, count in zip(gaps, counts, strict=True))])
+    logits = np.concatenate(
+        [[0.0], *(np.full(count, -gap) for gap, count in zip(gaps, counts, strict=True))]
+    )
     return np.random.default_rng(0).permutation(logits.astype(np.float32))
 
 
@@ -172,7 +187,9 @@ def test_ten_temperatures_are_one_program(model):
         options = {"sampling": sampling, "key": jax.random.key(seed)}
         return jaxkv.generate(model, PROMPT, **options, **DRAWING).stats.compiled_programs
 
-    first = [programs(sampling, 0) for sampling in (Temperature(), TopK(k=2), TopP(p=0.5), MinP(p=0.5))]
+    first = [
+        programs(sampling, 0) for sampling in (Temperature(), TopK(k=2), TopP(p=0.5), MinP(p=0.5))
+    ]
     assert all(first)
     for each in range(1, 11):
         heat = 0.1 * each
@@ -193,7 +210,9 @@ def test_a_sampler_of_ones_own(model):
         return jnp.argmin(logits, axis=-1).astype(jnp.int32)
 
     drawn = [
-        jaxkv.generate(model, PROMPT, sampling=sampling, key=jax.random.key(0), **DRAWING).tokens.tolist()
+        jaxkv.generate(
+            model, PROMPT, sampling=sampling, key=jax.random.key(0), **DRAWING
+        ).tokens.tolist()
         for sampling in (second, unlikeliest, second)
     ]
     assert drawn[0] == drawn[2] != drawn[1]
@@ -223,28 +242,38 @@ def test_a_sampler_of_ones_own_is_told_from_its_equal(model):
             return jnp.argsort(-logits, axis=-1)[:, rank].astype(jnp.int32)
 
     options = {"key": jax.random.key(0), **DRAWING}
-    drawn = [jaxkv.generate(model, PROMPT, sampling=Nth(n), **options).tokens.tolist() for n in (1, 1.0)]
+    drawn = [
+        jaxkv.generate(model, PROMPT, sampling=Nth(n), **options).tokens.tolist() for n in (1, 1.0)
+    ]
     assert drawn[0] != drawn[1]
 
 
 def test_keys(model):
     policy = jaxkv.Random(budget=16)
-    caches = [jaxkv.prefill(model, PROMPT, policy=policy, key=jax.random.key(seed)) for seed in (3, 3, 4)]
+    caches = [
+        jaxkv.prefill(model, PROMPT, policy=policy, key=jax.random.key(seed)) for seed in (3, 3, 4)
+    ]
     positions = [np.stack([pool.pos for pool in cache.pools]) for cache in caches]
     np.testing.assert_array_equal(positions[0], positions[1])
     assert (positions[0] != positions[2]).any()
     hot = Temperature(temperature=5.0)
     drawn = [
-        jaxkv.generate(model, PROMPT, sampling=hot, key=jax.random.key(seed), **DRAWING).tokens.tolist()
+        jaxkv.generate(
+            model, PROMPT, sampling=hot, key=jax.random.key(seed), **DRAWING
+        ).tokens.tolist()
         for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     # The k = 1 likeliest is the greedy one, whatever the key.
     greedy = jaxkv.generate(model, PROMPT, **DRAWING).tokens
-    only = jaxkv.generate(model, PROMPT, sampling=TopK(k=1), key=jax.random.key(7), **DRAWING).tokens
+    only = jaxkv.generate(
+        model, PROMPT, sampling=TopK(k=1), key=jax.random.key(7), **DRAWING
+    ).tokens
     np.testing.assert_array_equal(greedy, only)
     # Sequences of a batch draw on their own.
-    rows = jaxkv.generate(model, [PROMPT] * 3, sampling=hot, key=jax.random.key(0), **DRAWING).tokens
+    rows = jaxkv.generate(
+        model, [PROMPT] * 3, sampling=hot, key=jax.random.key(0), **DRAWING
+    ).tokens
     assert len({tuple(row.tolist()) for row in rows}) == 3
 
 
@@ -262,4 +291,6 @@ def test_a_probability_that_rounds_to_zero_leaves_the_likeliest():
     logits = jnp.asarray([[0.0, 3.0, 1.0, 3.0], [2.0, 0.0, 1.0, -1.0]])
     for p in (1e-30, 1e-39, 1e-300):
         kept = np.isfinite(jaxkv.TopP(p).cut(logits))
-        np.testing.assert_array_equal(kept, [[False, True, False, True], [True, False, False, False]])
+        np.testing.assert_array_equal(
+            kept, [[False, True, False, True], [True, False, False, False]]
+        )

@@ -72,7 +72,9 @@ def assert_same(cache, other):
 
 
 def answer(model, cache, **asked):
-    return jaxkv.generate(model, tiny.prompts(7, (5, 3)), cache=cache, max_new_tokens=6, **asked).tokens
+    return jaxkv.generate(
+        model, tiny.prompts(7, (5, 3)), cache=cache, max_new_tokens=6, **asked
+    ).tokens
 
 
 def saved(tmp_path, policy=SNAP, *, dtype="float32"):
@@ -110,7 +112,10 @@ def test_sixteen_bits_and_numbers_that_are_none(tmp_path):
     _, cache, _ = saved(tmp_path, dtype="bfloat16")
     odd = np.asarray(cache.pools[0].k).copy()
     odd[0, 0, :4] = [np.nan, -0.0, np.inf, 1e-39]
-    pools = (dataclasses.replace(cache.pools[0], store=Dense(k=jnp.asarray(odd), v=cache.pools[0].v)), *cache.pools[1:])
+    pools = (
+        dataclasses.replace(cache.pools[0], store=Dense(k=jnp.asarray(odd), v=cache.pools[0].v)),
+        *cache.pools[1:],
+    )
     cache = cache.updated(pools=pools)
     cache.save(tmp_path / "odd")
     assert_same(jaxkv.load_cache(tmp_path / "odd"), cache)
@@ -121,10 +126,17 @@ def test_every_policy_comes_back(row):
     for budget in (24, 0.25):
         policy, arrays = row.policy(budget), {}
         back = decode(json.loads(json.dumps(encode(policy, arrays))), arrays.get)
-        assert type(back) is type(policy) and back == policy and repr(back) == repr(policy) and not arrays
+        assert (
+            type(back) is type(policy)
+            and back == policy
+            and repr(back) == repr(policy)
+            and not arrays
+        )
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, None, "a", (), ((1, 2.5), "b"), SnapKV, jaxkv.cache.Turn.ANSWER])
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, None, "a", (), ((1, 2.5), "b"), SnapKV, jaxkv.cache.Turn.ANSWER]
+)
 def test_values_keep_their_types(value):
     back = decode(json.loads(json.dumps(encode(value, {}))), lambda name: None)
     assert back == value and type(back) is type(value)
@@ -144,10 +156,16 @@ def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "cache")]
     out = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert out.returncode == 0, out.stderr
-    expected = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=8, stop_at_eos=False).tokens
+    expected = jaxkv.generate(
+        model, [[1, 2], [3]], cache=cache, max_new_tokens=8, stop_at_eos=False
+    ).tokens
     assert json.loads(out.stdout) == [each.tolist() for each in expected]
 
 
@@ -178,7 +196,8 @@ def test_a_users_policy(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("as_users_call")
 @pytest.mark.parametrize(
-    "policy", [OmniKV(budget=8, adjacent=0), OmniKV(budget=8, adjacent=0, base=SNAP), "snapkv", SnapKV]
+    "policy",
+    [OmniKV(budget=8, adjacent=0), OmniKV(budget=8, adjacent=0, base=SNAP), "snapkv", SnapKV],
 )
 def test_the_policy_as_prefill_was_given_it(tmp_path, policy):
     """Filled in by the model, by its name or class."""
@@ -188,7 +207,12 @@ def test_the_policy_as_prefill_was_given_it(tmp_path, policy):
     cache.save(tmp_path / "cache")
     for asked in ({}, {"params": model}):
         assert_same(jaxkv.load_cache(tmp_path / "cache", policy=policy, **asked), cache)
-    for other in (OmniKV(budget=8, adjacent=0, filter_layers=(1,)), OmniKV(budget=9), BrutalOffload(), "h2o"):
+    for other in (
+        OmniKV(budget=8, adjacent=0, filter_layers=(1,)),
+        OmniKV(budget=9),
+        BrutalOffload(),
+        "h2o",
+    ):
         with pytest.raises(ValueError, match="policy=.*another one compressed the cache"):
             jaxkv.load_cache(tmp_path / "cache", policy=other)
 
@@ -200,12 +224,16 @@ def test_policies_that_no_text_says(tmp_path):
 
     model = tiny.tiny(CONFIG)
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=Policy(budget=20, scorer=Odd()))
-    with pytest.raises(ValueError, match=r"policy\.scorer\.how='builtin_function_or_method': what can be saved is"):
+    with pytest.raises(
+        ValueError, match=r"policy\.scorer\.how='builtin_function_or_method': what can be saved is"
+    ):
         cache.save(tmp_path / "cache")
     # Numbers in arrays would come back as nothing at all.
     policy = Policy(budget=20, scorer=Learned(weight=np.ones(512, np.float32)))
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy)
-    with pytest.raises(ValueError, match=r"policy\.scorer\.weight='ndarray': what can be saved is numbers, text"):
+    with pytest.raises(
+        ValueError, match=r"policy\.scorer\.weight='ndarray': what can be saved is numbers, text"
+    ):
         cache.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
@@ -226,7 +254,9 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
         decode({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
     with pytest.raises(ValueError, match="has no such member here"):
         decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
-    with pytest.raises(ValueError, match="manifest=.*no value that KVCache.save writes: save the cache again"):
+    with pytest.raises(
+        ValueError, match="manifest=.*no value that KVCache.save writes: save the cache again"
+    ):
         decode({"class": "jaxkv:SnapKV"}, lambda name: None)
 
 
@@ -249,7 +279,10 @@ def test_places_that_are_taken(tmp_path):
     _, cache, path = saved(tmp_path)
     (tmp_path / "file").write_text("mine")
     for taken in (path, tmp_path / "file"):
-        with pytest.raises(ValueError, match="path=.*something is there already: choose another folder, or remove it"):
+        with pytest.raises(
+            ValueError,
+            match="path=.*something is there already: choose another folder, or remove it",
+        ):
             cache.save(taken)
     with pytest.raises(ValueError, match="path=.*no folder can be made there"):
         cache.save(tmp_path / "file" / "cache")
@@ -263,7 +296,10 @@ def test_places_that_are_taken(tmp_path):
 
 def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     _, cache, path = saved(tmp_path)
-    errors = (OSError(28, "No space left on device"), ValueError("OUT_OF_RANGE: No space left on device\nhere"))
+    errors = (
+        OSError(28, "No space left on device"),
+        ValueError("OUT_OF_RANGE: No space left on device\nhere"),
+    )
     for step, error in itertools.product(("write_json", "write_arrays"), errors):
         with monkeypatch.context() as patched:
 
@@ -272,13 +308,17 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
 
             patched.setattr(jaxkv.checkpoints.orbax_files, step, full)
             with pytest.raises(
-                ValueError, match=r"path=.*it cannot be written \(.*No space left on device\): make room"
+                ValueError,
+                match=r"path=.*it cannot be written \(.*No space left on device\): make room",
             ):
                 cache.save(tmp_path / "other")
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
     # Killed, it leaves a folder whose name says what it is.
     shutil.copytree(path, tmp_path / ".other.x1.partial")
-    with pytest.raises(ValueError, match=r"path=.*\.partial: it has not been written to its end: save the cache again"):
+    with pytest.raises(
+        ValueError,
+        match=r"path=.*\.partial: it has not been written to its end: save the cache again",
+    ):
         jaxkv.load_cache(tmp_path / ".other.x1.partial")
 
 
@@ -311,8 +351,14 @@ def edit_manifest(path, edit):
             lambda said: said.update(version=9),
             "version=9: this jaxkv reads version 2 of jaxkv cache, .*: save the cache again",
         ),
-        (lambda said: said.update(format="jaxkv weights"), "is a folder of jaxkv weights: read it with jaxkv.load"),
-        (lambda said: said.update(format="x"), "no folder of jaxkv cache: give one that KVCache.save has written"),
+        (
+            lambda said: said.update(format="jaxkv weights"),
+            "is a folder of jaxkv weights: read it with jaxkv.load",
+        ),
+        (
+            lambda said: said.update(format="x"),
+            "no folder of jaxkv cache: give one that KVCache.save has written",
+        ),
         (
             lambda said: said["arrays"].pop("arrays.pools.0.store.k"),
             r"array='arrays\.pools\.0\.store\.k': the manifest in .* says noth",
@@ -320,7 +366,10 @@ def edit_manifest(path, edit):
         (lambda said: said.update(arrays={}), "arrays={}: none in .*; save the cache again"),
         (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),
         (lambda said: said.update(cache=3), "cache='int': .* holds no cache"),
-        (lambda said: said.update(policy="snapkv"), "policy='snapkv': no policy: save the cache again"),
+        (
+            lambda said: said.update(policy="snapkv"),
+            "policy='snapkv': no policy: save the cache again",
+        ),
         (lambda said: tables_of(said).pop("seen"), "it is made otherwise here"),
         (
             lambda said: said["arrays"][SEEN].update(shape=[3]),
@@ -368,6 +417,8 @@ def test_weights_are_no_cache_and_a_cache_is_no_weights(tmp_path):
     _, _, path = saved(tmp_path)
     with pytest.raises(ValueError, match="format='jaxkv cache': .*: read it with jaxkv.load_cache"):
         jaxkv.load(path)
-    weights = jaxkv.checkpoints.convert(running.GOLDEN / "models" / "llama_gqa", tmp_path / "weights")
+    weights = jaxkv.checkpoints.convert(
+        running.GOLDEN / "models" / "llama_gqa", tmp_path / "weights"
+    )
     with pytest.raises(ValueError, match="format='jaxkv weights': .*: read it with jaxkv.load"):
         jaxkv.load_cache(weights)

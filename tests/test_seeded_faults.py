@@ -32,12 +32,16 @@ SEEDS = range(3)
 
 def agrees(name, budget=20):
     """Sets against the oracle; at least one input must be fit to tell."""
-    assert any([agreement.check_agreement(BY_NAME[name], seed, 3, (46, 30), budget) for seed in SEEDS])
+    assert any(
+        [agreement.check_agreement(BY_NAME[name], seed, 3, (46, 30), budget) for seed in SEEDS]
+    )
 
 
 def in_order(name, budget=20):
     for seed in SEEDS:
-        invariants.check_prefill(BY_NAME[name], tiny.tiny(tiny.MODELS["gqa3"]), seed, (60, 31), budget)
+        invariants.check_prefill(
+            BY_NAME[name], tiny.tiny(tiny.MODELS["gqa3"]), seed, (60, 31), budget
+        )
 
 
 def as_alone(name):
@@ -49,7 +53,9 @@ def appends(name):
 
 
 def ties():
-    agreement.check_ties(AdaptiveHeads(alpha=0.2), lambda *a: o.ada_select(*a, alpha=0.2), seed=1, levels=2, base=7)
+    agreement.check_ties(
+        AdaptiveHeads(alpha=0.2), lambda *a: o.ada_select(*a, alpha=0.2), seed=1, levels=2, base=7
+    )
 
 
 def highest_first(patch):
@@ -80,20 +86,26 @@ def window_sees_the_future(patch):
 def group_maximum(patch):
     real = WindowAttention.observe
     patch.setattr(
-        WindowAttention, "observe", lambda self, seen: real(dataclasses.replace(self, group=GroupReduce.MAX), seen)
+        WindowAttention,
+        "observe",
+        lambda self, seen: real(dataclasses.replace(self, group=GroupReduce.MAX), seen),
     )
 
 
 def heads_rounded_down(patch):
     def targets(self, won, base):
-        return (0.8 * won.astype(jnp.float32) + 0.2 * base[:, None].astype(jnp.float32)).astype(jnp.int32)
+        return (0.8 * won.astype(jnp.float32) + 0.2 * base[:, None].astype(jnp.float32)).astype(
+            jnp.int32
+        )
 
     patch.setattr(AdaptiveHeads, "targets", targets)
 
 
 def layers_rounded_down(patch):
     patch.setattr(
-        layers, "round_to_sum", lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64)
+        layers,
+        "round_to_sum",
+        lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64),
     )
 
 
@@ -101,7 +113,9 @@ def padding_competes(patch):
     real = compress.choose
 
     def choose(layers, *rest, **options):
-        everywhere = [dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)) for layer in layers]
+        everywhere = [
+            dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)) for layer in layers
+        ]
         return real(everywhere, *rest, **options)
 
     patch.setattr(compress, "choose", choose)
@@ -155,7 +169,9 @@ def nothing_waits_for_reads(patch):
 
 def a_wrapper_loses_the_window(patch):
     real = AdaKV.wrap
-    patch.setattr(AdaKV, "wrap", lambda self, base: dataclasses.replace(real(self, base), keep=parts.Keep()))
+    patch.setattr(
+        AdaKV, "wrap", lambda self, base: dataclasses.replace(real(self, base), keep=parts.Keep())
+    )
 
 
 def stale_logits(patch):
@@ -167,7 +183,9 @@ def stale_logits(patch):
 
     real = drawing.Drawing.close
     patch.setattr(drawing.Drawing, "__init__", first)
-    patch.setattr(drawing.Drawing, "close", lambda self: dataclasses.replace(real(self), logits=self._first))
+    patch.setattr(
+        drawing.Drawing, "close", lambda self: dataclasses.replace(real(self), logits=self._first)
+    )
 
 
 def scores_stay_behind(patch):
@@ -205,7 +223,11 @@ def a_record_misses_a_call(patch):
     real = Recorder.call
 
     def call(self, door, args, options):
-        return door.__wrapped__(*args, **options) if door.__name__ == "_choose" else real(self, door, args, options)
+        return (
+            door.__wrapped__(*args, **options)
+            if door.__name__ == "_choose"
+            else real(self, door, args, options)
+        )
 
     patch.setattr(Recorder, "call", call)
 
@@ -220,14 +242,23 @@ def every_call_is_recorded():
 
 
 def in_slots():
-    model, policy, given = tiny.tiny(tiny.TWO_LAYERS), BY_NAME["full"].make(20), slot_runs.requests(0, 8)
+    model, policy, given = (
+        tiny.tiny(tiny.TWO_LAYERS),
+        BY_NAME["full"].make(20),
+        slot_runs.requests(0, 8),
+    )
     tokens, _ = slot_runs.answered(slot_runs.made(model, policy), given)
     assert tokens == [slot_runs.alone(model, policy, asked) for asked in given]
 
 
 def steps(name, **options):
     """Eviction and merging, step by step."""
-    assert any([eviction.check_steps(name, seed, 2, 16, Layout.EQUAL, like=0.7, **options) for seed in SEEDS])
+    assert any(
+        [
+            eviction.check_steps(name, seed, 2, 16, Layout.EQUAL, like=0.7, **options)
+            for seed in SEEDS
+        ]
+    )
 
 
 FAULTS = (

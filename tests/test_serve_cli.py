@@ -27,24 +27,38 @@ def folder(tmp_path):
 
 def test_running_requests_are_answered_after_sigterm(folder):
     """A queue of streams when the signal comes: all are answered, a new request is refused, and the process ends."""
-    with started(folder, "--also", "full", "--also", "streamingllm --budget 9") as (process, address, lines):
+    with started(folder, "--also", "full", "--also", "streamingllm --budget 9") as (
+        process,
+        address,
+        lines,
+    ):
         options = {
             "base_url": address,
             "headers": {"Authorization": "Bearer sesame"},
             "timeout": 60,
             "trust_env": False,
         }
-        body = {"prompt": lettered.DOC, "temperature": 0, "max_tokens": 60, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": lettered.DOC,
+            "temperature": 0,
+            "max_tokens": 60,
+            "ignore_eos": True,
+            "stream": True,
+        }
         begun = threading.Event()
         with httpx2.Client(**options) as client, concurrent.futures.ThreadPoolExecutor(24) as pool:
             assert client.get("/health").status_code == 200
-            models = {each["id"]: each["budget"] for each in client.get("/v1/models").json()["data"]}
+            models = {
+                each["id"]: each["budget"] for each in client.get("/v1/models").json()["data"]
+            }
             assert models == {"tiny": 16, "tiny:full": None, "tiny:streamingllm-budget-9": 9}
             assert httpx2.get(f"{address}/v1/models", trust_env=False).status_code == 401
 
             def ask(at):
                 model = "tiny:full" if at % 4 == 3 else "tiny"
-                with client.stream("POST", "/v1/completions", json={**body, "model": model}) as response:
+                with client.stream(
+                    "POST", "/v1/completions", json={**body, "model": model}
+                ) as response:
                     begun.set()
                     return response.status_code, response.read().decode()
 
@@ -53,15 +67,24 @@ def test_running_requests_are_answered_after_sigterm(folder):
             process.send_signal(signal.SIGTERM)
             late = {"status": 200}
             while late["status"] == 200:
-                late = {"status": client.post("/v1/completions", json={**body, "stream": False}).status_code}
+                late = {
+                    "status": client.post(
+                        "/v1/completions", json={**body, "stream": False}
+                    ).status_code
+                }
             assert late["status"] == 503 and client.get("/health").status_code == 503
             found = [answer.result(60) for answer in answers]
         taken = [text for status, text in found if status == 200]
         assert taken and {status for status, _ in found} <= {200, 503}
-        assert all(text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text for text in taken)
+        assert all(
+            text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+            for text in taken
+        )
         assert process.wait(60) == 0
     log = "".join(lines)
-    assert len(re.findall(r"POST /v1/completions 200 prompt_tokens=\d+ new_tokens=60", log)) >= len(taken)
+    assert len(re.findall(r"POST /v1/completions 200 prompt_tokens=\d+ new_tokens=60", log)) >= len(
+        taken
+    )
     assert lettered.DOC[:9] not in log and "Traceback" not in log
 
 
@@ -80,7 +103,9 @@ def test_a_server_that_starts_says_how_far_it_is_and_ends_at_a_signal(folder, se
         for response in (health, asked, listed):
             assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
             error = response.json()["error"]
-            assert error["code"] == "starting" and error["type"] == "server_error" and error["message"]
+            assert (
+                error["code"] == "starting" and error["type"] == "server_error" and error["message"]
+            )
         told = health.json()
         assert told["status"] == "starting" and told["step"] == 1 and told["steps"] == 1 + 2 * PARTS
         process.send_signal(sent)
@@ -99,9 +124,15 @@ def test_a_busy_address_is_told_before_anything_is_loaded(capsys, monkeypatch):
 def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch):
     """Also where it is a later one."""
     monkeypatch.setattr(Slots, "compile", lambda *_, **__: pytest.fail("it was compiled"))
-    policies = {"tiny": jaxkv.KNorm(budget=16), "tiny:omnikv": jaxkv.OmniKV(offload=True, filter_layers=(0,))}
+    policies = {
+        "tiny": jaxkv.KNorm(budget=16),
+        "tiny:omnikv": jaxkv.OmniKV(offload=True, filter_layers=(0,)),
+    }
     limits = {"max_prompt_tokens": 60, "max_new_tokens": 60, "slots": 1}
-    with pytest.raises(ValueError, match="policy="), engines(lettered.tiny(), policies, folder=None, **limits):
+    with (
+        pytest.raises(ValueError, match="policy="),
+        engines(lettered.tiny(), policies, folder=None, **limits),
+    ):
         pass
 
 
@@ -116,7 +147,10 @@ def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch
         (["--policy", "full", "--budget", "4"], "full has no such option"),
         (["--max-body-bytes", "0"], "give at least 1"),
         (["--also", "nothing"], "nothing"),
-        (["--also", "full --window 3"], "--also='full --window 3': --window=3: full has no such option"),
+        (
+            ["--also", "full --window 3"],
+            "--also='full --window 3': --window=3: full has no such option",
+        ),
         (["--also", "full", "--also", "full"], "--also='full': it is given twice"),
     ],
 )

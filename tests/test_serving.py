@@ -48,7 +48,13 @@ def model():
 @pytest.fixture(scope="module")
 def letters():
     """An engine whose model speaks characters, with room for questions."""
-    options = {"slots": 2, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 40, "queue": 4}
+    options = {
+        "slots": 2,
+        "max_prompt_tokens": 64,
+        "max_question_tokens": 16,
+        "max_new_tokens": 40,
+        "queue": 4,
+    }
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
         yield engine
 
@@ -62,9 +68,13 @@ def test_lengths_are_compiled_for_requests_that_have_them():
     busy, limits = Busy(), LIMITS | {"max_prompt_tokens": 70, "max_question_tokens": 100}
     COMPUTING.add(busy)
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(9, 8)]
-    given += [dataclasses.replace(each, prompt=[*range(10), *each.prompt][-60:]) for each in given[:2]]
+    given += [
+        dataclasses.replace(each, prompt=[*range(10), *each.prompt][-60:]) for each in given[:2]
+    ]
     with jaxkv.Engine(model(), policy=POLICY, precompile=False, **limits) as engine:
-        requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
+        requests = [
+            engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given
+        ]
         document = engine.document(given[0].prompt)
         asked = engine.submit([5, 9, 2], document=document, max_new_tokens=6, stop_at_eos=False)
         for each, request in zip(given, requests, strict=True):
@@ -99,7 +109,9 @@ def test_a_length_that_cannot_be_compiled_ahead_is_compiled_by_its_request(monke
     monkeypatch.setattr(Slots, "compiling", failing)
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(10, 3)]
     with jaxkv.Engine(model(), policy=POLICY, precompile=False, **LIMITS) as engine:
-        requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
+        requests = [
+            engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given
+        ]
         for each, request in zip(given, requests, strict=True):
             assert request.result().tokens.tolist() == runs.alone(model(), POLICY, each)
 
@@ -118,17 +130,30 @@ def test_groups_of_a_mesh_answer_as_alone():
     """Slots lie over two groups of four devices."""
     whole, policy = meshes.model_of(4), meshes.roomy("adakv")
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(1, 9)]
-    options = {"slots": 4, "max_prompt_tokens": 64, "max_question_tokens": 8, "max_new_tokens": runs.NEW}
-    with jaxkv.Engine(whole, policy=policy, mesh=meshes.mesh_of(2, 4), document_bytes=1, **options) as engine:
+    options = {
+        "slots": 4,
+        "max_prompt_tokens": 64,
+        "max_question_tokens": 8,
+        "max_new_tokens": runs.NEW,
+    }
+    with jaxkv.Engine(
+        whole, policy=policy, mesh=meshes.mesh_of(2, 4), document_bytes=1, **options
+    ) as engine:
         documents = [engine.document(asked.prompt) for asked in given[:2]]
-        requests = [engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given]
+        requests = [
+            engine.submit(asked.prompt, max_new_tokens=asked.new, key=asked.seed) for asked in given
+        ]
         for asked, request in zip(given, requests, strict=True):
             assert request.result().tokens.tolist() == runs.alone(whole, policy, asked)
         # Of two documents one waits on disk.
         for document, asked in zip(documents, given, strict=False):
             cache = jaxkv.prefill(whole, asked.prompt, policy=policy)
-            alone = jaxkv.generate(whole, [5, 9, 2], cache=cache, max_new_tokens=6, stop_at_eos=False)
-            request = engine.submit([5, 9, 2], document=document, max_new_tokens=6, stop_at_eos=False)
+            alone = jaxkv.generate(
+                whole, [5, 9, 2], cache=cache, max_new_tokens=6, stop_at_eos=False
+            )
+            request = engine.submit(
+                [5, 9, 2], document=document, max_new_tokens=6, stop_at_eos=False
+            )
             assert request.result().tokens.tolist() == alone.tokens.tolist()
 
 
@@ -137,7 +162,9 @@ def test_requests_have_budgets_of_their_own():
     prompts = [asked.prompt for asked in runs.requests(4, 6)]
     options = {"max_new_tokens": 12, "stop_at_eos": False}
     with jaxkv.Engine(model(), policy=policy, **LIMITS) as engine:
-        requests = [engine.submit(prompt, budget=18 - at, **options) for at, prompt in enumerate(prompts)]
+        requests = [
+            engine.submit(prompt, budget=18 - at, **options) for at, prompt in enumerate(prompts)
+        ]
         for at, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             alone = jaxkv.generate(model(), prompt, policy=with_budget(policy, 18 - at), **options)
             assert request.result().tokens.tolist() == alone.tokens.tolist()
@@ -150,7 +177,14 @@ def test_requests_have_budgets_of_their_own():
 def work_of(prompt, new, eos=(), *, offline=False):
     """A request as the scheduler takes it."""
     encoded = encode(prompt, None, model().config, close=True)
-    given = {"key": None, "stops": (), "eos": eos, "policy": None, "deadline": None, "offline": offline}
+    given = {
+        "key": None,
+        "stops": (),
+        "eos": eos,
+        "policy": None,
+        "deadline": None,
+        "offline": offline,
+    }
     order = Order(encoded=encoded, new=new, sampling=Greedy(), **given)
     return Work(order, Request(), None)
 
@@ -160,7 +194,9 @@ def scheduler(tmp_path):
     """A scheduler of one slot, stepped by hand."""
     slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
     return Scheduler(
-        slots, Documents(model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path), ahead=3
+        slots,
+        Documents(model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path),
+        ahead=3,
     )
 
 
@@ -168,7 +204,8 @@ def test_requests_wait_compressed_with_their_first_token_told(scheduler):
     """While the first draws, the others are prefilled and their first token is drawn; one needs no slot at all."""
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(7, 4)]
     tokens = [
-        runs.alone(model(), scheduler.slots.session.policy, dataclasses.replace(asked, seed=0)) for asked in given
+        runs.alone(model(), scheduler.slots.session.policy, dataclasses.replace(asked, seed=0))
+        for asked in given
     ]
     works = [work_of(asked.prompt, new) for asked, new in zip(given, (24, 6, 1, 5), strict=True)]
     ended = work_of(given[1].prompt, 6, eos=(tokens[1][0],))
@@ -184,7 +221,10 @@ def test_requests_wait_compressed_with_their_first_token_told(scheduler):
         found = work.request.result(0).tokens.tolist()
         # The same tokens, as far as both go.
         assert len(found) == new and found[: len(expected)] == expected[:new]
-    assert ended.request.result(0).finish_reason == "stop" and ended.request.result(0).tokens.tolist() == tokens[1][:1]
+    assert (
+        ended.request.result(0).finish_reason == "stop"
+        and ended.request.result(0).tokens.tolist() == tokens[1][:1]
+    )
     assert works[3].request.stats.first_token_seconds < works[0].request.stats.seconds
 
 
@@ -211,7 +251,9 @@ def test_tokens_are_drawn_between_the_layers_of_a_prompt(scheduler, offline):
 
 @pytest.mark.parametrize("stop", [(), "q", ("zz", "k")])
 def test_text_comes_in_pieces_and_ends_at_stop_strings(letters, stop):
-    alone = jaxkv.generate(lettered.tiny(), DOC, policy=POLICY, max_new_tokens=40, stop=stop, stop_at_eos=False)
+    alone = jaxkv.generate(
+        lettered.tiny(), DOC, policy=POLICY, max_new_tokens=40, stop=stop, stop_at_eos=False
+    )
     request = letters.submit(DOC, max_new_tokens=40, stop=stop, stop_at_eos=False)
     pieces = list(request)
     assert "".join(pieces) == alone.text == request.result().text
@@ -240,7 +282,9 @@ def test_threads_submit_at_once():
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             ask = lambda prompt: engine.submit(prompt, max_new_tokens=6, stop_at_eos=False).result()  # noqa: E731
             answers = list(pool.map(ask, prompts))
-    alone = jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, max_new_tokens=6, stop_at_eos=False).tokens
+    alone = jaxkv.generate(
+        lettered.tiny(), prompts, policy=POLICY, max_new_tokens=6, stop_at_eos=False
+    ).tokens
     assert [answer.tokens.tolist() for answer in answers] == [tokens.tolist() for tokens in alone]
 
 
@@ -249,21 +293,34 @@ def test_lists_are_mapped_in_order_or_as_they_come(letters):
     options = {"max_new_tokens": 5, "stop_at_eos": False}
     ordered = [answer.text for answer in letters.map(iter(prompts), **options)]
     assert ordered == jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, **options).text
-    assert sorted(answer.text for answer in letters.map(prompts, ordered=False, **options)) == sorted(ordered)
-    drawn = [answer.text for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)]
-    again = [answer.text for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)]
+    assert sorted(
+        answer.text for answer in letters.map(prompts, ordered=False, **options)
+    ) == sorted(ordered)
+    drawn = [
+        answer.text
+        for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)
+    ]
+    again = [
+        answer.text
+        for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)
+    ]
     assert drawn == again != ordered[:3]
 
 
 def test_documents_are_compressed_once_and_asked_by_many(letters):
     document = letters.document(DOC)
     cache = jaxkv.prefill(lettered.tiny(), DOC, policy=POLICY)
-    assert document.tokens == int(cache.seen[0]) and document.rows == pytest.approx(float(np.mean(cache.kept)))
+    assert document.tokens == int(cache.seen[0]) and document.rows == pytest.approx(
+        float(np.mean(cache.kept))
+    )
     options = {"max_new_tokens": 12, "stop_at_eos": False}
     questions = ["what?", "where is it?", "who"]
     requests = [letters.submit(question, document=document, **options) for question in questions]
     for question, request in zip(questions, requests, strict=True):
-        assert request.result().text == jaxkv.generate(lettered.tiny(), question, cache=cache, **options).text
+        assert (
+            request.result().text
+            == jaxkv.generate(lettered.tiny(), question, cache=cache, **options).text
+        )
     letters.documents.remove(document.id)
     with pytest.raises(ValueError, match="there is none of this id"):
         letters.submit("what?", document=document)
@@ -279,12 +336,16 @@ def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(letters._scheduler, "step", timed)
-        documents = [letters.document(DOC[:size], budget=own) for size in (4, 11, 43) for own in (None, 3)]
+        documents = [
+            letters.document(DOC[:size], budget=own) for size in (4, 11, 43) for own in (None, 3)
+        ]
         # An entry has a position of four bytes as well.
         heads = letters.session.params.config.layers * letters.session.params.config.kv_heads
         rest = {each.nbytes - each.kept_nbytes - 4 * round(each.rows * heads) for each in documents}
         assert len(rest) == 1
-        assert max(each.nbytes for each in documents) < letters.stats.nbytes / letters.stats.slots / 2
+        assert (
+            max(each.nbytes for each in documents) < letters.stats.nbytes / letters.stats.slots / 2
+        )
         assert letters.stats.document_bytes >= sum(each.nbytes for each in documents)
         for each in documents:
             letters.submit("who?", document=each, max_new_tokens=2).result()
@@ -305,8 +366,12 @@ def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
         assert answers[:3] == answers[3:]
     (tmp_path / "here" / "notes.json").write_text("{}")
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
-        assert sorted(engine.documents.all(), key=lambda each: each.id) == sorted(documents, key=lambda each: each.id)
-        assert [engine.submit("who?", document=each).result().text for each in documents] == answers[:3]
+        assert sorted(engine.documents.all(), key=lambda each: each.id) == sorted(
+            documents, key=lambda each: each.id
+        )
+        assert [
+            engine.submit("who?", document=each).result().text for each in documents
+        ] == answers[:3]
     with jaxkv.Engine(lettered.tiny(), policy=jaxkv.KNorm(budget=17), **options) as engine:
         assert engine.documents.all() == []
 
@@ -327,14 +392,22 @@ def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
     with jaxkv.Engine(lettered.tiny(), policy=policy, documents=tmp_path, **options) as engine:
         old = engine.document(DOC)
     monkeypatch.setattr(_Own, "holds", Half)
-    with jaxkv.Engine(lettered.tiny(), policy=_Own(base=POLICY), documents=tmp_path, **options) as engine:
+    with jaxkv.Engine(
+        lettered.tiny(), policy=_Own(base=POLICY), documents=tmp_path, **options
+    ) as engine:
         with pytest.raises(ValueError, match="these slots have Half: prefill the prompt anew"):
             engine.submit("who?", document=old).result()
         assert engine.submit("who?", document=engine.document(DOC)).result().finish_reason
 
 
 def test_a_full_disk_refuses_documents_and_loses_none(tmp_path, monkeypatch):
-    options = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 8, "document_bytes": 1}
+    options = {
+        "slots": 1,
+        "max_prompt_tokens": 64,
+        "max_question_tokens": 16,
+        "max_new_tokens": 8,
+        "document_bytes": 1,
+    }
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
         first = engine.document(DOC)
         answer = engine.submit("who?", document=first).result().text
@@ -349,7 +422,9 @@ def test_a_full_disk_refuses_documents_and_loses_none(tmp_path, monkeypatch):
                     engine.document(DOC.upper())
             assert engine.documents.all() == [first] and engine.stats.document_bytes == first.nbytes
             assert engine.submit("who?", document=first).result().text == answer
-            patched.setattr(engine.documents, "_write", lambda document, _: engine.documents.remove(document.id))
+            patched.setattr(
+                engine.documents, "_write", lambda document, _: engine.documents.remove(document.id)
+            )
             # Removed by another thread while it is written.
             second = engine.document(DOC.upper())
         assert engine.documents.all() == [second]
@@ -371,7 +446,10 @@ def test_models_may_have_many_end_tokens():
     many = LanguageModel(lettered.tiny().decoder, text=text, name="many")
     with jaxkv.Engine(many, policy=POLICY, **LIMITS) as engine:
         found = engine.submit(DOC, max_new_tokens=9).result()
-        assert found.tokens.tolist() == jaxkv.generate(many, DOC, policy=POLICY, max_new_tokens=9).tokens.tolist()
+        assert (
+            found.tokens.tolist()
+            == jaxkv.generate(many, DOC, policy=POLICY, max_new_tokens=9).tokens.tolist()
+        )
 
 
 def test_one_request_fails_alone(letters):
@@ -453,7 +531,12 @@ def test_futures_of_requests_cancel_them(letters):
     with held(letters) as given_up:
         request = letters.submit(DOC, max_new_tokens=40)
         under_way(letters, 0)
-        assert request.future.cancel() and request.cancelled and request.done and "cancelled" in repr(request)
+        assert (
+            request.future.cancel()
+            and request.cancelled
+            and request.done
+            and "cancelled" in repr(request)
+        )
         with pytest.raises(concurrent.futures.CancelledError):
             list(request)
         assert given_up.wait(60)
@@ -477,7 +560,10 @@ def test_answers_to_one_prompt_share_its_prefill(letters, monkeypatch):
     """More of them than slots, beside another prompt; with and without a document. Each as alone with its key."""
     drawing = {"sampling": Temperature(1.0), "stop_at_eos": False}
     document = letters.document(DOC)
-    for on, prompts, name in ((None, [DOC, DOC[:9]], "prefilling"), (document, ["who?", "what is it"], "extend")):
+    for on, prompts, name in (
+        (None, [DOC, DOC[:9]], "prefilling"),
+        (document, ["who?", "what is it"], "extend"),
+    ):
         keys = [[jax.random.key(at) for at in range(3)], [3]]
         options = [{"max_new_tokens": new, "document": on, **drawing} for new in (12, 5)]
         given = list(zip(prompts, keys, options, strict=True))
@@ -502,7 +588,9 @@ def test_policies_that_draw_prefill_for_each_key(monkeypatch):
         prefilled = counted(monkeypatch, engine._slots, "prefilling")
         first = engine.submit(DOC, key=[5, 6], max_new_tokens=9, stop_at_eos=False)
         for key, request in zip((5, 6), (first, *first.others), strict=True):
-            alone = jaxkv.generate(lettered.tiny(), DOC, policy=policy, key=key, max_new_tokens=9, stop_at_eos=False)
+            alone = jaxkv.generate(
+                lettered.tiny(), DOC, policy=policy, key=key, max_new_tokens=9, stop_at_eos=False
+            )
             assert request.result().tokens.tolist() == alone.tokens.tolist()
     assert len(prefilled) == 2
 
@@ -510,13 +598,18 @@ def test_policies_that_draw_prefill_for_each_key(monkeypatch):
 def test_a_shared_prefill_goes_on_for_those_who_want_it(letters):
     """In mid-prefill the first of three is cancelled, then in another all are."""
     with held(letters) as given_up:
-        first = letters.submit(DOC, key=[1, 2, 3], sampling=Temperature(1.0), max_new_tokens=6, stop_at_eos=False)
+        first = letters.submit(
+            DOC, key=[1, 2, 3], sampling=Temperature(1.0), max_new_tokens=6, stop_at_eos=False
+        )
         under_way(letters, 0)
         first.cancel()
         late = letters.submit(DOC, key=[1, 2], deadline=1e-3, max_new_tokens=6)
         late.future.exception(60)
         assert not given_up.is_set()
-    assert [len(request.result(60).tokens) for request in first.others] == [6, 6] and first.cancelled
+    assert [len(request.result(60).tokens) for request in first.others] == [
+        6,
+        6,
+    ] and first.cancelled
     for request in (late, *late.others):
         with pytest.raises(TimeoutError, match="the deadline passed"):
             request.result(60)
@@ -557,7 +650,9 @@ def test_an_error_of_the_engine_ends_all_requests_with_its_message(monkeypatch, 
         monkeypatch.setattr(engine._slots, name, broken)
     requests = [engine.submit(DOC, max_new_tokens=4) for _ in range(5)]
     for request in requests:
-        with pytest.raises(RuntimeError, match="the engine failed: RuntimeError: the device is gone"):
+        with pytest.raises(
+            RuntimeError, match="the engine failed: RuntimeError: the device is gone"
+        ):
             request.result(timeout=60)
     with pytest.raises(RuntimeError, match="the engine has failed: the device is gone"):
         engine.submit(DOC)
@@ -592,4 +687,6 @@ def test_closing_answers_or_cancels():
 )
 def test_engines_that_cannot_be_are_refused(options, error):
     with pytest.raises(ValueError, match=error):
-        jaxkv.Engine(lettered.tiny(), **{"slots": 1, "max_prompt_tokens": 16, "max_new_tokens": 8} | options)
+        jaxkv.Engine(
+            lettered.tiny(), **{"slots": 1, "max_prompt_tokens": 16, "max_new_tokens": 8} | options
+        )

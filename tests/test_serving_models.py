@@ -23,8 +23,19 @@ from jaxkv.text.pieces import pieces_of
 
 POLICY = jaxkv.KNorm(budget=16)
 CHATS, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
-OPTIONS = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 16, "queue": 4}
-QUESTION = {"messages": [{"role": "user", "content": "who?"}], "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+OPTIONS = {
+    "slots": 1,
+    "max_prompt_tokens": 64,
+    "max_question_tokens": 16,
+    "max_new_tokens": 16,
+    "queue": 4,
+}
+QUESTION = {
+    "messages": [{"role": "user", "content": "who?"}],
+    "temperature": 0,
+    "max_tokens": 5,
+    "ignore_eos": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,12 @@ def test_all_models_are_listed_with_policy_and_budget(client):
     small, full = client.get("/v1/models").json()["data"]
     assert (small["id"], small["policy"], small["budget"]) == ("tiny", "KNorm(budget=16)", 16)
     assert (full["id"], full["policy"], full["budget"]) == ("tiny:full", "FullKV()", None)
-    assert small["own_budget"] and not full["own_budget"] and full["full_cache"] and not small["full_cache"]
+    assert (
+        small["own_budget"]
+        and not full["own_budget"]
+        and full["full_cache"]
+        and not small["full_cache"]
+    )
     assert client.get("/v1/models/tiny:full").json() == full
 
 
@@ -59,9 +75,13 @@ def test_a_body_chooses_by_model(client):
     chat = [{"role": "user", "content": DOC}]
     for name, policy in (("tiny", POLICY), ("tiny:full", jaxkv.FullKV())):
         found = client.post(CHATS, json={**QUESTION, "messages": chat, "model": name}).json()
-        alone = jaxkv.generate(lettered.tiny(), chat, policy=policy, max_new_tokens=5, stop_at_eos=False)
+        alone = jaxkv.generate(
+            lettered.tiny(), chat, policy=policy, max_new_tokens=5, stop_at_eos=False
+        )
         assert found["model"] == name and found["choices"][0]["message"]["content"] == alone.text
-    assert "'tiny', 'tiny:full'" in refused(client.post(CHATS, json={**QUESTION, "model": "tiny:knorm"}), 404, "model")
+    assert "'tiny', 'tiny:full'" in refused(
+        client.post(CHATS, json={**QUESTION, "model": "tiny:knorm"}), 404, "model"
+    )
 
 
 def test_documents_belong_to_their_model(client):
@@ -69,13 +89,17 @@ def test_documents_belong_to_their_model(client):
     assert made["model"] == "tiny:full" and made["rows"] == made["tokens"] == 45
     assert made in client.get(DOCUMENTS).json()["data"]
     cache = jaxkv.prefill(lettered.tiny(), DOC)
-    text = jaxkv.generate(lettered.tiny(), "who?", cache=cache, max_new_tokens=5, stop_at_eos=False).text
+    text = jaxkv.generate(
+        lettered.tiny(), "who?", cache=cache, max_new_tokens=5, stop_at_eos=False
+    ).text
     # A body without a model asks the document's own.
     for model in ("tiny:full", None):
         found = client.post(CHATS, json={**QUESTION, "document": made["id"], "model": model}).json()
         assert found["model"] == "tiny:full" and found["choices"][0]["message"]["content"] == text
     body = {**QUESTION, "document": made["id"], "model": "tiny"}
-    assert "'tiny:full' compressed it, not 'tiny'" in refused(client.post(CHATS, json=body), 400, "document")
+    assert "'tiny:full' compressed it, not 'tiny'" in refused(
+        client.post(CHATS, json=body), 400, "document"
+    )
     refused(client.post(CHATS, json={**body, "model": "other"}), 404, "model")
     refused(client.post(DOCUMENTS, json={"text": DOC, "model": "other"}), 404, "model")
     assert client.delete(f"{DOCUMENTS}/{made['id']}").json()["deleted"]
@@ -89,7 +113,12 @@ def test_what_is_kept_is_what_the_cache_holds(client, budget):
     holds = cache.holds(0, 45)
     layers, heads, _ = holds.shape
     assert made["rows"] == budget and made["full_bytes"] == cache.full_nbytes
-    assert made["kept_bytes"] == budget * layers * heads * cache.entry_bytes == cache.kept_nbytes < made["bytes"]
+    assert (
+        made["kept_bytes"]
+        == budget * layers * heads * cache.entry_bytes
+        == cache.kept_nbytes
+        < made["bytes"]
+    )
     path = f"{DOCUMENTS}/{made['id']}/kept"
     found = client.get(path).json()
     # The template's own, and the question's turn is still open.
@@ -97,9 +126,15 @@ def test_what_is_kept_is_what_the_cache_holds(client, budget):
     assert (found["layers"], found["heads"], found["pairs"]) == (layers, heads, layers * heads)
     assert found["kept"] == holds.sum(axis=(0, 1)).tolist() and len(set(found["kept"])) > 1
     one = client.get(path, params={"layer": 1}).json()
-    assert one["kept"] == holds[1].sum(axis=0).tolist() and one["pairs"] == heads and one["layer"] == 1
+    assert (
+        one["kept"] == holds[1].sum(axis=0).tolist() and one["pairs"] == heads and one["layer"] == 1
+    )
     one = client.get(path, params={"layer": 0, "head": 1}).json()
-    assert one["kept"] == holds[0, 1].astype(int).tolist() and one["pairs"] == 1 and sum(one["kept"]) == budget
+    assert (
+        one["kept"] == holds[0, 1].astype(int).tolist()
+        and one["pairs"] == 1
+        and sum(one["kept"]) == budget
+    )
 
 
 def test_numbers_that_are_none_are_refused(client):
@@ -121,7 +156,9 @@ def test_numbers_that_are_none_are_refused(client):
     refused(client.get(f"{path}?layer=0&hed=0"), 400, "hed")
     refused(client.get(f"{DOCUMENTS}/doc-0/kept"), 404, "document")
     refused(client.post(DOCUMENTS, json={"text": DOC, "budget": 17}), 400, "budget")
-    refused(client.post(DOCUMENTS, json={"text": DOC, "budget": 4, "model": "tiny:full"}), 400, "budget")
+    refused(
+        client.post(DOCUMENTS, json={"text": DOC, "budget": 4, "model": "tiny:full"}), 400, "budget"
+    )
 
 
 def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
@@ -129,13 +166,18 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
     for more in (0, 32):
         # Slots of another size take them as well.
         options = OPTIONS | {"max_new_tokens": OPTIONS["max_new_tokens"] + more}
-        with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **options) as engine:
+        with jaxkv.Engine(
+            lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **options
+        ) as engine:
             # Of the second engine's two documents one was there.
             engine.document(DOC, budget=None if given else 9)
             client = TestClient(Application({"tiny": engine}))
             found = [each["id"] for each in client.get(DOCUMENTS).json()["data"]]
             given.append({name: client.get(f"{DOCUMENTS}/{name}/kept").json() for name in found})
-            answers = [client.post(CHATS, json={**QUESTION, "document": name}).status_code for name in found]
+            answers = [
+                client.post(CHATS, json={**QUESTION, "document": name}).status_code
+                for name in found
+            ]
             assert set(answers) == {200}
     (name,) = given[0]
     assert len(given[1]) == 2 and given[1][name] == given[0][name]
@@ -143,7 +185,9 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
     # A changed file is left out, with a notice.
     path = tmp_path / f"{name}.json"
     path.write_text(re.sub('"bits": "....', '"bits": "AAAA', path.read_text()))
-    with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **OPTIONS) as engine:
+    with jaxkv.Engine(
+        lettered.tiny(), policy=POLICY, documents=tmp_path, document_bytes=0, **OPTIONS
+    ) as engine:
         (other,) = engine.documents.all()
         assert other.id in given[1] and other.id != name
         # One whose cache cannot be read is refused without the server's path; one that has just gone is not there.
@@ -151,7 +195,10 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
         client = TestClient(Application({"tiny": engine}))
         response = client.post(CHATS, json={**QUESTION, "document": other.id})
         refused(response, 410, "document")
-        assert response.json()["error"]["code"] == "document_unreadable" and str(tmp_path) not in response.text
+        assert (
+            response.json()["error"]["code"] == "document_unreadable"
+            and str(tmp_path) not in response.text
+        )
         with pytest.raises(ValueError, match="its saved cache cannot be read"):
             engine.submit("who?", document=other).result()
 
@@ -162,7 +209,10 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
         monkeypatch.setattr("jaxkv.serving.documents.load_cache", removed)
         response = client.post(CHATS, json={**QUESTION, "document": other.id})
         assert response.json()["error"]["code"] == "document_not_found"
-        for ask in (lambda: engine.submit("who?", document=other), lambda: engine.documents.of(other.id)):
+        for ask in (
+            lambda: engine.submit("who?", document=other),
+            lambda: engine.documents.of(other.id),
+        ):
             with pytest.raises(ValueError, match="there is none of this id") as gone:
                 ask().result()
             assert refused_by(gone.value).status == 404
@@ -171,21 +221,38 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
 def test_metrics_have_a_label_for_the_model(client):
     def read():
         families = text_string_to_metric_families(client.get("/metrics").text)
-        return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+        return {
+            (each.name, *each.labels.values()): each.value
+            for family in families
+            for each in family.samples
+        }
 
     before = read()
     client.post(CHATS, json={**QUESTION, "model": "tiny:full"})
     after = read()
-    grown = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
-    assert grown[("jaxkv_tokens_total", "tiny:full")] == 5 and grown[("jaxkv_answer_seconds_count", "tiny:full")] == 1
+    grown = {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if value != before.get(name, 0)
+    }
+    assert (
+        grown[("jaxkv_tokens_total", "tiny:full")] == 5
+        and grown[("jaxkv_answer_seconds_count", "tiny:full")] == 1
+    )
     assert after[("jaxkv_slots", "tiny")] == after[("jaxkv_slots", "tiny:full")] == 1
-    assert ("jaxkv_tokens_total", "tiny") not in grown and ("jaxkv_answer_seconds_count", "tiny") in after
+    assert ("jaxkv_tokens_total", "tiny") not in grown and (
+        "jaxkv_answer_seconds_count",
+        "tiny",
+    ) in after
 
 
 def test_a_failed_engine_is_named(client, monkeypatch):
     monkeypatch.setattr(engine(client, "tiny:full"), "error", MemoryError("none is left"))
     response = client.get("/health")
-    assert response.status_code == 503 and "tiny:full has failed" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 503
+        and "tiny:full has failed" in response.json()["error"]["message"]
+    )
 
 
 class Page(html.parser.HTMLParser):
@@ -220,7 +287,9 @@ def test_the_page_runs_its_own_script_alone(client):
     names = [name for name, _ in page.attributes]
     assert not any(name.startswith("on") or name in ("style", "src") for name in names)
     assert [value for name, value in page.attributes if name == "href"] == ["data:,"]
-    assert "innerHTML" not in response.text and "//" not in re.sub(r"// .*", "", page.inside["script"])
+    assert "innerHTML" not in response.text and "//" not in re.sub(
+        r"// .*", "", page.inside["script"]
+    )
     assert client.post("/", json={}).status_code == 405
 
 
@@ -240,7 +309,11 @@ def test_further_policies_share_the_budget_unless_they_have_one():
         "knorm": jaxkv.KNorm(budget=16),
     }
     assert further_policies(["snapkv"], jaxkv.FullKV()) == {"snapkv": jaxkv.SnapKV()}
-    for given, said in (([""], "--also="), (["full", "full"], "given twice"), (["snapkv --beams 3"], "--also='snapkv")):
+    for given, said in (
+        ([""], "--also="),
+        (["full", "full"], "given twice"),
+        (["snapkv --beams 3"], "--also='snapkv"),
+    ):
         with pytest.raises(ValueError, match=said):
             further_policies(given, POLICY)
 

@@ -29,7 +29,9 @@ def test_slots_from_memory(monkeypatch):
 
 def test_slots_from_memory_on_a_mesh(monkeypatch):
     """As many as fit with the prompts that wait, each of which takes a slot in both groups; not half as many."""
-    session = jaxkv.Session(as_model(meshes.model_of(4), meshes.mesh_of(2, 2)), jaxkv.KNorm(budget=16))
+    session = jaxkv.Session(
+        as_model(meshes.model_of(4), meshes.mesh_of(2, 2)), jaxkv.KNorm(budget=16)
+    )
     slots = functools.partial(Slots, session, **LIMITS)
     pair = slots(count=2).nbytes
     monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * pair)

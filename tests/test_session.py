@@ -72,7 +72,9 @@ def test_draws_go_on_where_the_last_one_ended():
     some, first = session.draw(cache, 5, new=12)
     _, rest = session.draw(some, 7, new=12, donate=True)
     np.testing.assert_array_equal(np.concatenate([first, rest], axis=1), whole)
-    assert all(pool.k.is_deleted() for pool in some.pools) and not any(pool.k.is_deleted() for pool in cache.pools)
+    assert all(pool.k.is_deleted() for pool in some.pools) and not any(
+        pool.k.is_deleted() for pool in cache.pools
+    )
 
 
 def test_a_sequence_that_has_ended_gets_no_rows():
@@ -115,12 +117,16 @@ def test_a_model_is_taken_apart_once_and_anew_for_new_weights():
     old = scale.get_value()
     scale.set_value(2 * old)
     try:
-        np.testing.assert_allclose(np.asarray(Session(model).prefill(IDS).logits), 2 * np.asarray(before), rtol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(Session(model).prefill(IDS).logits), 2 * np.asarray(before), rtol=1e-5
+        )
     finally:
         scale.set_value(old)
     copied = copy.deepcopy(model)
     assert copied.flat is not model.flat
-    np.testing.assert_array_equal(np.asarray(Session(copied).prefill(IDS).logits), np.asarray(before))
+    np.testing.assert_array_equal(
+        np.asarray(Session(copied).prefill(IDS).logits), np.asarray(before)
+    )
 
 
 def apart(cache):
@@ -131,7 +137,9 @@ def apart(cache):
 
 
 @pytest.mark.parametrize(
-    "policy", [H2O(budget=16), jaxkv.TOVA(budget=16), jaxkv.D2O(budget=16, merge=None)], ids=lambda p: type(p).__name__
+    "policy",
+    [H2O(budget=16), jaxkv.TOVA(budget=16), jaxkv.D2O(budget=16, merge=None)],
+    ids=lambda p: type(p).__name__,
 )
 def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy):
     model = tiny.tiny(GQA)
@@ -151,7 +159,9 @@ def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy):
         apart(one)
 
 
-@pytest.mark.parametrize("policy", [FullKV(), OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True)])
+@pytest.mark.parametrize(
+    "policy", [FullKV(), OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True)]
+)
 def test_logits_behind_an_end_are_those_of_the_last_row(policy):
     session = Session(tiny.tiny(GQA), policy)
     cache = session.prefill(IDS)
@@ -173,7 +183,9 @@ def test_samples_need_a_key_and_another_key_is_another_sample():
     model = tiny.tiny(GQA)
     plain, keyed, hot = Session(model), Session(model, key=3), jaxkv.Temperature(temperature=2.0)
     cache = plain.prefill(IDS)
-    with pytest.raises(ValueError, match=r"key=None: Temperature.* draws at random: give key=jax\.random\.key"):
+    with pytest.raises(
+        ValueError, match=r"key=None: Temperature.* draws at random: give key=jax\.random\.key"
+    ):
         plain.draw(cache, 4, sampling=hot)
     same = [keyed.draw(cache, 12, sampling=hot)[1] for _ in range(2)]
     np.testing.assert_array_equal(*same)

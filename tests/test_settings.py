@@ -22,7 +22,13 @@ def test_64_bits_and_ranks(name):
         first = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=cache, **options)
         hot = jaxkv.TopK(k=5, temperature=0.7)
         stream = jaxkv.generate(
-            model, [[7], [8, 9]], cache=first.cache, sampling=hot, key=jax.random.key(1), stream=True, **options
+            model,
+            [[7], [8, 9]],
+            cache=first.cache,
+            sampling=hot,
+            key=jax.random.key(1),
+            stream=True,
+            **options,
         )
         list(stream)
         return [*first.tokens, *stream.result.tokens], stream.result.cache

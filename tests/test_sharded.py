@@ -31,7 +31,11 @@ def run(model, policy, **options):
     ids = prompts(5, LENGTHS)
     asked = jaxkv.prefill(model, ids, **given, **options)
     made = jaxkv.generate(model, ids, max_new_tokens=NEW, stop_at_eos=False, **given, **options)
-    return [tokens.tolist() for tokens in made.tokens], [positions(each) for each in (asked, made.cache)], made
+    return (
+        [tokens.tolist() for tokens in made.tokens],
+        [positions(each) for each in (asked, made.cache)],
+        made,
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -50,9 +54,16 @@ def test_tokens_drawn_from_logits_with_keys():
     """Random numbers count sequences over all groups of devices."""
     of, sampling = model_of(4), jaxkv.Temperature(temperature=0.9)
     ids = prompts(6, (40, 40, 23, 31))
-    options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "sampling": sampling, "key": 11, "progress": False}
+    options = {
+        "policy": jaxkv.SnapKV(budget=BUDGET, window=8),
+        "sampling": sampling,
+        "key": 11,
+        "progress": False,
+    }
     alone = jaxkv.generate(of, ids, max_new_tokens=NEW, stop_at_eos=False, **options)
-    split = jaxkv.generate(of, ids, max_new_tokens=NEW, stop_at_eos=False, mesh=mesh_of(4, 2), **options)
+    split = jaxkv.generate(
+        of, ids, max_new_tokens=NEW, stop_at_eos=False, mesh=mesh_of(4, 2), **options
+    )
     assert [each.tolist() for each in split.tokens] == [each.tolist() for each in alone.tokens]
 
 
@@ -112,16 +123,22 @@ def test_parameters_that_are_replaced_go_where_their_parts_are_looked_for():
 
 def test_a_cache_is_copied_and_pickled():
     of, mesh, ids = model_of(4), mesh_of(2, 4), prompts(9, (5, 8))
-    cache = jaxkv.prefill(of, prompts(5, LENGTHS), policy=roomy("snapkv"), mesh=mesh, progress=False)
+    cache = jaxkv.prefill(
+        of, prompts(5, LENGTHS), policy=roomy("snapkv"), mesh=mesh, progress=False
+    )
     asked = [
         jaxkv.generate(of, ids, cache=each, mesh=mesh, max_new_tokens=4, progress=False).tokens
         for each in (cache, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache))
     ]
     np.testing.assert_array_equal(asked[1:], [asked[0]] * 2)
     make, (platform, _) = cache.axes.__reduce__()
-    with pytest.raises(ValueError, match=r"devices=\[99\]: this process has 8 of cpu: .*jaxkv\.load_cache"):
+    with pytest.raises(
+        ValueError, match=r"devices=\[99\]: this process has 8 of cpu: .*jaxkv\.load_cache"
+    ):
         make(platform, [[[0], [99]]])
-    with pytest.raises(ValueError, match=r"cache\.axes=None: its arrays lie on Mesh.*the cache as it was"):
+    with pytest.raises(
+        ValueError, match=r"cache\.axes=None: its arrays lie on Mesh.*the cache as it was"
+    ):
         jaxkv.generate(of, ids, cache=dataclasses.replace(cache, axes=None), progress=False)
 
 
@@ -129,13 +146,21 @@ def test_letters():
     axes = Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
     spec = jax.sharding.PartitionSpec
     assert axes.spec("L B K n", (2, 4, 4, 1)) == spec(None, "data", "kv")
-    assert axes.spec("#B #K S", (1, 1, 9)) == spec() and axes.spec("#B #K S", (2, 4, 9)) == spec("data", "kv")
+    assert axes.spec("#B #K S", (1, 1, 9)) == spec() and axes.spec("#B #K S", (2, 4, 9)) == spec(
+        "data", "kv"
+    )
     assert axes.spec("B ...", (2, 3, 3)) == spec("data")
     # An axis of one device splits nothing, and what comes out of programs does not name it.
-    assert axes.spec("V E", (64, 24)) == spec("kv") and axes.spec("B K G R D", (2, 4, 2, 8, 8)) == spec("data", "kv")
+    assert axes.spec("V E", (64, 24)) == spec("kv") and axes.spec(
+        "B K G R D", (2, 4, 2, 8, 8)
+    ) == spec("data", "kv")
     fewer = Axes(mesh=model_mesh(mesh_of(1, 4), model_of(2).config))
-    assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(None, "kv")
-    with pytest.raises(ValueError, match=r"letters='K P': two of them want one axis of the mesh \(kv, kv\)"):
+    assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(
+        None, "kv"
+    )
+    with pytest.raises(
+        ValueError, match=r"letters='K P': two of them want one axis of the mesh \(kv, kv\)"
+    ):
         axes.spec("K P", (4, 8))
     with pytest.raises(ValueError, match=r"B=3: it is split over data=2: give a multiple of 2"):
         axes.spec("B K", (3, 4))
@@ -153,7 +178,10 @@ def test_programs_are_traced_for_shapes_alone():
     x = jnp.ones((2, 8))
     for axes in (Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config)), None):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        assert _shares.trace(shape, axes=axes).lower().as_text() == _shares.lower(x, axes=axes).as_text()
+        assert (
+            _shares.trace(shape, axes=axes).lower().as_text()
+            == _shares.lower(x, axes=axes).as_text()
+        )
     np.testing.assert_array_equal(_shares(x, axes=None), np.full((2, 8), 1 / 8))
 
 
@@ -177,7 +205,9 @@ def test_a_mesh_around_calls_changes_nothing():
     for around in (mesh, jax.make_mesh((8,), ("x",))):
         with jax.set_mesh(around):
             there, rows, made = run(of, policy, mesh=mesh)
-            pieces = jaxkv.generate(of, prompts(5, LENGTHS), cache=made.cache, mesh=mesh, max_new_tokens=2, stream=True)
+            pieces = jaxkv.generate(
+                of, prompts(5, LENGTHS), cache=made.cache, mesh=mesh, max_new_tokens=2, stream=True
+            )
             assert len(list(pieces)) and jax.sharding.get_abstract_mesh() == around.abstract_mesh
         assert (there, rows) == (tokens, kept)
 
@@ -188,9 +218,12 @@ def test_a_cache_stays_on_its_mesh():
     there = jaxkv.prefill(of, ids, mesh=mesh_of(2, 4), **options)
     for model in (of, of.on(mesh_of(1, 4))):
         with pytest.raises(
-            ValueError, match=r"cache=Mesh.*the model lies on.*give jaxkv\.reshard\(cache, .*or prefill"
+            ValueError,
+            match=r"cache=Mesh.*the model lies on.*give jaxkv\.reshard\(cache, .*or prefill",
         ):
             jaxkv.generate(model, ids, cache=there, progress=False)
     turned = jax.sharding.Mesh(mesh_of(2, 4).devices[::-1], ("data", "model"))
-    with pytest.raises(ValueError, match=r"the model lies on Mesh.* of other devices, or in another order: give"):
+    with pytest.raises(
+        ValueError, match=r"the model lies on Mesh.* of other devices, or in another order: give"
+    ):
         jaxkv.generate(of, ids, cache=there, mesh=turned, progress=False)

@@ -34,7 +34,9 @@ def test_streams_stop_strings_and_turns(name):
     free = jaxkv.generate(tiny(), rows, policy=POLICIES[name], **OPTIONS)
     stops = [free.text[0][2:5], free.text[1][9:11]]
     for model in (tiny(), moved()):
-        stream = jaxkv.generate(model, rows, policy=POLICIES[name], stop=stops, stream=True, **OPTIONS)
+        stream = jaxkv.generate(
+            model, rows, policy=POLICIES[name], stop=stops, stream=True, **OPTIONS
+        )
         pieces = list(stream)
         more = jaxkv.generate(model, ids(2, 3, 9, 5), cache=stream.result.cache, **OPTIONS)
         out.append((pieces, told(stream.result), told(more)))

@@ -17,7 +17,13 @@ def told(made):
     tokens = made.tokens if isinstance(made.tokens, list) else [made.tokens]
     seen = {name: getattr(made.stats, name) for name in SEEN}
     shapes = (cache.batch, cache.kept.shape, cache.first_rows.shape, cache.full_nbytes)
-    return [each.tolist() for each in tokens], positions(cache), seen, shapes, repr(cache).split(" MB;")[0][:40]
+    return (
+        [each.tolist() for each in tokens],
+        positions(cache),
+        seen,
+        shapes,
+        repr(cache).split(" MB;")[0][:40],
+    )
 
 
 @pytest.mark.parametrize("name", ["full", "adakv-entropy", "h2o", "every"])
@@ -61,7 +67,15 @@ def test_ends_and_draws_of_a_filled_batch():
         drawing.end(np.asarray([True, False, False]))
         drawing.take_back(np.asarray([2, 0, 0]))
         back = drawing.close()
-        out.append((drawn.tolist(), greedy.tolist(), positions(ended), positions(back), drawing.done.tolist()))
+        out.append(
+            (
+                drawn.tolist(),
+                greedy.tolist(),
+                positions(ended),
+                positions(back),
+                drawing.done.tolist(),
+            )
+        )
     assert out[0] == out[1]
     assert greedy.shape[0] == 3 and (greedy[0] == -1).any()
 

@@ -8,7 +8,9 @@ FEW = ("pyramidinfer", "adakv-critical", "adakv-variance")
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("mesh, kv_heads", [((1, 8), 8), ((4, 2), 4), ((8, 1), 4)], ids=["1x8", "4x2", "8x1"])
+@pytest.mark.parametrize(
+    "mesh, kv_heads", [((1, 8), 8), ((4, 2), 4), ((8, 1), 4)], ids=["1x8", "4x2", "8x1"]
+)
 def test_one_of_each_kind(name, mesh, kv_heads):
     assert run(name, kv_heads, mesh=mesh) == run(name, kv_heads)
 

@@ -12,7 +12,9 @@ from jaxkv import BrutalOffload, OmniKV
 
 POLICIES = {
     "filters": OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
-    "chunks": OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True, prefill_ratio=1.0, prefill_chunk=16),
+    "chunks": OmniKV(
+        budget=12, filter_layers=(0,), adjacent=0, offload=True, prefill_ratio=1.0, prefill_chunk=16
+    ),
     "loaded": BrutalOffload(resident_layers=1),
 }
 OPTIONS = {"max_new_tokens": 8, "stop_at_eos": False, "progress": False}
@@ -32,7 +34,9 @@ def told(made):
     return [each.tolist() for each in made.tokens], positions(made.cache)
 
 
-@pytest.mark.parametrize("name, kv_heads", [("filters", 4), ("filters", 2), ("chunks", 4), ("loaded", 4)])
+@pytest.mark.parametrize(
+    "name, kv_heads", [("filters", 4), ("filters", 2), ("chunks", 4), ("loaded", 4)]
+)
 def test_answers_are_those_of_one_device(name, kv_heads):
     """Three prompts for two groups, and a question on top of each."""
     of, out = model_of(kv_heads), []
@@ -52,7 +56,9 @@ def test_answers_are_those_of_one_device(name, kv_heads):
 def test_one_document_for_many_questions():
     of, out = model_of(4), []
     for model in (of, of.on(mesh_of(2, 2))):
-        cache = jaxkv.prefill(model, prompts(5, (60,))[0], policy=POLICIES["filters"], progress=False)
+        cache = jaxkv.prefill(
+            model, prompts(5, (60,))[0], policy=POLICIES["filters"], progress=False
+        )
         out.append(told(jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=cache, **OPTIONS)))
     assert out[0] == out[1]
     # One copy of the document beside each device's heads serves all questions.
@@ -63,12 +69,23 @@ def test_one_document_for_many_questions():
 def test_a_cache_moves_with_what_waits(before, after, tmp_path):
     of = model_of(4)
     on = lambda where: of if where is None else of.on(mesh_of(*where))  # noqa: E731
-    made = jaxkv.generate(on(before), prompts(5, (61, 23, 37)), policy=POLICIES["filters"], **OPTIONS)
+    made = jaxkv.generate(
+        on(before), prompts(5, (61, 23, 37)), policy=POLICIES["filters"], **OPTIONS
+    )
     moved = jaxkv.reshard(made.cache, None if after is None else mesh_of(*after))
-    assert np.array_equal(waits(moved), waits(made.cache)) and positions(moved) == positions(made.cache)
+    assert np.array_equal(waits(moved), waits(made.cache)) and positions(moved) == positions(
+        made.cache
+    )
     made.cache.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache", on(after))
-    asked = [jaxkv.generate(on(after), prompts(6, (5, 19, 8)), cache=each, **OPTIONS) for each in (moved, loaded)]
+    asked = [
+        jaxkv.generate(on(after), prompts(6, (5, 19, 8)), cache=each, **OPTIONS)
+        for each in (moved, loaded)
+    ]
     here = jaxkv.generate(on(before), prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)
     assert told(asked[0]) == told(asked[1]) == told(here)
-    assert all(rows.sharding.memory_kind == "pinned_host" for each in (moved, loaded) for rows in each.bank.rows)
+    assert all(
+        rows.sharding.memory_kind == "pinned_host"
+        for each in (moved, loaded)
+        for rows in each.bank.rows
+    )

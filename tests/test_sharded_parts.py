@@ -138,7 +138,9 @@ HEAVY = {"budget": BUDGET, "scorer": CumulativeAttention(), "keep": Keep(sinks=1
         Policy(budget=BUDGET, scorer=Loudest()),
         Policy(budget=BUDGET, scorer=Loudest(together=True), heads=Greedy(), every=3),
         SnapKV(budget=BUDGET, window=8, group="max", allocation=EntropyLayers()),
-        Policy(budget=BUDGET, scorer=WindowAttention(window=8), heads=Lowest(), keep=Keep(window=8)),
+        Policy(
+            budget=BUDGET, scorer=WindowAttention(window=8), heads=Lowest(), keep=Keep(window=8)
+        ),
         Policy(**HEAVY, evict=Fading(), merge=Halving()),
         Policy(**HEAVY, evict=Fading(), merge=Halving(together=True)),
     ],
@@ -168,7 +170,11 @@ class Filtered(Method):
     """Rows are dropped, and others not read."""
 
     def parts(self):
-        read = OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=3).parts().read
+        read = (
+            OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=3)
+            .parts()
+            .read
+        )
         return self.compose(scorer=KeyNorm(), read=read)
 
 
@@ -176,7 +182,14 @@ class Filtered(Method):
     "policy",
     [
         OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, selector="exponential", window=5),
-        OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, selector="uniform", window=5, include_generated=True),
+        OmniKV(
+            budget=BUDGET,
+            filter_layers=(0,),
+            adjacent=0,
+            selector="uniform",
+            window=5,
+            include_generated=True,
+        ),
         OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, prefill_ratio=1.0, prefill_chunk=16),
         Filtered(budget=40),
     ],
@@ -189,7 +202,10 @@ def test_filters_choose_the_same_on_all_devices(policy, kv_heads):
 
 def test_filters_choose_for_questions():
     """Several tokens on top of a cache, then one at a time; rings lie where their heads do."""
-    of, policy = model_of(2), OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=4)
+    of, policy = (
+        model_of(2),
+        OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=4),
+    )
     out = []
     for model in (of, of.on(mesh_of(2, 4))):
         session = jaxkv.Session(model, policy)

@@ -6,8 +6,14 @@ from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 from policy_table import TABLE
 
 NEEDS = {row.name: row.policy(BUDGET).parts() for row in TABLE}
-ONCE = [name for name, parts in NEEDS.items() if parts.nested or parts.needs.replay or parts.needs.blocks]
-AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in ONCE))
+ONCE = [
+    name
+    for name, parts in NEEDS.items()
+    if parts.nested or parts.needs.replay or parts.needs.blocks
+]
+AGAIN = meshes.one_of_each(
+    row for row in TABLE if not (row.keeps_all or row.evicts or row.name in ONCE)
+)
 EVERY = 3
 
 
@@ -46,7 +52,10 @@ TRAVELS = {
     "layer": {"all-reduce": ["B R E", "B K R"]},
     # What is observed, and logits of window queries, where a group's query heads lie apart; claims of heads, of n
     # numbers each, on rows.
-    "_observe": {"all-reduce": ["B K R", "B R", "B K w R"], "all-gather": ["B K", "B K G", "B K G n"]},
+    "_observe": {
+        "all-reduce": ["B K R", "B R", "B K w R"],
+        "all-gather": ["B K", "B K G", "B K G n"],
+    },
     # The second pass, whose embeddings are as above: two sums of hidden states a layer.
     "_layer_again": {"all-reduce": ["B R E"]},
     "unordered": {"all-reduce": [""]},
@@ -93,7 +102,11 @@ def test_no_keys_or_values_travel(compiled):
     for each in compiled:
         for kind, shape in each.sent:
             assert DIM not in shape, (each.name, kind, shape)
-            allowed = [letters for letters in TRAVELS.get(each.name, {}).get(kind, []) if fits(shape, letters, config)]
+            allowed = [
+                letters
+                for letters in TRAVELS.get(each.name, {}).get(kind, [])
+                if fits(shape, letters, config)
+            ]
             assert allowed, f"{each.name} sends {shape} by {kind}"
             seen.add((each.name, kind))
     names = {each.name for each in compiled}
@@ -109,7 +122,9 @@ def test_a_step_sends_two_sums_a_layer(compiled):
     for sent in steps:
         hidden = [shape for _, shape in sent if shape == (4, 1, meshes.model_of(4).config.embed)]
         assert len(hidden) == 2 * LAYERS + 1
-        assert [kind for kind, _ in sent].count("all-gather") == 1 and sent.count(("all-reduce", ())) == 1
+        assert [kind for kind, _ in sent].count("all-gather") == 1 and sent.count(
+            ("all-reduce", ())
+        ) == 1
         assert len(sent) - len(hidden) - 2 <= 2 * LAYERS
 
 

@@ -33,7 +33,9 @@ def answers(name, mesh=None):
         stop_at_eos=False,
         mesh=None if mesh is None else mesh_of(*mesh),
     )
-    return [each.tolist() for each in made.tokens], [sorted(part.pos.tolist()) for part in segments(made.cache)]
+    return [each.tolist() for each in made.tokens], [
+        sorted(part.pos.tolist()) for part in segments(made.cache)
+    ]
 
 
 @pytest.mark.real

@@ -33,7 +33,11 @@ def test_aborts_and_wrong_answers_are_counted(soak):
 
 
 def test_every_policy_meets_every_mesh_in_thirty(soak):
-    assert len({soak.drawn(index)[:2] for index in range(30)}) == len(soak.POLICIES) * len(soak.MESHES) == 30
+    assert (
+        len({soak.drawn(index)[:2] for index in range(30)})
+        == len(soak.POLICIES) * len(soak.MESHES)
+        == 30
+    )
 
 
 def test_a_generation_runs_in_a_process_of_eight_devices(soak):

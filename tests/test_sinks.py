@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import tiny
 from test_windows import SHAPE
-from text_oracle import attended, check_drawn, check_kept, check_kernels_and_meshes, check_texts, check_wide
+from text_oracle import (
+    attended,
+    check_drawn,
+    check_kept,
+    check_kernels_and_meshes,
+    check_texts,
+    check_wide,
+)
 
 import jaxkv
 from jaxkv import attention
@@ -34,7 +41,8 @@ MORE = {
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,)),
     "kvzip": jaxkv.KVzip(
-        budget=16, **{"chunk": 24, "tail": 3, "first": (1, 2, 3), "following": (4, 5), "closing": (6,)}
+        budget=16,
+        **{"chunk": 24, "tail": 3, "first": (1, 2, 3), "following": (4, 5), "closing": (6,)},
     ),
 }
 
@@ -63,20 +71,30 @@ def test_softmaxes_by_an_oracle():
 def test_a_pools_output_and_scores(walk, implementation):
     """Scores are shares of a softmax with the sink logits, and so is the output; an empty segment gives zeros."""
     heads, group, dim, each = 2, 3, 16, 150
-    q, score, sinks = 2 * normal(0, 2, heads, group, dim), normal(3, 2, heads * each), normal(4, heads, group) + 1
+    q, score, sinks = (
+        2 * normal(0, 2, heads, group, dim),
+        normal(3, 2, heads * each),
+        normal(4, heads, group) + 1,
+    )
     k, v = (normal(seed, 2, heads * each, dim) for seed in (1, 2))
-    length = np.asarray([[150, 150], [3, 0]] if walk is Walk.STRIDES else [[140, 9], [0, 30]], np.int32)
+    length = np.asarray(
+        [[150, 150], [3, 0]] if walk is Walk.STRIDES else [[140, 9], [0, 30]], np.int32
+    )
     start = np.asarray([[0, 150]] * 2 if walk is Walk.STRIDES else [[4, 144], [6, 200]], np.int32)
     expected, outs = np.asarray(score, np.float64), np.zeros(q.shape)
     for row, head, member in np.ndindex(2, heads, group):
         span = slice(start[row, head], start[row, head] + length[row, head])
         query = q[row, head, member]
-        outs[row, head, member], _, share = attended(query, k[row, span], v[row, span], sinks[head, member])
+        outs[row, head, member], _, share = attended(
+            query, k[row, span], v[row, span], sinks[head, member]
+        )
         expected[row, span] += share / group
     begin, rows, counts = jnp.asarray(start), jnp.asarray(length), jnp.asarray([True, True])
     for options in ({}, {"widest": 150}):
         given = dict(options, walk=walk, sink_logits=sinks)
-        out, found = backend_of(implementation).attend_scored(q, k, v, begin, rows, score, counts, **given)
+        out, found = backend_of(implementation).attend_scored(
+            q, k, v, begin, rows, score, counts, **given
+        )
         if isinstance(found, attention.Received):
             found = attention.add_received(score, found, begin, counts)
         np.testing.assert_allclose(out, outs, atol=2e-5)

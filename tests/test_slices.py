@@ -31,12 +31,20 @@ def mesh_of(data, model):
 @pytest.mark.parametrize("kind", ["safetensors", "orbax"])
 def test_parameters_on_a_mesh(tmp_path, data, model, kind):
     source = MODELS / "llama_gqa8"  # two kv heads of eight query heads
-    loaded = jaxkv.load(source if kind == "safetensors" else convert(source, tmp_path / "m"), mesh=mesh_of(data, model))
+    loaded = jaxkv.load(
+        source if kind == "safetensors" else convert(source, tmp_path / "m"),
+        mesh=mesh_of(data, model),
+    )
     plain = jaxkv.load(source)
     assert_same(loaded, plain)
     kv = min(2, model)
     block = loaded.decoder.blocks[0]
-    assert block.attention.q.get_value().sharding.shard_shape((2, 8, 8, 48)) == (2 // kv, 8 * kv // model, 8, 48)
+    assert block.attention.q.get_value().sharding.shard_shape((2, 8, 8, 48)) == (
+        2 // kv,
+        8 * kv // model,
+        8,
+        48,
+    )
     down, norm = block.mlp.down.get_value(), block.mlp_norm.scale.get_value()
     assert down.sharding.shard_shape(down.shape) == (48, 64 // model)
     assert norm.sharding.is_fully_replicated
@@ -70,7 +78,10 @@ def test_parameters_on_a_mesh(tmp_path, data, model, kind):
     ],
 )
 def test_families_on_a_mesh(name, model):
-    assert_same(jaxkv.load(MODELS / name, "bfloat16", mesh=mesh_of(2, model)), jaxkv.load(MODELS / name, "bfloat16"))
+    assert_same(
+        jaxkv.load(MODELS / name, "bfloat16", mesh=mesh_of(2, model)),
+        jaxkv.load(MODELS / name, "bfloat16"),
+    )
 
 
 def test_a_gguf_on_a_mesh(tmp_path):
@@ -82,16 +93,26 @@ def test_a_gguf_on_a_mesh(tmp_path):
 @pytest.mark.parametrize("kind", ["gguf", "safetensors", "orbax", "gpt_oss", "gpt_oss_mxfp4"])
 def test_any_part_of_any_tensor(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(orbax_files, "_CHUNK_BYTES", 1000)  # so that parts run through several
-    source = write_gguf(tmp_path / "m.gguf") if kind == "gguf" else MODELS / kind if "gpt" in kind else SOURCE
+    source = (
+        write_gguf(tmp_path / "m.gguf")
+        if kind == "gguf"
+        else MODELS / kind
+        if "gpt" in kind
+        else SOURCE
+    )
     checkpoint = open_checkpoint(convert(source, tmp_path / "model") if kind == "orbax" else source)
     rng = np.random.default_rng(3)
     for name, tensor in checkpoint.stored.items():
         whole = tensor.read(())
         assert whole.shape == tensor.shape and whole.dtype == tensor.dtype
         for _ in range(6):
-            ends = [sorted(rng.choice(size + 1, 2, replace=False).tolist()) for size in tensor.shape]
+            ends = [
+                sorted(rng.choice(size + 1, 2, replace=False).tolist()) for size in tensor.shape
+            ]
             index = tuple(slice(*pair) for pair in ends)[: rng.integers(1, len(ends) + 1)]
-            np.testing.assert_array_equal(tensor.read(index), whole[index], err_msg=f"{name} {index}")
+            np.testing.assert_array_equal(
+                tensor.read(index), whole[index], err_msg=f"{name} {index}"
+            )
 
 
 @pytest.mark.parametrize("name", ["llama_gqa8", "falcon_40b", "qwen3_moe_fused", "gpt_oss_mxfp4"])
@@ -165,10 +186,19 @@ _NOISE = 8 << 20
 def large_models(tmp_path):
     """54 MB in each kind of file, a tensor 2 MiB at most."""
     embed, width, layers = 256, 2048, 8
-    shapes = {"attn_norm": (embed,), "ffn_norm": (embed,), "attn_q": (embed, embed), "attn_output": (embed, embed)}
+    shapes = {
+        "attn_norm": (embed,),
+        "ffn_norm": (embed,),
+        "attn_q": (embed, embed),
+        "attn_output": (embed, embed),
+    }
     shapes |= {"attn_k": (128, embed), "attn_v": (128, embed)}
     shapes |= {"ffn_gate": (width, embed), "ffn_up": (width, embed), "ffn_down": (embed, width)}
-    whole = {f"blk.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in shapes.items()}
+    whole = {
+        f"blk.{layer}.{name}.weight": shape
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    }
     whole |= {"token_embd.weight": (512, embed), "output_norm.weight": (embed,)}
     writer, rng = gguf.GGUFWriter(tmp_path / "large.gguf", "llama"), np.random.default_rng(5)
     writer.add_block_count(layers)
@@ -187,7 +217,9 @@ def large_models(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "large.gguf")
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(dict(checkpoint.config)))
-    arrays = {name: np.ascontiguousarray(tensor.read(())) for name, tensor in checkpoint.stored.items()}
+    arrays = {
+        name: np.ascontiguousarray(tensor.read(())) for name, tensor in checkpoint.stored.items()
+    }
     safetensors.numpy.save_file(arrays, tmp_path / "large" / "model.safetensors")
     orbax = convert(tmp_path / "large.gguf", tmp_path / "large.orbax")
     paths = [str(tmp_path / "large"), str(tmp_path / "large.gguf"), str(orbax)]
@@ -203,21 +235,33 @@ def test_two_processes_read_half_each_and_hold_no_more(tmp_path):
         port = probe.getsockname()[1]
     large, weigh = large_models(tmp_path)
     # What is freed goes back at once: kept, it would hide what the measured load takes.
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}", "XLA_FLAGS": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}",
+        "XLA_FLAGS": "",
+    }
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, str(script)]
     processes = [
-        subprocess.Popen([*command, str(rank), str(port), str(SOURCE), *large], env=environment, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(SOURCE), *large],
+            env=environment,
+            stdout=subprocess.PIPE,
+        )
         for rank in range(2)
     ]
     expected = jaxkv.load(SOURCE).fingerprint
-    sizes = {name: int(np.prod(tensor.shape)) for name, tensor in open_checkpoint(SOURCE).stored.items()}
+    sizes = {
+        name: int(np.prod(tensor.shape)) for name, tensor in open_checkpoint(SOURCE).stored.items()
+    }
     slices = sum(size if "norm" in name else size // 2 for name, size in weigh.items())
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     for out in outputs:
         told = json.loads(out.splitlines()[-1])  # behind what gloo says
         assert told["fingerprint"] == expected
-        assert told["read"] == {name: size if "norm" in name else size // 2 for name, size in sizes.items()}
+        assert told["read"] == {
+            name: size if "norm" in name else size // 2 for name, size in sizes.items()
+        }
         for path, peak in told["peaks"].items():  # none where the kernel does not tell
             assert slices / 2 < peak <= slices + 2 * max(weigh.values()) + _NOISE, path

@@ -57,7 +57,10 @@ def test_sixteen_bits_answer_as_alone(name):
 @pytest.mark.parametrize("name", ["adakv", "omnikv", "again"])
 def test_rows_beside_the_pools_are_moved_when_any_slot_has_many(name, monkeypatch):
     """In float32, where it makes no difference: with little beside the pools they are moved many times."""
-    policy, real = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET), module.specialise
+    policy, real = (
+        again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET),
+        module.specialise,
+    )
     tailed = lambda *given, **named: dataclasses.replace(real(*given, **named), tail=True)  # noqa: E731
     monkeypatch.setattr(module, "specialise", tailed)
     runs.check(model(), policy, runs.requests(3, 12), slots=runs.made(model(), policy, size=16))
@@ -79,7 +82,10 @@ def test_a_shared_budget_needs_no_number_of_rows():
 def test_cancelled_and_paused_sequences_leave_the_others_alone():
     """One is released, one is taken out and goes on in another slot; all others, and it, get their tokens."""
     policy = jaxkv.SnapKV(budget=BUDGET, window=8, every=8)
-    given = [dataclasses.replace(each, new=runs.NEW, eos=()) for each in runs.requests(6, 4, sampled=True)]
+    given = [
+        dataclasses.replace(each, new=runs.NEW, eos=())
+        for each in runs.requests(6, 4, sampled=True)
+    ]
     slots = runs.made(model(), policy)
     for slot, asked in enumerate(given):
         slots.insert(runs.begun(slots, asked), slot)
@@ -130,10 +136,17 @@ def test_a_second_question_needs_room_of_its_own():
 def test_a_length_is_compiled_once_it_is_asked_for():
     """Slots that start with one length: `compiling` another one leaves nothing for its prompts to compile."""
     policy = jaxkv.SnapKV(budget=11, window=4)
-    slots = runs.made(tiny.tiny(tiny.TWO_LAYERS), policy, start=False, max_prompt=120, max_question=16)
+    slots = runs.made(
+        tiny.tiny(tiny.TWO_LAYERS), policy, start=False, max_prompt=120, max_question=16
+    )
     parts = []
     slots.compile(parts.append, lengths=False)
-    assert len(parts) == PARTS and slots.uncompiled == [(False, 32), (False, 128), (False, 16), (True, 64)]
+    assert len(parts) == PARTS and slots.uncompiled == [
+        (False, 32),
+        (False, 128),
+        (False, 16),
+        (True, 64),
+    ]
     for question, size in list(slots.uncompiled):
         finished(slots.compiling(question, size))
     given = runs.requests(3, 6)
@@ -170,21 +183,32 @@ def test_inserting_copies_sequences_where_their_letters_say():
     whole, part = cache.arrays, taken(cache.arrays, jnp.asarray([1, 2], jnp.int32))
     put = insert(jax.tree.map(jnp.copy, whole), part, jnp.asarray([2, -1], jnp.int32))
     np.testing.assert_array_equal(np.asarray(put.tables.seen), [20, 9, 9])
-    np.testing.assert_array_equal(np.asarray(put.tables.length[:, 2]), np.asarray(whole.tables.length[:, 1]))
+    np.testing.assert_array_equal(
+        np.asarray(put.tables.length[:, 2]), np.asarray(whole.tables.length[:, 1])
+    )
     np.testing.assert_array_equal(np.asarray(put.pools[1].k[2]), np.asarray(whole.pools[1].k[1]))
     np.testing.assert_array_equal(np.asarray(put.pools[1].k[:2]), np.asarray(whole.pools[1].k[:2]))
 
 
 def test_what_slots_refuse(as_users_call):
     slots = runs.made(model(), jaxkv.SnapKV(budget=BUDGET, window=8))
-    cache, other = slots.prefill(tiny.prompts(0, [20])[0]), slots.session.prefill(tiny.prompts(0, [20]))
+    cache, other = (
+        slots.prefill(tiny.prompts(0, [20])[0]),
+        slots.session.prefill(tiny.prompts(0, [20])),
+    )
     for call, named in (
         (lambda: slots.prefill([1] * 65), "65 tokens': these slots take up to max_prompt=64"),
         (lambda: slots.prefill([[1, 2], [3]]), "give one prompt"),
         (lambda: slots.extend(cache, [1]), "max_question=0"),
-        (lambda: slots.begin(cache, max_new_tokens=25), "max_new_tokens=25: these slots were made for up to 24"),
+        (
+            lambda: slots.begin(cache, max_new_tokens=25),
+            "max_new_tokens=25: these slots were made for up to 24",
+        ),
         (lambda: slots.begin(cache, max_new_tokens=2, eos=range(9)), "up to 8"),
-        (lambda: slots.begin(dataclasses.replace(cache, logits=None), max_new_tokens=2), "without logits"),
+        (
+            lambda: slots.begin(dataclasses.replace(cache, logits=None), max_new_tokens=2),
+            "without logits",
+        ),
         (lambda: slots.insert(slots.begin(cache, max_new_tokens=2), 4), "slot=4"),
         (lambda: slots.take(-1), "slot=-1"),
         (lambda: slots.release([0, -1]), "slot=-1"),
@@ -199,8 +223,16 @@ def test_what_slots_refuse(as_users_call):
         (lambda: runs.made(model(), None, max_question=-1), "max_question=-1"),
         (lambda: runs.made(model(), None, max_new_tokens=0), "max_new_tokens=0"),
         (lambda: runs.made(model(), None, max_prompt=500), "made for 512"),
-        (lambda: runs.made(model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, offload=True)), "host memory"),
-        (lambda: runs.made(model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, prefill_ratio=2)), "in chunks"),
+        (
+            lambda: runs.made(model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, offload=True)),
+            "host memory",
+        ),
+        (
+            lambda: runs.made(
+                model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, prefill_ratio=2)
+            ),
+            "in chunks",
+        ),
     ):
         with pytest.raises(ValueError, match=named):
             call()
@@ -212,5 +244,11 @@ def test_what_slots_refuse(as_users_call):
 @pytest.mark.parametrize("question", (0, 40))
 def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(question):
     policy = jaxkv.GlobalBudget(base=jaxkv.H2O(budget=20))
-    slots = Slots(jaxkv.Session(model(), policy), count=1, max_prompt=16, max_new_tokens=2, max_question=question)
+    slots = Slots(
+        jaxkv.Session(model(), policy),
+        count=1,
+        max_prompt=16,
+        max_new_tokens=2,
+        max_question=question,
+    )
     assert (slots._spec.widest is None) == bool(question)

@@ -31,7 +31,9 @@ def arithmetic(work: Work, monkeypatch) -> PrefillBytes:
     asked, real = list[PrefillBytes](), PrefillBytes.stages
     with monkeypatch.context() as patched:
         patched.setattr(PrefillBytes, "stages", lambda self: asked.append(self) or real(self))
-        assert dataclasses.replace(work, implementation=Implementation.PALLAS).planned.peak_bytes > 0
+        assert (
+            dataclasses.replace(work, implementation=Implementation.PALLAS).planned.peak_bytes > 0
+        )
     return asked[0]
 
 
@@ -62,7 +64,14 @@ def lying(call: Call, name: str, weights: int) -> int:
 def test_the_arithmetic_of_a_prefill(name, as_users_call, monkeypatch):
     policy, batch = CASES[name]
     flat = abstract_model(SHAPE, "bfloat16")
-    work = Work(flat=flat, policy=policy, batch=batch, tokens=TOKENS, new=8, implementation=Implementation.XLA)
+    work = Work(
+        flat=flat,
+        policy=policy,
+        batch=batch,
+        tokens=TOKENS,
+        new=8,
+        implementation=Implementation.XLA,
+    )
     weights, found, stage, layers = weigh((flat.ends, flat.blocks)), dict[str, int](), "", 0
     for call in work.prefill.calls:
         does = call_name(call)

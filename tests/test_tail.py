@@ -26,16 +26,22 @@ POLICIES = {
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "chosen": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=12),
-    "chosen-by-window": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=16, window=8, selector="exponential"),
+    "chosen-by-window": jaxkv.OmniKV(
+        filter_layers=(0,), adjacent=0, budget=16, window=8, selector="exponential"
+    ),
     "again": jaxkv.SnapKV(budget=16, window=8, every=64),
 }
 
 
 def drawn(model, cache, calls, monkeypatch, *, tail, eos=-2):
     """Draws so many tokens at a time, in the loop of either kind; gives tokens, final logits and the cache."""
-    monkeypatch.setattr(sessions, "spec_for", lambda *given: dataclasses.replace(spec_for(*given), tail=tail))
+    monkeypatch.setattr(
+        sessions, "spec_for", lambda *given: dataclasses.replace(spec_for(*given), tail=tail)
+    )
     # A drawing gives up its cache.
-    drawing = jaxkv.Session(model, cache.policy).drawing(jax.tree.map(jnp.copy, cache), new=16, eos=(eos,))
+    drawing = jaxkv.Session(model, cache.policy).drawing(
+        jax.tree.map(jnp.copy, cache), new=16, eos=(eos,)
+    )
     tokens = [drawing.draw(steps) for steps in calls]
     after = drawing.close()
     return np.concatenate(tokens, axis=1), np.asarray(after.logits), after
@@ -51,14 +57,18 @@ def test_both_loops_agree(name, monkeypatch):
     only_first = [token for token in free[0, 1:8].tolist() if token not in free[1].tolist()]
     eos = only_first[0] if only_first else -2
     tokens, last, direct = drawn(model, cache, [12], monkeypatch, tail=False, eos=eos)
-    tail_tokens, tail_last, gathered = drawn(model, cache, [5, 1, 6], monkeypatch, tail=True, eos=eos)
+    tail_tokens, tail_last, gathered = drawn(
+        model, cache, [5, 1, 6], monkeypatch, tail=True, eos=eos
+    )
     np.testing.assert_array_equal(tail_tokens, tokens)
     running = tokens[:, 11] >= 0
     np.testing.assert_allclose(tail_last[running], last[running], atol=1e-4)
     np.testing.assert_array_equal(np.asarray(gathered.seen), np.asarray(direct.seen))
     assert tiny.kept(gathered) == tiny.kept(direct)
     # Queries remembered for the next compression: of a sequence that has ended, none that came after.
-    for ours, theirs in zip(jax.tree.leaves(gathered.state), jax.tree.leaves(direct.state), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(gathered.state), jax.tree.leaves(direct.state), strict=True
+    ):
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5)
     for ours, theirs in zip(gathered.pools, direct.pools, strict=True):
         np.testing.assert_allclose(np.asarray(ours.k), np.asarray(theirs.k), atol=1e-5)
@@ -98,7 +108,9 @@ def check_in_place(policy):
     assert not re.findall(rf"= {re.escape(shape)}\S* copy\(", text)
 
 
-@pytest.mark.parametrize("policy", (jaxkv.H2O(budget=16), jaxkv.D2O(budget=16)), ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "policy", (jaxkv.H2O(budget=16), jaxkv.D2O(budget=16)), ids=lambda each: type(each).__name__
+)
 def test_rows_are_dropped_in_place(policy):
     check_in_place(policy)
 
@@ -116,12 +128,16 @@ def compiled(model, policy):
     loop = partial(looping._loop.__wrapped__, spec=spec, size=16)
     run = lambda *each: loop(*jax.tree.unflatten(structure, each))  # noqa: E731
     # What it writes is donated, as it is by the library.
-    return cache.pools[0], jax.jit(run, donate_argnums=tuple(range(first, end))).lower(*leaves).compile().as_text()
+    return cache.pools[0], jax.jit(run, donate_argnums=tuple(range(first, end))).lower(
+        *leaves
+    ).compile().as_text()
 
 
 def _cast(model):
     decoder = Decoder(model.config, dtype=jnp.bfloat16)
-    state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model.decoder, nnx.Param))
+    state = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model.decoder, nnx.Param)
+    )
     nnx.update(decoder, state)
     return LanguageModel(decoder, text=None, name="half")
 
@@ -131,4 +147,6 @@ class _Noise:
     """Tokens of the key alone, whatever the logits: both precisions then see the same text."""
 
     def __call__(self, logits, keys):
-        return jax.vmap(lambda key: jax.random.randint(key, (), 0, logits.shape[-1], jnp.int32))(keys)
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, logits.shape[-1], jnp.int32))(
+            keys
+        )

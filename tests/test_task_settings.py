@@ -39,10 +39,20 @@ def test_what_is_no_such_thing_is_refused_by_name(name, field, as_users_call):
 
 def test_numbers_of_numpy_lists_and_paths_are_as_good_as_plain_ones(as_users_call):
     plain = Needle(lengths=(512, 600), depths=(0.1, 1.0), count=2, seed=3, haystack="x.txt")
-    given = {"lengths": np.asarray([512, 600]), "depths": [np.float32(0.1), 1], "count": np.int64(2)}
+    given = {
+        "lengths": np.asarray([512, 600]),
+        "depths": [np.float32(0.1), 1],
+        "count": np.int64(2),
+    }
     made = Needle(**given, seed=np.uint8(3), haystack=Path("x.txt"))
     assert made == plain and hash(made) == hash(plain) == hash(dataclasses.replace(made))
-    assert [type(each) for each in (*made.lengths, *made.depths, made.count)] == [int, int, float, float, int]
+    assert [type(each) for each in (*made.lengths, *made.depths, made.count)] == [
+        int,
+        int,
+        float,
+        float,
+        int,
+    ]
     with pytest.raises(ValueError, match="^count=-1"):
         dataclasses.replace(made, count=-1)
 
@@ -74,7 +84,9 @@ def test_visible_has_dictionaries_of_all_sizes_however_many_cases():
 
 def lines(tmp_path, name, *rows, mark=b"", end=b"\n"):
     path = tmp_path / name
-    path.write_bytes(mark + end.join(json.dumps(row, ensure_ascii=False).encode() for row in rows) + end)
+    path.write_bytes(
+        mark + end.join(json.dumps(row, ensure_ascii=False).encode() for row in rows) + end
+    )
     return path
 
 
@@ -89,7 +101,9 @@ def test_lines_end_with_a_line_feed_alone(tmp_path, mark, end):
     assert [sample.context.split("\x1e") for sample in made] == [talk["turns"]] * 2
     row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_bytes().splitlines()[0])
     lines(tmp_path, "hotpotqa.jsonl", {**row, "context": odd}, row, mark=mark, end=end)
-    made = LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(eval_models.speaking(positions=8192))
+    made = LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(
+        eval_models.speaking(positions=8192)
+    )
     assert len(made) == 2 and made[0].context.endswith(odd)
 
 
@@ -113,10 +127,17 @@ def test_conversations_of_another_format_are_refused_by_name(tmp_path, row):
 
 
 def test_texts_that_are_none_are_refused_by_name(tmp_path):
-    for name, data in {"a.jsonl": b'{"text": 5}', "b.jsonl": b"{", "c.jsonl": b"[]", "d.txt": b"\xff\xfe"}.items():
+    for name, data in {
+        "a.jsonl": b'{"text": 5}',
+        "b.jsonl": b"{",
+        "c.jsonl": b"[]",
+        "d.txt": b"\xff\xfe",
+    }.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match="^data="):
-            Perplexity(data=str(tmp_path / name), prefix=1, tokens=1).samples(eval_models.speaking())
+            Perplexity(data=str(tmp_path / name), prefix=1, tokens=1).samples(
+                eval_models.speaking()
+            )
     (tmp_path / "e.txt").write_bytes(b"\xef\xbb\xbfWords")
     os.symlink(tmp_path / "e.txt", tmp_path / "f.txt")
     assert texts_of(str(tmp_path / "f.txt")) == {"f": "Words"}
@@ -126,13 +147,16 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"answers": "Paris"}, {"answers": []}, {"answers": [3]}, {"context": 5}, {"input": None}]
+    "changes",
+    [{"answers": "Paris"}, {"answers": []}, {"answers": [3]}, {"context": 5}, {"input": None}],
 )
 def test_rows_of_longbench_with_odd_values_are_refused_by_name(tmp_path, changes):
     row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_bytes().splitlines()[0])
     lines(tmp_path, "hotpotqa.jsonl", {**row, **changes})
     with pytest.raises(ValueError, match=r"^data=.*official file\?"):
-        LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(eval_models.speaking(positions=8192))
+        LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(
+            eval_models.speaking(positions=8192)
+        )
 
 
 def test_prompts_longer_than_the_models_positions_are_refused_before_anything_runs():
@@ -159,7 +183,12 @@ def test_questions_are_read_again_where_their_file_has_changed(tmp_path):
     assert [each.answers for each in read(str(tmp_path), "qa_2").questions] == [("Ann",)]
     path.write_text(json.dumps([{**case, "answer": "Bob and Ann"}]))
     assert [each.answers for each in read(str(tmp_path), "qa_2").questions] == [("Bob and Ann",)]
-    for changes in ({"answer": 5}, {"question": None}, {"context": []}, {"context": [["Title", "A line.", 3]]}):
+    for changes in (
+        {"answer": 5},
+        {"question": None},
+        {"context": []},
+        {"context": [["Title", "A line.", 3]]},
+    ):
         path.write_text(json.dumps([{**case, **changes}]))
         with pytest.raises(ValueError, match="not the format"):
             Ruler(tasks=("qa_2",), data=str(tmp_path)).samples(eval_models.speaking(positions=4096))

@@ -29,9 +29,14 @@ def test_a_template_that_fails_is_an_error_of_the_template(failure, monkeypatch)
 
 def test_a_failure_names_the_template_and_leaves_it_usable():
     text = Text(
-        byte_level(), template="{% if messages %}{{ 1 / (messages | length - 1) }}{% endif %}", origin="odd-model"
+        byte_level(),
+        template="{% if messages %}{{ 1 / (messages | length - 1) }}{% endif %}",
+        origin="odd-model",
     )
-    with pytest.raises(ValueError, match=r"messages=\['user'\]: the chat template of odd-model refuses .*ZeroDivision"):
+    with pytest.raises(
+        ValueError,
+        match=r"messages=\['user'\]: the chat template of odd-model refuses .*ZeroDivision",
+    ):
         text.chat(conversation("Hi"), generation_prompt=True)
     assert text.chat(conversation("Hi", "Ho"), generation_prompt=True) == "1.0"
 

@@ -8,10 +8,27 @@ import tiny
 from policy_table import BY_NAME
 
 from jaxkv import AdaKV, Keep, OmniKV, Policy, SnapKV
-from jaxkv.policies import ByAttention, CumulativeAttention, KeyNorm, Merged, Merger, Scorer, Uniform01
+from jaxkv.policies import (
+    ByAttention,
+    CumulativeAttention,
+    KeyNorm,
+    Merged,
+    Merger,
+    Scorer,
+    Uniform01,
+)
 from jaxkv.testing import check_policy, tiny_model
 
-SHIPPED = ("full", "streaming-rolling", "random", "pyramidinfer", "d2o", "adakv-variance", "snapkv-sinks", "cam")
+SHIPPED = (
+    "full",
+    "streaming-rolling",
+    "random",
+    "pyramidinfer",
+    "d2o",
+    "adakv-variance",
+    "snapkv-sinks",
+    "cam",
+)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -25,7 +42,12 @@ def test_shipped_policies_keep_their_promises(name):
         SnapKV(budget=24, window=8, every=5),
         AdaKV(base=SnapKV(budget=0.4, window=8, min_budget="clamp")),
         OmniKV(filter_layers=(0,), adjacent=0, budget=12, base=SnapKV(budget=24, window=8)),
-        Policy(budget=24, scorer=CumulativeAttention(), keep=Keep(window=1, recent=0.25), evict=ByAttention(decay=0.7)),
+        Policy(
+            budget=24,
+            scorer=CumulativeAttention(),
+            keep=Keep(window=1, recent=0.25),
+            evict=ByAttention(decay=0.7),
+        ),
     ],
     ids=lambda policy: type(policy).__name__,
 )
@@ -76,8 +98,14 @@ class DrawsInSilence(Uniform01):
             Policy(budget=24, scorer=DrawsInSilence()),
             "another random key changes what is kept: .* has a property `draws`",
         ),
-        (Policy(budget=24, scorer=LooksAtMates()), "another sequence beside it changes what is kept"),
-        (Policy(budget=24, scorer=LooksAtPadding()), "padding, or a longer sequence beside it, changes what is kept"),
+        (
+            Policy(budget=24, scorer=LooksAtMates()),
+            "another sequence beside it changes what is kept",
+        ),
+        (
+            Policy(budget=24, scorer=LooksAtPadding()),
+            "padding, or a longer sequence beside it, changes what is kept",
+        ),
         (Policy(budget=24, scorer=KeyNorm(), merge=Infinite()), "rows are finite"),
     ],
     ids=["draws", "mates", "padding", "infinite"],

@@ -21,7 +21,10 @@ def text():
 
 
 def conversation(*contents):
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
 
 
 # --- SmolLM2, from its GGUF -----------------------------------------------------------------------------------------
@@ -104,7 +107,13 @@ def byte_level(*specials):
 
 def with_template(template, **options):
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Text(byte_level("<s>", "</s>", "<end>"), specials=specials, adds_bos=True, template=template, **options)
+    return Text(
+        byte_level("<s>", "</s>", "<end>"),
+        specials=specials,
+        adds_bos=True,
+        template=template,
+        **options,
+    )
 
 
 def test_bos_is_never_doubled():
@@ -125,7 +134,10 @@ def test_template_that_refuses():
 
 
 def test_template_that_loses_or_repeats_messages():
-    for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"):
+    for template in (
+        "{{ messages[0].content }}",
+        "{% for m in messages %}{{ m.content * 2 }}{% endfor %}",
+    ):
         text = with_template(template, origin="odd-model")
         with pytest.raises(ValueError, match="chat_template='odd-model'.*cannot be split"):
             _ = text.turns
@@ -139,7 +151,9 @@ def test_no_template():
 
 
 def test_end_of_turn_comes_from_the_template():
-    text = with_template("{% for m in messages %}{{ m.role + ':' + m.content + '<end>' }}{% endfor %}")
+    text = with_template(
+        "{% for m in messages %}{{ m.role + ':' + m.content + '<end>' }}{% endfor %}"
+    )
     assert [text.decode([each], skip_special=False) for each in text.eos_ids] == ["</s>", "<end>"]
 
 
@@ -167,7 +181,9 @@ def test_folder(tmp_path):
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "old"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text(LLAMA2)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id("<end>")]}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.token_to_id("<end>")]})
+    )
     text = Text.from_checkpoint(open_folder(tmp_path))
     assert text.eos_ids == (tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<end>"))
     # The post-processor says that a bos token is added; the training run's truncation is not kept.
@@ -195,7 +211,10 @@ CORRUPT = {
 @pytest.mark.parametrize("content", CORRUPT)
 def test_corrupt_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(CORRUPT[content])
-    with pytest.raises(ValueError, match=r"tokenizer='.*tokenizer\.json': it cannot be read \(.+\); copy or download"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer='.*tokenizer\.json': it cannot be read \(.+\); copy or download",
+    ):
         Text.from_checkpoint(open_folder(tmp_path))
 
 
@@ -203,7 +222,9 @@ def test_corrupt_tokenizer(tmp_path, content):
 def test_text_that_the_tokenizer_fails_on(hostile):
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
-    with pytest.raises(ValueError, match=r"tokenizer='odd-model': it cannot encode this text \(.+\); give another"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer='odd-model': it cannot encode this text \(.+\); give another"
+    ):
         Text(tokenizer, origin="odd-model").encode(hostile, bos=False)
 
 
@@ -217,7 +238,9 @@ def test_tokenizer_too_large_to_be_one(tmp_path):
 def test_sentencepiece_is_an_extra(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    remedy = r"reading it takes sentencepiece and google\.protobuf: pip install 'jaxkv\[sentencepiece\]'"
+    remedy = (
+        r"reading it takes sentencepiece and google\.protobuf: pip install 'jaxkv\[sentencepiece\]'"
+    )
     with pytest.raises(ValueError, match=rf"tokenizer='.*tokenizer\.model': {remedy}"):
         Text.from_checkpoint(open_folder(tmp_path))
 
@@ -227,7 +250,9 @@ def test_a_tokenizers_own_code_is_neither_run_nor_asked_about(tmp_path, monkeypa
     own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     monkeypatch.setattr("builtins.input", None)
-    with pytest.raises(ValueError, match=r"tokenizer='.*': it cannot be read \(.*; copy or download it again"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer='.*': it cannot be read \(.*; copy or download it again"
+    ):
         Text.from_checkpoint(open_folder(tmp_path))
 
 
@@ -268,8 +293,16 @@ def test_byte_order_marks_are_no_text(tmp_path):
 
 
 def test_a_template_of_several(tmp_path):
-    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    assert folder_with(tmp_path, chat_template=several).chat(conversation("Hi"), generation_prompt=False) == "Hi"
+    several = [
+        {"name": "tools", "template": "no"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    assert (
+        folder_with(tmp_path, chat_template=several).chat(
+            conversation("Hi"), generation_prompt=False
+        )
+        == "Hi"
+    )
 
 
 # --- other GGUF vocabularies ----------------------------------------------------------------------------------------
@@ -281,7 +314,9 @@ def sentencepiece():
     pieces |= {letter: -10 - index for index, letter in enumerate("▁theca")}
     types = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259)
     scores = tuple(map(float, pieces.values()))
-    return GgufTokenizer(model="llama", tokens=tuple(pieces), scores=scores, types=tuple(types), bos=1, eos=2, unk=0)
+    return GgufTokenizer(
+        model="llama", tokens=tuple(pieces), scores=scores, types=tuple(types), bos=1, eos=2, unk=0
+    )
 
 
 def test_sentencepiece():
@@ -293,13 +328,20 @@ def test_sentencepiece():
     assert [spec.tokens[each] for each in ids] == ["<s>", "▁the", "▁cat", "▁", *emoji]
     assert text.decode(ids) == "the cat 🙂"
     stream = StreamDecoder(text)
-    assert [part for part in (stream.push([each]) for each in ids) if part] == ["the", " cat", " ", "🙂"]
+    assert [part for part in (stream.push([each]) for each in ids) if part] == [
+        "the",
+        " cat",
+        " ",
+        "🙂",
+    ]
 
 
 def words(pre, text="I'LL pay 12345\n\n now"):
     """The pieces that a pre-tokenizer cuts text into, before any merge."""
     alphabet = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer = GgufTokenizer(model="gpt2", pre=pre, tokens=alphabet, types=(1,) * len(alphabet)).build()
+    tokenizer = GgufTokenizer(
+        model="gpt2", pre=pre, tokens=alphabet, types=(1,) * len(alphabet)
+    ).build()
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 

@@ -30,7 +30,9 @@ def changed(tmp_path, *, top=None, text=None, renamed=None):
     (folder / "config.json").write_text(json.dumps(config))
     if renamed is not None:
         tensors = load_file(folder / "model.safetensors")
-        save_file({renamed(name): each for name, each in tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {renamed(name): each for name, each in tensors.items()}, folder / "model.safetensors"
+        )
     return folder
 
 
@@ -42,11 +44,17 @@ def test_newer_names_of_tensors_are_known(tmp_path):
     """transformers 5 calls the text model's tensors `model.language_model.`, and the others likewise."""
 
     def newer(name):
-        return name.replace("language_model.model.", "model.language_model.") if "language" in name else f"model.{name}"
+        return (
+            name.replace("language_model.model.", "model.language_model.")
+            if "language" in name
+            else f"model.{name}"
+        )
 
     folder = changed(tmp_path, renamed=newer)
     names = open_checkpoint(folder).names
-    assert names == open_checkpoint(GOLDEN).names and all(each.startswith("model.") for each in names)
+    assert names == open_checkpoint(GOLDEN).names and all(
+        each.startswith("model.") for each in names
+    )
     np.testing.assert_array_equal(logits(jaxkv.load(folder)), logits(jaxkv.load(GOLDEN)))
 
 
@@ -54,25 +62,42 @@ def test_a_converted_folder_is_a_text_models(tmp_path):
     convert(GOLDEN, tmp_path / "orbax")
     config = json.loads((tmp_path / "orbax" / "config.json").read_text())
     assert config["model_type"] == "gemma3_text" and "vision_config" not in config
-    np.testing.assert_array_equal(logits(jaxkv.load(tmp_path / "orbax")), logits(jaxkv.load(GOLDEN)))
+    np.testing.assert_array_equal(
+        logits(jaxkv.load(tmp_path / "orbax")), logits(jaxkv.load(GOLDEN))
+    )
 
 
 def test_keys_beside_the_text_models_hold(tmp_path):
     """The end tokens of a chat stand beside it; sizes that it leaves out are those of transformers' class."""
     assert jaxkv.load(changed(tmp_path, top={"eos_token_id": [1, 7]})).config.eos == (1, 7)
     # As google/gemma-3-4b-it has them.
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    config = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    config = ModelConfig.from_hf(
+        {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    )
     assert (config.heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262_208)
     assert (config.eos, config.max_positions, config.tied) == ((1, 106), 131_072, True)
-    assert [layer for layer, width in enumerate(config.windows) if width is None] == [5, 11, 17, 23, 29]
+    assert [layer for layer, width in enumerate(config.windows) if width is None] == [
+        5,
+        11,
+        17,
+        23,
+        29,
+    ]
 
 
 def test_a_prompt_of_text_fits_a_plan(tmp_path):
     path = tmp_path / "config.json"
     path.write_text((GOLDEN / "config.json").read_text())
-    planned = jaxkv.plan(tmp_path, gpus="h100", context=64, policy=jaxkv.SnapKV(budget=16, window=8))
+    planned = jaxkv.plan(
+        tmp_path, gpus="h100", context=64, policy=jaxkv.SnapKV(budget=16, window=8)
+    )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(jaxkv.load(GOLDEN).decoder)))
     assert planned.sizes.weights == 2 * parameters
 
@@ -80,13 +105,25 @@ def test_a_prompt_of_text_fits_a_plan(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"top": {"text_config": None}}, "text_config=None: a gemma3 has the keys of its text model here"),
+        (
+            {"top": {"text_config": None}},
+            "text_config=None: a gemma3 has the keys of its text model here",
+        ),
         ({"top": {"text_config": [1]}}, r"text_config=\[1\]: a gemma3 has the keys"),
-        ({"text": {"model_type": "gemma2"}}, "text_config.model_type='gemma2': the text model of a gemma3"),
+        (
+            {"text": {"model_type": "gemma2"}},
+            "text_config.model_type='gemma2': the text model of a gemma3",
+        ),
         ({"top": {"audio_config": {}}}, r"config=\['audio_config'\]: these keys are not supported"),
         ({"text": {"attn_logit_softcapping": 0.0}}, "attn_logit_softcapping=0.0: give a positive"),
-        ({"renamed": lambda name: name.replace("vision_tower", "audio_tower")}, "weights=.*audio_tower.*no place"),
-        ({"renamed": lambda name: name.replace("language_model.model.norm", "norm")}, "lacks these tensors"),
+        (
+            {"renamed": lambda name: name.replace("vision_tower", "audio_tower")},
+            "weights=.*audio_tower.*no place",
+        ),
+        (
+            {"renamed": lambda name: name.replace("language_model.model.norm", "norm")},
+            "lacks these tensors",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path, change, match):

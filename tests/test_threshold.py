@@ -38,14 +38,24 @@ def test_prefill_keeps_the_oracles_rows_and_counts_those_cut(over_layers):
     assert cache.nbytes == needed.cache_bytes
     kept, cut, fewer = tiny.kept(cache), np.asarray(cache.cut)[: len(ids)], 0
     for row, each in enumerate(ids):
-        scores = [o.kvzap_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)]
+        scores = [
+            o.kvzap_scores(tensors, layer, hidden(model, layer, each))
+            for layer in range(CONFIG.layers)
+        ]
         heads, n = [head for layer in scores for head in layer], len(each)
-        groups, rows = ([heads], len(heads) * BUDGET) if over_layers else ([[head] for head in heads], BUDGET)
-        picked = [o.threshold_select(group, min(rows, len(group) * n), TAU, forced_of(n), n) for group in groups]
+        groups, rows = (
+            ([heads], len(heads) * BUDGET) if over_layers else ([[head] for head in heads], BUDGET)
+        )
+        picked = [
+            o.threshold_select(group, min(rows, len(group) * n), TAU, forced_of(n), n)
+            for group in groups
+        ]
         assert min(gap for _, gap, _ in picked) > o.MIN_GAP
         expected = [head for group, _, _ in picked for head in group]
         assert [head for layer in kept for head in layer[row]] == expected
-        left = np.asarray([count for _, _, counts in picked for count in counts]).reshape(CONFIG.layers, -1)
+        left = np.asarray([count for _, _, counts in picked for count in counts]).reshape(
+            CONFIG.layers, -1
+        )
         np.testing.assert_array_equal(cut[row], left.sum(axis=0))
         fewer += sum(len(head) < min(n, BUDGET) for head in expected)
     # Both happen: heads with room left, and heads without room for rows above the threshold.
@@ -53,13 +63,21 @@ def test_prefill_keeps_the_oracles_rows_and_counts_those_cut(over_layers):
 
 
 def test_fast_kvzip_keeps_the_oracles_rows():
-    model, ids, tensors, tau = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), gates.fast_tensors(CONFIG), 0.3
+    model, ids, tensors, tau = (
+        tiny.tiny(CONFIG),
+        tiny.prompts(3, LENGTHS),
+        gates.fast_tensors(CONFIG),
+        0.3,
+    )
     policy = FastKVzip(gate=gates.fast_file(CONFIG), budget=0.4, threshold=tau, sinks=2, recent=0.2)
     cache, _, _ = tiny.run(model, ids, policy)
     kept, cut = tiny.kept(cache), np.asarray(cache.cut)
     for row, each in enumerate(ids):
         n, rows = len(each), CONFIG.layers * CONFIG.kv_heads * o.resolve_budget(0.4, len(each))
-        scores = [o.fastkvzip_scores(tensors, layer, hidden(model, layer, each)) for layer in range(CONFIG.layers)]
+        scores = [
+            o.fastkvzip_scores(tensors, layer, hidden(model, layer, each))
+            for layer in range(CONFIG.layers)
+        ]
         heads, first = [head for layer in scores for head in layer], n - int(0.2 * n)
         for own in heads:
             own[first:] = 1.0
@@ -99,7 +117,9 @@ def test_bases_of_other_head_budgets_keep_the_threshold():
     for policy in (AdaKV(base=zap(budget=1.0)), CriticalKV(base=AdaKV(base=zap(budget=1.0)))):
         cache, _, _ = tiny.run(model, ids, policy)
         assert tiny.kept(cache) == alone and not np.asarray(cache.cut).any()
-    assert policy.parts().heads == ThresholdHeads(threshold=TAU, budgets=TwoStageHeads(budgets=AdaptiveHeads()))
+    assert policy.parts().heads == ThresholdHeads(
+        threshold=TAU, budgets=TwoStageHeads(budgets=AdaptiveHeads())
+    )
 
 
 def test_results_tell_what_the_budget_cut():
@@ -112,7 +132,9 @@ def test_results_tell_what_the_budget_cut():
     assert again.stats.cut_rows == int(again.cache.cut[: len(ids)].sum()) - first.stats.cut_rows
     one = jaxkv.Session(model, zap()).prefill(ids[:1])
     twice = jaxkv.generate(model, [[1, 2, 3]] * 2, cache=one, **drawn)
-    assert twice.stats.cut_rows == 0 and int(twice.cache.cut[:2].sum()) == 2 * int(one.cut.sum()) > 0
+    assert (
+        twice.stats.cut_rows == 0 and int(twice.cache.cut[:2].sum()) == 2 * int(one.cut.sum()) > 0
+    )
     roomy = jaxkv.generate(model, ids, policy=zap(budget=500, every=4), **drawn)
     assert roomy.stats.cut_rows == 0 and roomy.cache.cut is not None
     assert jaxkv.generate(model, ids, policy=zap(threshold=None), **drawn).cache.cut is None
@@ -121,7 +143,11 @@ def test_results_tell_what_the_budget_cut():
 @pytest.mark.parametrize("over_layers", (False, True))
 def test_a_threshold_that_no_row_reaches(over_layers):
     """Segments without a row are read, asked and compressed again like others; a low threshold changes nothing."""
-    model, ids, drawn = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), {"max_new_tokens": 9, "stop_at_eos": False}
+    model, ids, drawn = (
+        tiny.tiny(CONFIG),
+        tiny.prompts(3, LENGTHS),
+        {"max_new_tokens": 9, "stop_at_eos": False},
+    )
 
     def policy(threshold):
         base = dataclasses.replace(zap(every=3, threshold=threshold), sinks=0, window=0)
@@ -129,10 +155,14 @@ def test_a_threshold_that_no_row_reaches(over_layers):
 
     none = jaxkv.generate(model, ids, policy=policy(1e30), **drawn)
     assert int(none.cache.kept.max()) <= 3 and none.stats.cut_rows == 0
-    assert np.isfinite(np.asarray(none.cache.logits if none.cache.logits is not None else 0.0)).all()
+    assert np.isfinite(
+        np.asarray(none.cache.logits if none.cache.logits is not None else 0.0)
+    ).all()
     asked = jaxkv.generate(model, [[4, 5]] * 3, cache=none.cache, **drawn)
     assert all((np.asarray(each) >= 0).all() for each in asked.tokens)
-    low, without = (jaxkv.generate(model, ids, policy=policy(tau), **drawn) for tau in (-1e30, None))
+    low, without = (
+        jaxkv.generate(model, ids, policy=policy(tau), **drawn) for tau in (-1e30, None)
+    )
     assert np.array_equal(low.tokens, without.tokens) and low.stats.cut_rows > 0
 
 
@@ -161,7 +191,9 @@ def test_cut_rows_on_a_mesh():
 
 def test_slots():
     config = tiny.TWO_LAYERS
-    slot_runs.check(tiny.tiny(config, dtype="bfloat16"), zap(config, every=4), slot_runs.requests(1, 8))
+    slot_runs.check(
+        tiny.tiny(config, dtype="bfloat16"), zap(config, every=4), slot_runs.requests(1, 8)
+    )
 
 
 def test_saved_caches_go_on(tmp_path):
@@ -171,8 +203,12 @@ def test_saved_caches_go_on(tmp_path):
     loaded = jaxkv.load_cache(tmp_path / "cache", policy=policy)
     assert loaded.policy == policy and tiny.kept(loaded) == tiny.kept(cache)
     more = {"max_new_tokens": 9, "stop_at_eos": False}
-    mine, theirs = (jaxkv.generate(model, [[4, 5]] * 3, cache=each, **more) for each in (loaded, cache))
-    assert np.array_equal(mine.tokens, theirs.tokens) and tiny.kept(mine.cache) == tiny.kept(theirs.cache)
+    mine, theirs = (
+        jaxkv.generate(model, [[4, 5]] * 3, cache=each, **more) for each in (loaded, cache)
+    )
+    assert np.array_equal(mine.tokens, theirs.tokens) and tiny.kept(mine.cache) == tiny.kept(
+        theirs.cache
+    )
     assert mine.stats.cut_rows == theirs.stats.cut_rows
 
 

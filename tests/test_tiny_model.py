@@ -47,7 +47,12 @@ def test_it_is_small_and_comes_with_the_package(monkeypatch, tmp_path):
     known = manifest("tiny-retrieval")
     assert known.source.bytes < 4e6 and known.license == "Apache-2.0"
     config = jaxkv.load("tiny-retrieval").config
-    assert (config.kv_heads, config.group, config.head_dim, config.max_positions) == (4, 2, 32, 2048)
+    assert (config.kv_heads, config.group, config.head_dim, config.max_positions) == (
+        4,
+        2,
+        32,
+        2048,
+    )
     assert not (tmp_path / "none").exists()
 
 
@@ -60,7 +65,9 @@ def test_its_tokenizer_gives_texts_back(name):
         ids = text.encode(context + question + answer, bos=False)
         assert text.decode(ids) == context + question + answer
         # Cut between a question and its answer, as samples are, the tokens are the same.
-        assert ids == sum((text.encode(part, bos=False) for part in (context, question, answer)), [])
+        assert ids == sum(
+            (text.encode(part, bos=False) for part in (context, question, answer)), []
+        )
 
 
 def test_the_network_that_was_trained_gives_its_logits():
@@ -83,7 +90,9 @@ def test_steps_lower_the_loss():
     weights = model.initial(shape, 0)
     with jax.numpy_dtype_promotion("standard"):
         state = train_tiny.optimiser().init(weights)
-    texts = train_tiny.texts_of(np.random.default_rng(0), tokenizers.Tokenizer.from_str(tokenizer), stage)
+    texts = train_tiny.texts_of(
+        np.random.default_rng(0), tokenizers.Tokenizer.from_str(tokenizer), stage
+    )
     asked = train_tiny.asked_of(texts, 96)
     losses = []
     # Optax adds integers to floats.
@@ -123,24 +132,35 @@ def test_choosing_anew_beats_dropping_where_a_sum_decides():
 
 def test_the_newest_tokens_do_not_hold_what_stands_in_the_middle():
     task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=12)
-    assert mean(task, jaxkv.StreamingLLM(budget=128)) <= 0.1 < 0.6 <= mean(task, jaxkv.SnapKV(budget=128))
+    assert (
+        mean(task, jaxkv.StreamingLLM(budget=128))
+        <= 0.1
+        < 0.6
+        <= mean(task, jaxkv.SnapKV(budget=128))
+    )
 
 
 def test_a_quarter_of_the_cache_finds_needles_though_the_question_comes_later():
     """The policy and the budget of the README's document that is asked many questions."""
     task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=12)
-    whole, quarter = (mean(task, policy, True) for policy in (jaxkv.FullKV(), jaxkv.KVzip(budget=0.25)))
+    whole, quarter = (
+        mean(task, policy, True) for policy in (jaxkv.FullKV(), jaxkv.KVzip(budget=0.25))
+    )
     assert quarter >= whole - 0.1 and whole > 0.8
 
 
 def test_merging_loses_no_more_than_dropping():
-    assert mean(ruler("niah_multikey_1"), jaxkv.D2O(budget=64)) >= mean(ruler("niah_multikey_1"), jaxkv.H2O(budget=64))
+    assert mean(ruler("niah_multikey_1"), jaxkv.D2O(budget=64)) >= mean(
+        ruler("niah_multikey_1"), jaxkv.H2O(budget=64)
+    )
 
 
 def test_intervals_and_verdicts():
     apart, low, high = orders_tiny.difference([1.0] * 60, [0.0] * 30 + [1.0] * 30)
     assert apart == 0.5 and 0.3 < low < 0.5 < high < 0.7
-    assert [orders_tiny.verdict(*each) for each in ((0.1, 0.2), (0.0, 0.1), (-0.1, 0.1), (-0.2, -0.1))] == [
+    assert [
+        orders_tiny.verdict(*each) for each in ((0.1, 0.2), (0.0, 0.1), (-0.1, 0.1), (-0.2, -0.1))
+    ] == [
         "shown",
         "open",
         "open",

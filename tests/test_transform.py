@@ -57,13 +57,19 @@ def layers():
     for row, each in enumerate(ids):
         tokens[row, : len(each)] = each
     length = jnp.asarray(LENGTHS, jnp.int32)
-    read = prefilling.read_layers(model.flat, jnp.asarray(tokens), length, needs=Needs(queries=needed.slots))
+    read = prefilling.read_layers(
+        model.flat, jnp.asarray(tokens), length, needs=Needs(queries=needed.slots)
+    )
     out = []
     for pool, shown in zip(cache.pools, read, strict=True):
-        k, v = (leaf.reshape(2, GQA.kv_heads, needed.slots, GQA.head_dim) for leaf in (pool.k, pool.v))
+        k, v = (
+            leaf.reshape(2, GQA.kv_heads, needed.slots, GQA.head_dim) for leaf in (pool.k, pool.v)
+        )
         q = shown.q.reshape(2, GQA.heads, needed.slots, GQA.head_dim)
         # They come with the last one last: each sequence's first one to the front.
-        q = jnp.stack([jnp.roll(each, n - needed.slots, axis=1) for each, n in zip(q, LENGTHS, strict=True)])
+        q = jnp.stack(
+            [jnp.roll(each, n - needed.slots, axis=1) for each, n in zip(q, LENGTHS, strict=True)]
+        )
         out.append([poisoned(each) for each in (k, v, q)])
     return [list(each) for each in zip(*out, strict=True)]
 
@@ -77,7 +83,9 @@ def test_keeps_what_prefill_keeps(row, budget, layers):
     policy = dataclasses.replace(row.policy(budget), every=None)
     cache, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(0, LENGTHS), policy)
     k, v, q = layers
-    rows = jaxkv.compress_layers(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=3)
+    rows = jaxkv.compress_layers(
+        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=3
+    )
     assert kept(rows) == tiny.kept(cache)
     for ours, theirs in zip(segments(rows), tiny.segments(cache), strict=True):
         for mine, its in zip(ours[3:], theirs[3:], strict=True):
@@ -95,7 +103,9 @@ def test_published_sizes_of_no_tokens(layers):
     k, v, q = layers
     policy, both = jaxkv.D2O(budget=20, mode="prefill", official=True), []
     for lengths in (LENGTHS, (0, LENGTHS[1])):
-        both.append(kept(jaxkv.compress_layers(k, v, queries=q, length=jnp.asarray(lengths), policy=policy)))
+        both.append(
+            kept(jaxkv.compress_layers(k, v, queries=q, length=jnp.asarray(lengths), policy=policy))
+        )
     assert not any(head for layer in both[1] for head in layer[0])
     assert [layer[1] for layer in both[1]] == [layer[1] for layer in both[0]]
     parts = policy.parts()
@@ -112,7 +122,9 @@ def test_published_sizes_of_no_tokens(layers):
 def test_what_needs_more_is_refused_by_name(row, layers):
     k, v, q = (each[0] for each in layers)
     with pytest.raises(ValueError, match=f"^policy=.*{refusal(row)}"):
-        jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=row.policy(20), layers=GQA.layers)
+        jaxkv.compress(
+            k, v, queries=q, length=jnp.asarray(LENGTHS), policy=row.policy(20), layers=GQA.layers
+        )
 
 
 def test_a_window_of_queries_does_as_well_as_all():
@@ -126,7 +138,9 @@ def test_a_window_of_queries_does_as_well_as_all():
 def test_draws_follow_the_key():
     k, v, _ = draw()
     policy = Random(budget=16)
-    rows = [kept(jaxkv.compress(k, v, policy=policy, key=key)) for key in (None, jax.random.key(0), 1)]
+    rows = [
+        kept(jaxkv.compress(k, v, policy=policy, key=key)) for key in (None, jax.random.key(0), 1)
+    ]
     assert rows[0] == rows[1] != rows[2]
 
 
@@ -136,7 +150,9 @@ def test_a_policy_can_be_named():
 
 
 @pytest.mark.parametrize("budget", [7, 100, 0.1, 1 / 3, 0.30000000000000004, 0.7, 1.0])
-@pytest.mark.parametrize("policy", [KNorm(), SnapKV(window=4, sinks=2, protect=SPANS)], ids=["plain", "spans"])
+@pytest.mark.parametrize(
+    "policy", [KNorm(), SnapKV(window=4, sinks=2, protect=SPANS)], ids=["plain", "spans"]
+)
 def test_traced_budgets_are_exact_for_every_length(policy, budget):
     if isinstance(budget, float):
         policy = dataclasses.replace(policy, min_budget="clamp")
@@ -158,7 +174,9 @@ def test_forced_rows_are_the_hosts_for_every_length():
     np.testing.assert_array_equal(_sizes(policy.parts(), (None,), SLOTS).forced, mask.sum(axis=1))
 
 
-@pytest.mark.parametrize("allocation", [LinearLayers(), KVPressLayers(beta=1.5)], ids=["linear", "kvpress"])
+@pytest.mark.parametrize(
+    "allocation", [LinearLayers(), KVPressLayers(beta=1.5)], ids=["linear", "kvpress"]
+)
 @pytest.mark.parametrize("budget", [20, 0.3])
 def test_schedules_are_the_hosts_for_every_length(allocation, budget):
     policy = PyramidKV(budget=budget, window=4, allocation=allocation, min_budget="clamp")
@@ -168,7 +186,12 @@ def test_schedules_are_the_hosts_for_every_length(allocation, budget):
         forced = policy.parts().keep.mask(length, SLOTS).sum(axis=1)
         parts = policy.parts()
         rows = parts.layers.rows(
-            parts.budgets(length, forced, strict=False), length, forced, layers=4, window=4, weights=None
+            parts.budgets(length, forced, strict=False),
+            length,
+            forced,
+            layers=4,
+            window=4,
+            weights=None,
         )
         np.testing.assert_array_equal(sizes.rows[:, n], np.minimum(rows, n)[:, 0])
     assert sizes.capacity == tuple(sizes.rows.max(axis=1).tolist())

@@ -9,7 +9,19 @@ import numpy as np
 import oracles as o
 import pytest
 from jax.sharding import PartitionSpec as P
-from transforming import ADA, ENTROPY, LENGTHS, SLOTS, SNAP, WINDOW, attended, draw, kept, one_step, segments
+from transforming import (
+    ADA,
+    ENTROPY,
+    LENGTHS,
+    SLOTS,
+    SNAP,
+    WINDOW,
+    attended,
+    draw,
+    kept,
+    one_step,
+    segments,
+)
 
 import jaxkv
 from jaxkv import AdaKV, FullKV, KNorm, Merge, SnapKV
@@ -22,7 +34,9 @@ from jaxkv import AdaKV, FullKV, KNorm, Merge, SnapKV
 def test_new_tokens_attend_to_what_was_kept(policy, tokens):
     k, v, q = draw()
     new_k, new_v, new_q = draw(1)
-    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=2 * tokens)
+    rows = jaxkv.compress(
+        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=2 * tokens
+    )
     for step in range(2):
         part = slice(step * tokens, (step + 1) * tokens)
         rows = jaxkv.append(rows, new_k[:, :, part], new_v[:, :, part])
@@ -38,7 +52,9 @@ def test_new_tokens_attend_to_what_was_kept(policy, tokens):
 def test_layers_share_a_pool(policy):
     arrays, new = [draw(layer) for layer in range(3)], [draw(layer + 9) for layer in range(3)]
     k, v, q = (list(each) for each in zip(*arrays, strict=True))
-    rows = jaxkv.compress_layers(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=4)
+    rows = jaxkv.compress_layers(
+        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=4
+    )
     assert [leaf.shape for leaf in rows.k] == [(2, 2 * 3 * (16 + 4), 8)]
     before = kept(rows)
     for step in range(4):
@@ -46,7 +62,9 @@ def test_layers_share_a_pool(policy):
             part = slice(step, step + 1)
             rows = jaxkv.append(rows, new_k[:, :, part], new_v[:, :, part], layer=layer)
             out = jaxkv.attend(new_q[:, :, part], rows, layer=layer)
-            np.testing.assert_allclose(out, attended(new_q[:, :, part], rows, layer=layer), atol=2e-5)
+            np.testing.assert_allclose(
+                out, attended(new_q[:, :, part], rows, layer=layer), atol=2e-5
+            )
     for layer, row, head in np.ndindex(3, 2, 2):
         grown = [*before[layer][row][head], *range(LENGTHS[row], LENGTHS[row] + 4)]
         assert kept(rows)[layer][row][head] == rows.positions(layer)[row][head].tolist() == grown
@@ -61,7 +79,9 @@ def test_everything_kept_is_full_attention():
     rows = jaxkv.append(rows, k[:, :, -1:], v[:, :, -1:])
     for row in range(2):
         whole, _ = o.causal_attention(q[row], k[row], v[row])
-        np.testing.assert_allclose(jaxkv.attend(q[:, :, -1:], rows)[row, :, 0], whole[:, -1], atol=2e-5)
+        np.testing.assert_allclose(
+            jaxkv.attend(q[:, :, -1:], rows)[row, :, 0], whole[:, -1], atol=2e-5
+        )
 
 
 def test_padded_tokens_stay_out():
@@ -73,7 +93,9 @@ def test_padded_tokens_stay_out():
     rows = jaxkv.append(start, poison(new_k), poison(new_v), count=count)
     out = jaxkv.attend(new_q, rows, count=count)
     short = jaxkv.append(start, new_k[:, :, :2], new_v[:, :, :2])
-    np.testing.assert_allclose(out[1, :, :2], attended(new_q[:, :, :2], short, last=2)[1], atol=2e-5)
+    np.testing.assert_allclose(
+        out[1, :, :2], attended(new_q[:, :, :2], short, last=2)[1], atol=2e-5
+    )
     np.testing.assert_allclose(out[0], attended(new_q, rows, last=4)[0], atol=2e-5)
     assert np.isfinite(np.asarray(out)).all()
     np.testing.assert_array_equal(rows.seen[0], [54, 39])
@@ -84,7 +106,9 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
     k, v, q = draw()
     rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray([64, 60]), policy=policy, room=2)
     rows = jaxkv.append(rows, k[:, :, :1], v[:, :, :1])
-    message = "^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger room"
+    message = (
+        "^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger room"
+    )
     with pytest.raises(ValueError, match=message):
         jaxkv.append(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
     after = jax.jit(jaxkv.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
@@ -163,26 +187,36 @@ def test_gradients_reach_the_kept_rows_and_stop_at_the_choice(policy, dtype):
 
     given = (k, v, q, new_k, new_v, new_q)
     mask = np.zeros((2, 2, SLOTS + 2), bool)
-    for _, row, head, _, _, pos in segments(jaxkv.compress(k, v, queries=q, length=length, policy=policy)):
+    for _, row, head, _, _, pos in segments(
+        jaxkv.compress(k, v, queries=q, length=length, policy=policy)
+    ):
         mask[row, head, pos] = True
     mask[:, :, SLOTS:] = True
 
     def whole(k, v, q, new_k, new_v, new_q):
         """The same rows of the whole arrays, under a mask."""
         wide = lambda a: a.astype(jnp.float32)  # noqa: E731
-        keys, values = (jnp.concatenate([wide(a), wide(b)], axis=2) for a, b in ((k, new_k), (v, new_v)))
+        keys, values = (
+            jnp.concatenate([wide(a), wide(b)], axis=2) for a, b in ((k, new_k), (v, new_v))
+        )
         grouped = wide(new_q).reshape(2, 2, 3, 2, 8)
         logits = jnp.einsum("bkgnd,bksd->bkgns", grouped, keys) / np.float32(np.sqrt(8))
         late = np.arange(SLOTS + 2) > SLOTS + np.arange(2)[:, None]
         seen = mask[:, :, None, None] & ~late
-        out = jnp.einsum("bkgns,bksd->bkgnd", jax.nn.softmax(jnp.where(seen, logits, -1e30)), values)
+        out = jnp.einsum(
+            "bkgns,bksd->bkgnd", jax.nn.softmax(jnp.where(seen, logits, -1e30)), values
+        )
         return (out.reshape(weights.shape) * weights).sum()
 
     mine, its = (jax.jit(jax.grad(each, argnums=tuple(range(6))))(*given) for each in (ours, whole))
     atol = 1e-5 if dtype == jnp.float32 else 0.06
     for ours_, theirs in zip(mine, its, strict=True):
-        np.testing.assert_allclose(np.asarray(ours_, np.float32), np.asarray(theirs, np.float32), atol=atol)
-    assert not np.asarray(mine[2]).any() and all(np.asarray(mine[at], np.float32).any() for at in (0, 1, 3, 4, 5))
+        np.testing.assert_allclose(
+            np.asarray(ours_, np.float32), np.asarray(theirs, np.float32), atol=atol
+        )
+    assert not np.asarray(mine[2]).any() and all(
+        np.asarray(mine[at], np.float32).any() for at in (0, 1, 3, 4, 5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +242,11 @@ def test_sequences_and_kv_heads_can_lie_on_several_devices(policy, checked, part
         return rows.pos[0], rows.k[0], rows.v[0], out
 
     length = jnp.asarray(LENGTHS)
-    specs = {"in_specs": (parts, parts, parts, P("data")), "out_specs": (parts,) * 4, "check_vma": checked}
+    specs = {
+        "in_specs": (parts, parts, parts, P("data")),
+        "out_specs": (parts,) * 4,
+        "check_vma": checked,
+    }
     split = jax.jit(jax.shard_map(one, mesh=mesh, **specs))(k, v, q, length)
     for ours, theirs in zip(split, one(k, v, q, length), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
@@ -217,9 +255,13 @@ def test_sequences_and_kv_heads_can_lie_on_several_devices(policy, checked, part
 @pytest.mark.parametrize("policy", [SNAP, ADA], ids=["equal", "ragged"])
 def test_sixteen_bits(policy):
     arrays = draw(dtype=jnp.bfloat16)
-    rows, out = jax.jit(one_step, static_argnames=("policy",))(*arrays, jnp.asarray(LENGTHS), policy=policy)
+    rows, out = jax.jit(one_step, static_argnames=("policy",))(
+        *arrays, jnp.asarray(LENGTHS), policy=policy
+    )
     assert out.dtype == rows.k[0].dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(out, np.float64), attended(arrays[2][:, :, :1], rows), atol=0.03)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), attended(arrays[2][:, :, :1], rows), atol=0.03
+    )
 
 
 def test_a_process_may_have_chosen_64_bits():
@@ -245,7 +287,9 @@ def test_tokens_that_find_room_see_themselves_beside_some_that_do_not():
 def test_another_order_of_axes_is_named():
     k, v, q = (np.swapaxes(each, 1, 2) for each in draw())
     for given, field in (({"queries": q}, "queries"), ({"length": np.asarray(LENGTHS)}, "length")):
-        with pytest.raises(ValueError, match=rf"{field}=.*give \[B, S, K, D\] as k.swapaxes\(1, 2\)"):
+        with pytest.raises(
+            ValueError, match=rf"{field}=.*give \[B, S, K, D\] as k.swapaxes\(1, 2\)"
+        ):
             jaxkv.compress(k, v, policy=SNAP, **given)
 
 
@@ -259,7 +303,9 @@ def test_numbers_are_looked_at_before_they_are_cut():
 
 
 @pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize("policy", [KNorm(budget=16), SNAP, ADA], ids=["no-window", "equal", "ragged"])
+@pytest.mark.parametrize(
+    "policy", [KNorm(budget=16), SNAP, ADA], ids=["no-window", "equal", "ragged"]
+)
 def test_more_queries_than_the_last_rows_have_positions_are_refused(policy):
     k, v, q = draw()
     rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=4)
@@ -293,14 +339,22 @@ def test_queries_of_tokens_that_were_appended_one_by_one_and_of_sequences_that_t
     with pytest.raises(ValueError, match="q=4 tokens: of sequence 1 "):
         jaxkv.attend(new_q, rows, count=jnp.asarray([0, 4]))
     # Of what found no room no row tells, and none is asked for.
-    full = jax.jit(lambda *new: jaxkv.append(start, *new))(*(jnp.tile(each, (1, 1, 2, 1)) for each in (new_k, new_v)))
+    full = jax.jit(lambda *new: jaxkv.append(start, *new))(
+        *(jnp.tile(each, (1, 1, 2, 1)) for each in (new_k, new_v))
+    )
     both = jnp.tile(new_q, (1, 1, 2, 1))
     np.testing.assert_allclose(jaxkv.attend(both, full), attended(both, full, last=8), atol=2e-5)
     # It is counted, also where it comes again, and printed in one line.
-    assert full.left_out.tolist() == [[4, 4]] and not start.left_out.any() and not rows.left_out.any()
+    assert (
+        full.left_out.tolist() == [[4, 4]] and not start.left_out.any() and not rows.left_out.any()
+    )
     again = jax.jit(jaxkv.append)(full, new_k, new_v, count=jnp.asarray([0, 3]))
-    assert again.left_out.tolist() == [[4, 7]] and again.seen.tolist() == [[LENGTHS[0] + 8, LENGTHS[1] + 11]]
-    assert repr(again) == f"Rows(1 layers, k and v float32{list(start.k[0].shape)}, seen=[[{LENGTHS[0] + 8}, " + (
+    assert again.left_out.tolist() == [[4, 7]] and again.seen.tolist() == [
+        [LENGTHS[0] + 8, LENGTHS[1] + 11]
+    ]
+    assert repr(
+        again
+    ) == f"Rows(1 layers, k and v float32{list(start.k[0].shape)}, seen=[[{LENGTHS[0] + 8}, " + (
         f"{LENGTHS[1] + 11}]], left_out=[[4, 7]], equal)"
     )
     assert "left_out=ShapeDtypeStruct" in repr(jax.eval_shape(lambda given: given, full))

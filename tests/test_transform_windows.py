@@ -41,7 +41,13 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
     k, v, q, sinks = arrays()
     sinks, policy = sinks if sunk else None, jaxkv.SnapKV(budget=12, window=4)
     of_prompt = [a[:, :, :SLOTS] for a in (k, v, q)]
-    given = {"queries": of_prompt[2], "length": np.asarray(LENGTHS), "room": NEW, "window": window, "softcap": cap}
+    given = {
+        "queries": of_prompt[2],
+        "length": np.asarray(LENGTHS),
+        "room": NEW,
+        "window": window,
+        "softcap": cap,
+    }
     rows = jaxkv.compress(*of_prompt[:2], policy=policy, sink_logits=sinks, **given)
     for row, length in enumerate(LENGTHS):
         held = min(length, window or 12)
@@ -54,10 +60,21 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
         out = np.asarray(jaxkv.attend(q[:, :, new], rows))
         for row, head, at in np.ndindex(2, HEADS * GROUP, tokens):
             kv, pos = head // GROUP, rows.positions()[row][head // GROUP]
-            start, length = (int(np.asarray(each)[0, row, kv]) for each in (rows.start, rows.length))
-            held = tuple(np.asarray(each[0])[row, start : start + length] for each in (rows.k, rows.v))
+            start, length = (
+                int(np.asarray(each)[0, row, kv]) for each in (rows.start, rows.length)
+            )
+            held = tuple(
+                np.asarray(each[0])[row, start : start + length] for each in (rows.k, rows.v)
+            )
             one = None if sinks is None else sinks[head]
-            want = oracle((pos, *held), q[row, head, SLOTS + first + at], one, window, LENGTHS[row] + first + at, cap)
+            want = oracle(
+                (pos, *held),
+                q[row, head, SLOTS + first + at],
+                one,
+                window,
+                LENGTHS[row] + first + at,
+                cap,
+            )
             np.testing.assert_allclose(out[row, head, at], want, atol=2e-5)
 
 
@@ -70,15 +87,21 @@ def test_sinks_enter_scores():
         jaxkv.compress(k[:, :, :SLOTS], v[:, :, :SLOTS], **given, sink_logits=each).positions()
         for each in (None, heavy)
     )
-    without = q[:, :, :SLOTS].reshape(2, HEADS, GROUP, SLOTS, DIM)[:, :, 1:].reshape(2, -1, SLOTS, DIM)
+    without = (
+        q[:, :, :SLOTS].reshape(2, HEADS, GROUP, SLOTS, DIM)[:, :, 1:].reshape(2, -1, SLOTS, DIM)
+    )
     given["queries"] = without
     others = jaxkv.compress(k[:, :, :SLOTS], v[:, :, :SLOTS], **given).positions()
     same = [
-        np.array_equal(a, b) for mine, its in zip(sunk, others, strict=True) for a, b in zip(mine, its, strict=True)
+        np.array_equal(a, b)
+        for mine, its in zip(sunk, others, strict=True)
+        for a, b in zip(mine, its, strict=True)
     ]
     assert all(same)
     assert any(
-        not np.array_equal(a, b) for mine, its in zip(sunk, plain, strict=True) for a, b in zip(mine, its, strict=True)
+        not np.array_equal(a, b)
+        for mine, its in zip(sunk, plain, strict=True)
+        for a, b in zip(mine, its, strict=True)
     )
 
 
@@ -102,12 +125,21 @@ def test_layers_with_and_without(policy):
 
     def run(k, v, q, sinks, length):
         return jaxkv.compress_layers(
-            k, v, policy=policy, queries=q, length=length, room=3, windows=windows, sink_logits=sinks
+            k,
+            v,
+            policy=policy,
+            queries=q,
+            length=length,
+            room=3,
+            windows=windows,
+            sink_logits=sinks,
         )
 
     found, again = run(k, v, q, sinks, length), jax.jit(run)(k, v, q, sinks, length)
     few = [[each[at] for at in (1, 3)] for each in (k, v, q, sinks)]
-    alone = jaxkv.compress_layers(few[0], few[1], policy=policy, queries=few[2], length=length, sink_logits=few[3])
+    alone = jaxkv.compress_layers(
+        few[0], few[1], policy=policy, queries=few[2], length=length, sink_logits=few[3]
+    )
     for at, layer in enumerate((1, 3)):
         for mine, its in zip(found.positions(layer), alone.positions(at), strict=True):
             assert [each.tolist() for each in mine] == [each.tolist() for each in its]
@@ -118,7 +150,9 @@ def test_layers_with_and_without(policy):
         assert [each.tolist() for row in found.positions(layer) for each in row] == [
             list(range(n - 6, n)) for n in LENGTHS for _ in range(HEADS)
         ]
-    out = jaxkv.attend(q[0][:, :, -1:], jaxkv.append(found, k[0][:, :, -1:], v[0][:, :, -1:], layer=0), layer=0)
+    out = jaxkv.attend(
+        q[0][:, :, -1:], jaxkv.append(found, k[0][:, :, -1:], v[0][:, :, -1:], layer=0), layer=0
+    )
     assert out.shape == (2, HEADS * GROUP, 1, DIM)
 
 
@@ -128,13 +162,18 @@ def test_what_is_refused():
     for given, told in (
         ({"window": 0}, "window=0: give 1 or more tokens, or None"),
         ({"softcap": 0.0}, r"softcap=0\.0: give a positive, finite number"),
-        ({"sink_logits": sinks[0][:4]}, r"sink_logits=\[4\]: give one number for each of 6 query heads"),
+        (
+            {"sink_logits": sinks[0][:4]},
+            r"sink_logits=\[4\]: give one number for each of 6 query heads",
+        ),
         ({"sink_logits": np.arange(6)}, r"sink_logits='int32\[6\]': give floating-point numbers"),
     ):
         with pytest.raises(ValueError, match=told):
             jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)
     with pytest.raises(ValueError, match="windows='1 layers': give as many as there are of k: 2"):
         jaxkv.compress_layers(k, v, policy=policy, queries=q, windows=[6])
-    with pytest.raises(ValueError, match="scores='of 1 layers': all are 0 in the layers without a window"):
+    with pytest.raises(
+        ValueError, match="scores='of 1 layers': all are 0 in the layers without a window"
+    ):
         scores = jaxkv.HeadKV(scores=((1.0, 2.0), (0.0, 0.0)), budget=12, window=4)
         jaxkv.compress_layers(k, v, policy=scores, queries=q, windows=[6, None])

@@ -127,8 +127,13 @@ def test_tails_of_16_bits_hold_transformed_rows():
 @pytest.mark.parametrize("name", ["full", "adakv", "h2o", "streaming-slide"])
 def test_meshes_transform_their_own_heads(name):
     """Over two kv heads' devices and groups of sequences: as on one device, planned bytes included."""
-    policy, model = meshes.roomy(name, store=Whole), tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8))
-    assert meshes.ran(model.on(meshes.mesh_of(2, 4)), policy, asks=True) == meshes.ran(model, policy, asks=True)
+    policy, model = (
+        meshes.roomy(name, store=Whole),
+        tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8)),
+    )
+    assert meshes.ran(model.on(meshes.mesh_of(2, 4)), policy, asks=True) == meshes.ran(
+        model, policy, asks=True
+    )
 
 
 @pytest.mark.parametrize("name", ["d2o", "snapkv-merge", "streaming-rolling", "quest", "omnikv"])
@@ -156,6 +161,8 @@ def test_caches_of_before_go_on_as_they_are(tmp_path):
     assert found.tolist() == want.tolist()
     slots = Slots(session, count=1, max_prompt=64, max_question=16, max_new_tokens=NEW)
     with mock.patch.object(Int4, "transformed", False):
-        alone = Slots(session, count=1, max_prompt=64, max_question=16, max_new_tokens=NEW).prefill([1] * 40)
+        alone = Slots(session, count=1, max_prompt=64, max_question=16, max_new_tokens=NEW).prefill(
+            [1] * 40
+        )
     with pytest.raises(ValueError, match="cache='rows as they are': these slots hold others"):
         slots.begin(alone, max_new_tokens=2)

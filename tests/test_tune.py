@@ -9,7 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RULES = {
-    "decode": {"chunk": 64, "block": 64, "queries": 64, "resident": 3, "launch": {"warps": 4, "stages": 3}},
+    "decode": {
+        "chunk": 64,
+        "block": 64,
+        "queries": 64,
+        "resident": 3,
+        "launch": {"warps": 4, "stages": 3},
+    },
     "flash": {"queries": 128, "keys": 64, "launch": {"warps": 8, "stages": 2}},
     "gather": {"block": 64, "launch": {"warps": 4, "stages": 1}},
     "window": {"rows": 128, "keys": 128, "chunk": 512, "launch": {"warps": 8, "stages": 2}},
@@ -28,7 +34,14 @@ class Bench:
 
     def __init__(self, tune, monkeypatch, seconds, *, wrong=(), broken=()):
         self.device, self.where = "Fake 1", {"told": {"core_count": 132}, "versions": {"jax": "1"}}
-        self.seconds, self.wrong, self.broken, self.now, self.timed, self.table = seconds, wrong, broken, 0.0, [], None
+        self.seconds, self.wrong, self.broken, self.now, self.timed, self.table = (
+            seconds,
+            wrong,
+            broken,
+            0.0,
+            [],
+            None,
+        )
         monkeypatch.setattr(tune.time, "monotonic", lambda: self.now)
 
     def use(self, table):
@@ -48,7 +61,9 @@ class Bench:
 
 def far_from(best):
     """Seconds that grow with the distance of some fields from the best ones."""
-    return lambda tiles: 1.0 + sum(abs(math.log2(tiles[name] / value)) for name, value in best.items())
+    return lambda tiles: (
+        1.0 + sum(abs(math.log2(tiles[name] / value)) for name, value in best.items())
+    )
 
 
 def searched(tune, bench, kernel="decode", seconds=1000, **base):
@@ -59,7 +74,10 @@ def test_it_finds_the_fastest(tune, monkeypatch):
     bench = Bench(tune, monkeypatch, far_from({"block": 32}))
     assert searched(tune, bench)["block"] == 32
     # Short rounds for all, long ones for few; the rule of thumb is in each of them.
-    counts = {repeats: [tiles for tiles, each in bench.timed if each == repeats] for repeats, _ in tune.ROUNDS}
+    counts = {
+        repeats: [tiles for tiles, each in bench.timed if each == repeats]
+        for repeats, _ in tune.ROUNDS
+    }
     assert all({} in tiles for tiles in counts.values())
     sizes = [len(tiles) for tiles in counts.values()]
     assert sizes[0] > 20 and sizes[1:] == [survivors + 1 for _, survivors in tune.ROUNDS[:2]]
@@ -76,7 +94,9 @@ def test_what_is_wrong_or_does_not_run_is_passed_over(tune, monkeypatch):
     first = searched(tune, Bench(tune, monkeypatch, far_from({"block": 32})))
     second = searched(tune, Bench(tune, monkeypatch, far_from({"block": 32}), wrong=[first]))
     assert second not in (first, {}) and second["block"] == 32
-    third = searched(tune, Bench(tune, monkeypatch, far_from({"block": 32}), wrong=[second], broken=[first]))
+    third = searched(
+        tune, Bench(tune, monkeypatch, far_from({"block": 32}), wrong=[second], broken=[first])
+    )
     assert third not in (first, second, {})
     assert searched(tune, Bench(tune, monkeypatch, far_from({"block": 32}), broken=[{}])) == {}
 
@@ -85,7 +105,9 @@ def test_it_keeps_its_time(tune, monkeypatch):
     bench = Bench(tune, monkeypatch, far_from({"block": 32}))
     assert searched(tune, bench, seconds=20)["block"] == 32
     # Likely candidates came first, and the later rounds had their share.
-    assert bench.now <= 24 and {repeats for _, repeats in bench.timed} == {repeats for repeats, _ in tune.ROUNDS}
+    assert bench.now <= 24 and {repeats for _, repeats in bench.timed} == {
+        repeats for repeats, _ in tune.ROUNDS
+    }
     assert searched(tune, Bench(tune, monkeypatch, far_from({"block": 32})), seconds=0) == {}
 
 
@@ -98,9 +120,15 @@ def test_candidates_fit_the_device(tune):
         shared, registers = tune.needs("flash", RULES["flash"] | fields, 128, 2)
         assert shared <= 232448 and registers <= tune.REGISTERS
     # Twice the bytes an element, fewer that fit; the rule of thumb itself is not among them.
-    assert len(tune.candidates("decode", RULES["decode"], told, 256, 4)) < len(tune.options("decode")) - 1
+    assert (
+        len(tune.candidates("decode", RULES["decode"], told, 256, 4))
+        < len(tune.options("decode")) - 1
+    )
     for kernel, rule in RULES.items():
-        assert all(any(rule[n] != v for n, v in f.items()) for f in tune.candidates(kernel, rule, told, 64, 2))
+        assert all(
+            any(rule[n] != v for n, v in f.items())
+            for f in tune.candidates(kernel, rule, told, 64, 2)
+        )
 
 
 def test_a_table_keeps_what_others_have_found(tune, monkeypatch, tmp_path):
@@ -113,7 +141,12 @@ def test_a_table_keeps_what_others_have_found(tune, monkeypatch, tmp_path):
     fast = lambda tiles: far_from({name: best[name] for name in best if name in tiles})(tiles)  # noqa: E731
     bench = Bench(tune, monkeypatch, fast)
     assert tune.search(bench, tmp_path, [128], ["bfloat16"], 4000) == path
-    assert json.loads(bench.table.read_text()) == {"decode": [], "gather": [], "prefill": [], "window": []}
+    assert json.loads(bench.table.read_text()) == {
+        "decode": [],
+        "gather": [],
+        "prefill": [],
+        "window": [],
+    }
     table = json.loads(path.read_text())
     assert (table["device"], table["jax"]) == ("Fake 1", "1") and table["decode"][0] == old
     kernels = ("decode", "gather", "prefill", "window")
@@ -139,9 +172,16 @@ def test_the_kernels_read_the_table(tune, monkeypatch, tmp_path):
         "launch": {"warps": 4, "stages": 3},
         "scores_launch": {"warps": 2, "stages": 1},
     }
-    tune.enter(path, tmp_path / "none", {"device": "cpu"}, "prefill", {"dim": 128, "itemsize": 2, **fields})
+    tune.enter(
+        path, tmp_path / "none", {"device": "cpu"}, "prefill", {"dim": 128, "itemsize": 2, **fields}
+    )
     monkeypatch.setenv("JAXKV_TUNING", str(path))
     tiles = tuning.prefill_tiles(dim=128, itemsize=2)
-    assert (tiles.queries, tiles.keys, tiles.launch.stages, tiles.scores_launch.warps) == (64, 32, 3, 2)
+    assert (tiles.queries, tiles.keys, tiles.launch.stages, tiles.scores_launch.warps) == (
+        64,
+        32,
+        3,
+        2,
+    )
     monkeypatch.setenv("JAXKV_TUNING", str(tune.NO_TILES))
     assert tuning.prefill_tiles(dim=128, itemsize=2) != tiles

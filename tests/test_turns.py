@@ -30,7 +30,10 @@ def test_what_is_told_first_is_asked_for_last():
         assert right[:7] == ("",) * 7 and all(right[7:])
         for value in right[7:]:
             assert sum(value in turn for turn in turns[:3]) == 1
-        assert all(turn.startswith('Here is a passage: "') and len(turn.split()) == 33 for turn in turns[3:7])
+        assert all(
+            turn.startswith('Here is a passage: "') and len(turn.split()) == 33
+            for turn in turns[3:7]
+        )
         assert all(turn.endswith("?") for turn in turns[7:])
     assert made == Turns(count=6, turns=10, words=20).samples(model)
     # More conversations leave the first ones as they are; another seed makes others.
@@ -43,7 +46,11 @@ def test_no_fact_is_a_part_of_anothers_question():
     from jaxkv.evals import turns
 
     asked = " ".join(fact.question + fact.sentence for fact in turns._FACTS).lower()
-    assert all(isinstance(fact, _Fact) and value.lower() not in asked for fact in turns._FACTS for value in fact.values)
+    assert all(
+        isinstance(fact, _Fact) and value.lower() not in asked
+        for fact in turns._FACTS
+        for value in fact.values
+    )
 
 
 def test_the_cache_stays_within_its_budget_turn_after_turn(tmp_path):
@@ -64,15 +71,27 @@ def test_the_cache_stays_within_its_budget_turn_after_turn(tmp_path):
     for outcome, answers in zip(outcomes, zip(*told, strict=True), strict=True):
         assert outcome.figures["rows"] == [24] * 3 and outcome.figures["most_rows"] == [24] * 3
         assert outcome.rows == 24 and outcome.tokens > 60
-        assert json.loads(outcome.prediction) == list(answers) and len(outcome.figures["scores"]) == 1
+        assert (
+            json.loads(outcome.prediction) == list(answers) and len(outcome.figures["scores"]) == 1
+        )
 
 
 def test_conversations_of_mt_benchs_file_run_where_they_have_references(tmp_path):
     model = eval_models.speaking(positions=4096)
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
-        {"question_id": 101, "category": "reasoning", "turns": ["One?", "Two?"], "reference": ["First.", ""]},
-        {"question_id": 111, "category": "math", "turns": ["Sum?", "And?", "So?"], "reference": ["", "7", "12"]},
+        {
+            "question_id": 101,
+            "category": "reasoning",
+            "turns": ["One?", "Two?"],
+            "reference": ["First.", ""],
+        },
+        {
+            "question_id": 111,
+            "category": "math",
+            "turns": ["Sum?", "And?", "So?"],
+            "reference": ["", "7", "12"],
+        },
     ]
     task = Turns(data=stored(tmp_path, *rows), count=0, new_tokens=3)
     samples = task.samples(model)
@@ -82,7 +101,10 @@ def test_conversations_of_mt_benchs_file_run_where_they_have_references(tmp_path
     assert [len(json.loads(each.prediction)) for each in outcomes] == [2, 3]
     assert [len(each.figures["scores"]) for each in outcomes] == [1, 2]
     # Without a template, lines part turns: every token of them is in the cache.
-    assert outcomes[0].figures["rows"] == [1 + len("One?\n") + 3, 1 + len("One?\n") + 3 + len("\n\nTwo?\n") + 3]
+    assert outcomes[0].figures["rows"] == [
+        1 + len("One?\n") + 3,
+        1 + len("One?\n") + 3 + len("\n\nTwo?\n") + 3,
+    ]
 
 
 @pytest.mark.parametrize(

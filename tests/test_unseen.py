@@ -138,9 +138,13 @@ def test_each_class_is_warned_of(chatting):
 
 def test_nothing_is_said_where_nothing_is_dropped(chatting):
     whole = len(chatting.text.encode("<turn>user:" + DOCUMENT, bos=True))
-    assert not told(chatting, policy=SnapKV(budget=whole)) and not told(chatting, policy=SnapKV(budget=1.0))
+    assert not told(chatting, policy=SnapKV(budget=whole)) and not told(
+        chatting, policy=SnapKV(budget=1.0)
+    )
     assert not told(chatting, prompt=["short", "shorter"], policy=SnapKV(**SMALL))
-    assert told(chatting, prompt=["x", DOCUMENT], policy=SnapKV(budget=whole - 1)), "one row of one of two prompts"
+    assert told(chatting, prompt=["x", DOCUMENT], policy=SnapKV(budget=whole - 1)), (
+        "one row of one of two prompts"
+    )
 
 
 def test_a_conversation_without_its_last_question_is_a_document(chatting):
@@ -217,7 +221,9 @@ for _ in range(3):
 def test_it_points_at_the_users_line(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(_SCRIPT)
-    line = 1 + _SCRIPT.splitlines().index(next(each for each in _SCRIPT.splitlines() if "the user's line" in each))
+    line = 1 + _SCRIPT.splitlines().index(
+        next(each for each in _SCRIPT.splitlines() if "the user's line" in each)
+    )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("UnseenQuestionWarning") == 1

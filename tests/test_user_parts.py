@@ -30,7 +30,9 @@ def torn(mass):
 
 def test_scores_that_are_not_numbers_are_refused():
     for wrap in (lambda p: p, lambda p: CriticalKV(base=p), lambda p: AdaKV(base=p)):
-        with pytest.raises(ValueError, match=r"scores='NaN': Given\(.* gave rows of layers \[0, 1, 2\] what is not"):
+        with pytest.raises(
+            ValueError, match=r"scores='NaN': Given\(.* gave rows of layers \[0, 1, 2\] what is not"
+        ):
             prefilled(Given(torn), wrap=wrap)
     # Padding may hold anything.
     policy = policy_of(Given(torn))
@@ -84,7 +86,13 @@ class Reads(Scorer):
 
 
 UNASKED = {
-    **{"q": "queries", "q_positions": "queries", "sums": "sums", "norms": "norms", "norm_totals": "norms"},
+    **{
+        "q": "queries",
+        "q_positions": "queries",
+        "sums": "sums",
+        "norms": "norms",
+        "norm_totals": "norms",
+    },
     **{"moments": "future", "replayed": "replay", "blocks": "blocks", "unrotated": "blocks"},
     **{"hidden": "gate", "gate": "gate", "key": "draws"},
 }
@@ -94,7 +102,9 @@ UNASKED = {
 def test_what_a_scorer_did_not_ask_for_cannot_be_read(name):
     policy, said = policy_of(Reads(name)), rf"seen\.{name}: .*`{UNASKED[name]}`"
     rng = np.random.default_rng(0)
-    k, q = (jnp.asarray(rng.standard_normal((2, 2, *shape, 40, 8)), jnp.float32) for shape in ((), (3,)))
+    k, q = (
+        jnp.asarray(rng.standard_normal((2, 2, *shape, 40, 8)), jnp.float32) for shape in ((), (3,))
+    )
     compress = functools.partial(jaxkv.compress, policy=policy, length=jnp.asarray([40, 31]))
     for run in (
         lambda: jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=policy),
@@ -133,13 +143,17 @@ class OfShorterKeys(Scorer):
     base: Scorer
 
     def observe(self, seen):
-        assert jax.tree.structure(seen) == jax.tree.structure(jax.tree.map(lambda leaf: leaf, seen)) and repr(seen)
+        assert jax.tree.structure(seen) == jax.tree.structure(
+            jax.tree.map(lambda leaf: leaf, seen)
+        ) and repr(seen)
         return self.base.observe(dataclasses.replace(seen, k=seen.k / 2))
 
 
 def test_a_scorer_may_change_what_another_sees():
     model, ids = tiny.tiny(GQA), tiny.prompts(2, (40, 25))
-    ours, other = (tiny.run(model, ids, policy_of(each))[0] for each in (OfShorterKeys(KeyNorm()), KeyNorm()))
+    ours, other = (
+        tiny.run(model, ids, policy_of(each))[0] for each in (OfShorterKeys(KeyNorm()), KeyNorm())
+    )
     assert tiny.kept(ours) == tiny.kept(other)
 
 
@@ -161,5 +175,9 @@ def test_layer_budgets_need_no_base_class():
     """Nor `needs_queries`, which the protocol did not always have."""
     names = ("of_heads", "weight", "rows", "bound", "widest", "recents", "unlimited")
     said = {name: getattr(UniformLayers, name) for name in names}
-    plain = type("Plain", (), said | {"from_scores": False, "exact": True, "joint": False, "needs_sums": False})()
+    plain = type(
+        "Plain",
+        (),
+        said | {"from_scores": False, "exact": True, "joint": False, "needs_sums": False},
+    )()
     assert policy_of(KeyNorm(), layers=plain).parts().layers is plain

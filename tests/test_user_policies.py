@@ -51,7 +51,9 @@ def test_what_a_class_says_as_a_field_counts():
     made = dataclasses.dataclass(frozen=True, kw_only=True)
     noted = made(type("Noted", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64}))
     assert noted().parts().budget == 64
-    ours = made(type("Ours", (Policy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()}))
+    ours = made(
+        type("Ours", (Policy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()})
+    )
     assert ours(budget=8).parts().scorer == KeyNorm()
     assert Policy().parts().scorer is None
 
@@ -69,7 +71,12 @@ def test_names_and_classes_are_policies_with_their_defaults():
         out = jaxkv.generate(model, ids[0], policy=policy, max_new_tokens=1)
         assert out.cache.policy == jaxkv.FullKV()
     cache = jaxkv.prefill(model, ids, policy="knorm")
-    assert jaxkv.generate(model, [[1]], cache=cache, policy=jaxkv.KNorm, max_new_tokens=1).stats.new_tokens == 1
+    assert (
+        jaxkv.generate(
+            model, [[1]], cache=cache, policy=jaxkv.KNorm, max_new_tokens=1
+        ).stats.new_tokens
+        == 1
+    )
 
 
 def test_a_wrapper_of_ones_own_keeps_its_own_parts():
@@ -95,7 +102,9 @@ def test_copies_keep_what_a_policy_has_beside_its_fields():
             object.__setattr__(self, "noted", 3)
 
     policy = Noted(budget=64)
-    assert copy.copy(policy).noted == copy.deepcopy(policy).noted == 3 and copy.copy(policy) == policy
+    assert (
+        copy.copy(policy).noted == copy.deepcopy(policy).noted == 3 and copy.copy(policy) == policy
+    )
 
     class Worded(Noted):
         words = ("one",)

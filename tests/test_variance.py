@@ -14,7 +14,9 @@ KINDS = [each.value for each in Statistic]
 LAYERS, LENGTH = 6, 400
 # Zeros, the ordinary, and what squares of sums over many queries can reach.
 variances = st.lists(
-    st.one_of(st.just(0.0), st.floats(0, 1), st.floats(0, 1e4), st.floats(0, 1e37)), min_size=LAYERS, max_size=LAYERS
+    st.one_of(st.just(0.0), st.floats(0, 1), st.floats(0, 1e4), st.floats(0, 1e37)),
+    min_size=LAYERS,
+    max_size=LAYERS,
 )
 
 
@@ -22,9 +24,9 @@ def rows(kind, stats, budget, length=LENGTH, forced=5, dense=()):
     weights = np.asarray(stats, np.float64)[:, None]
     layers = VarianceLayers(statistic=kind, dense_layers=dense)
     one = np.asarray
-    return layers.rows(one([budget]), one([length]), one([forced]), layers=len(stats), window=1, weights=weights)[
-        :, 0
-    ].tolist()
+    return layers.rows(
+        one([budget]), one([length]), one([forced]), layers=len(stats), window=1, weights=weights
+    )[:, 0].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,13 +37,17 @@ def test_the_sum_is_exact_for_any_variances(kind, stats, budget):
     assert sum(kept) == LAYERS * min(budget, LENGTH)
     assert all(6 <= count <= LENGTH for count in kept)
     # The more uneven a layer, the fewer rows; equal ones differ by a rounding at most.
-    for a, b in zip(np.argsort(stats, kind="stable"), np.argsort(stats, kind="stable")[1:], strict=False):
+    for a, b in zip(
+        np.argsort(stats, kind="stable"), np.argsort(stats, kind="stable")[1:], strict=False
+    ):
         assert kept[a] >= kept[b] - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25)
-@given(stats=st.lists(st.floats(0, 3), min_size=LAYERS, max_size=LAYERS), budget=st.integers(6, LENGTH))
+@given(
+    stats=st.lists(st.floats(0, 3), min_size=LAYERS, max_size=LAYERS), budget=st.integers(6, LENGTH)
+)
 def test_rows_agree_with_the_oracle(kind, stats, budget):
     expected, margin = o.variance_rows(stats, LENGTH, budget, kind, 5)
     if margin > 1e-6:
@@ -71,8 +77,12 @@ def test_what_is_no_number_is_refused(bad):
 def test_the_published_sizes(stats, budget):
     layers, one = OfficialVarianceLayers(), np.asarray
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(one([budget]), one([LENGTH]), one([5]), layers=5, window=1, weights=weights)[:, 0]
-    expected, margin = o.official_variance_rows(stats, LENGTH, budget / LENGTH / 2, budget / LENGTH / 2)
+    kept = layers.rows(one([budget]), one([LENGTH]), one([5]), layers=5, window=1, weights=weights)[
+        :, 0
+    ]
+    expected, margin = o.official_variance_rows(
+        stats, LENGTH, budget / LENGTH / 2, budget / LENGTH / 2
+    )
     if margin > 1e-9:
         assert kept.tolist() == expected
     assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([5]), layers=5)[0]
@@ -86,7 +96,9 @@ def test_the_published_sizes_stay_below_their_bound_whatever_is_forced(stats, sh
     budget = max(1, int(share * LENGTH))
     forced = int(of_it * budget)
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(one([budget]), one([LENGTH]), one([forced]), layers=6, window=1, weights=weights)[:, 0]
+    kept = layers.rows(
+        one([budget]), one([LENGTH]), one([forced]), layers=6, window=1, weights=weights
+    )[:, 0]
     assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([forced]), layers=6)[0]
 
 
@@ -94,7 +106,9 @@ def test_the_published_sizes_stay_below_their_bound_whatever_is_forced(stats, sh
 def test_the_statistic_agrees_with_the_oracle(kind):
     rng = np.random.default_rng(2)
     q, k = 1.5 * rng.standard_normal((4, 30, 8)), rng.standard_normal((2, 30, 8))
-    sums = np.pad(o.column_sums(q, k).reshape(1, 2, 2, 30), ((0, 0),) * 3 + ((0, 10),), constant_values=7.0)
+    sums = np.pad(
+        o.column_sums(q, k).reshape(1, 2, 2, 30), ((0, 0),) * 3 + ((0, 10),), constant_values=7.0
+    )
     length = jnp.asarray([30], jnp.int32)
     nothing = jnp.zeros((1, 2, 40), jnp.float32), jnp.zeros((1, 1, 40), bool)
     keys = jnp.zeros((1, 2, 40, 8), jnp.float32)
@@ -118,7 +132,10 @@ def _quality(heights, rates, sizes):
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.001, 0.1)), min_size=2, max_size=6), st.floats(1, 2000))
+@given(
+    st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.001, 0.1)), min_size=2, max_size=6),
+    st.floats(1, 2000),
+)
 def test_water_filling_beats_an_even_split(layers, total):
     """D2O's appendix A.9: for information H (1 - exp(-k S)) the optimum under a total, cut at 0, is never worse than
     the same for all. That is a statement about this optimum; the softmax of variances is another split."""

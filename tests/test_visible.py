@@ -23,7 +23,9 @@ def expected(seen):
     out = np.zeros(STEPS)
     for step, layer, head in np.ndindex(STEPS, CONFIG.layers, HEADS):
         paid = weights(0, layer)[head, len(PROMPT) + step]
-        out[step] += paid[sorted(seen(layer, head // CONFIG.group, step))].sum() / CONFIG.layers / HEADS
+        out[step] += (
+            paid[sorted(seen(layer, head // CONFIG.group, step))].sum() / CONFIG.layers / HEADS
+        )
     return out
 
 
@@ -35,7 +37,9 @@ def held(policy):
     cache, session, out = repack(cache, room=STEPS), jaxkv.Session(model, policy), []
     for token in ANSWER:
         out.append([layer[0] for layer in tiny.kept(cache)])
-        cache = session.compress_again(session.extend(cache, [[token]], chunk=1, donate=True), room=STEPS)
+        cache = session.compress_again(
+            session.extend(cache, [[token]], chunk=1, donate=True), room=STEPS
+        )
     return out
 
 
@@ -48,7 +52,9 @@ AGAIN = SnapKV(budget=12, window=4, every=2)
 @pytest.mark.parametrize("policy", [ADA, H2O(budget=12), AGAIN])
 def test_policies_that_drop_rows_see_what_their_caches_hold(policy):
     found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
-    oracle = expected(lambda layer, head, step: {*held(policy)[step][layer][head], len(PROMPT) + step})
+    oracle = expected(
+        lambda layer, head, step: {*held(policy)[step][layer][head], len(PROMPT) + step}
+    )
     np.testing.assert_allclose(found, oracle, atol=1e-5)
     assert rows == 12 and (found < 0.95).all()
     lengths = [len(head) for layer in held(policy)[-1] for head in layer]
@@ -95,7 +101,9 @@ def test_everything_is_seen_where_everything_is_kept():
 def test_on_a_mesh_it_is_the_same_or_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     model = tiny.tiny(CONFIG)
-    alone, split = (visible_attention(each, ADA, PROMPT, ANSWER)[0] for each in (model, model.on(mesh)))
+    alone, split = (
+        visible_attention(each, ADA, PROMPT, ANSWER)[0] for each in (model, model.on(mesh))
+    )
     np.testing.assert_allclose(split, alone, atol=1e-5)
     with pytest.raises(ValueError, match="OmniKV is measured on one device"):
         visible_attention(model.on(mesh), OmniKV(budget=12, filter_layers=(0,)), PROMPT, ANSWER)
@@ -107,9 +115,18 @@ def test_the_task_has_cases_of_all_sizes(monkeypatch):
     cases = Visible(count=4, steps=3).samples(model)
     assert len({case.id for case in cases}) == 4 and {case.group for case in cases} == {"visible"}
     assert [case.tags["size"] for case in cases] == [40, 80, 120, 160]
-    assert Visible(count=4, steps=3).samples(model) == cases != Visible(count=4, steps=3, seed=1).samples(model)
-    monkeypatch.setattr("jaxkv.evals.visible.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:7]))
+    assert (
+        Visible(count=4, steps=3).samples(model)
+        == cases
+        != Visible(count=4, steps=3, seed=1).samples(model)
+    )
+    monkeypatch.setattr(
+        "jaxkv.evals.visible.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:7])
+    )
     outcomes = Visible(count=2, steps=3).run(model, D2O(budget=0.5), cases[:2], How())
     for outcome in outcomes:
         assert len(outcome.figures["visible"]) == 3 and 0.3 < outcome.score < 1
-        assert outcome.score == pytest.approx(np.mean(outcome.figures["visible"])) and outcome.tokens == len(PROMPT) + 7
+        assert (
+            outcome.score == pytest.approx(np.mean(outcome.figures["visible"]))
+            and outcome.tokens == len(PROMPT) + 7
+        )

@@ -30,7 +30,16 @@ from jaxkv.models.stored import Stored
 from jaxkv.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
-FAMILIES = ["llama_gqa8", "llama_bias", "qwen3", "falcon_40b", "falcon_serial", "phi3", "mixtral", "qwen3_moe_fused"]
+FAMILIES = [
+    "llama_gqa8",
+    "llama_bias",
+    "qwen3",
+    "falcon_40b",
+    "falcon_serial",
+    "phi3",
+    "mixtral",
+    "qwen3_moe_fused",
+]
 FAMILIES += ["glm4", "olmo2", "gpt_oss_mxfp4"]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]
 
@@ -53,7 +62,9 @@ def rounded(weight):
         most = np.float32(np.abs(weight[at]).max())
         scales[at] = most / np.float32(127)
         for column, value in enumerate(weight[at]):
-            codes[(*at, column)] = 0 if scales[at] == 0 else round(float(np.float32(value / scales[at])))
+            codes[(*at, column)] = (
+                0 if scales[at] == 0 else round(float(np.float32(value / scales[at])))
+            )
     return {"": codes, "_scale": scales}, codes.astype(np.float32) * scales[..., None]
 
 
@@ -67,7 +78,11 @@ def grouped(weight):
         least, scale = np.float16(of.min()), np.float16((of.max() - of.min()) / np.float32(15))
         scales[(*at, group)], leasts[(*at, group)] = scale, least
         for n, value in enumerate(of):
-            steps = 0.0 if scale == 0 else float(np.float32(value - np.float32(least)) / np.float32(scale))
+            steps = (
+                0.0
+                if scale == 0
+                else float(np.float32(value - np.float32(least)) / np.float32(scale))
+            )
             code = min(15, max(0, round(steps)))
             codes[(*at, 16 * group + n % 16)] |= code << (4 * (n // 16))
             wide[(*at, 32 * group + n)] = np.float32(code) * np.float32(scale) + np.float32(least)
@@ -82,14 +97,20 @@ def wide_folder(name):
     """A golden model's folder with sizes of whole groups, and weights drawn at random."""
     config = json.loads((MODELS / name / "config.json").read_text())
     config |= {key: size for key, size in WIDE.items() if config.get(key) is not None}
-    config |= {"head_dim": 16} if name in ("phi3", "olmo2") else {}  # of 6 heads, to which 64 are not shared out
+    config |= (
+        {"head_dim": 16} if name in ("phi3", "olmo2") else {}
+    )  # of 6 heads, to which 64 are not shared out
     there, rng, tensors = Path(tempfile.mkdtemp()), np.random.default_rng(0), {}
     atexit.register(shutil.rmtree, there)
     names = open_checkpoint(MODELS / name).names
-    for of in sources_of(Decoder(ModelConfig.from_hf(config)), config["model_type"], frozenset(names)).values():
+    for of in sources_of(
+        Decoder(ModelConfig.from_hf(config)), config["model_type"], frozenset(names)
+    ).values():
         for source in of:
             shift = 1.0 if len(source.shape) == 1 and "norm" in source.name else 0.0
-            tensors[source.name] = (shift + 0.2 * rng.standard_normal(source.shape)).astype(np.float32)
+            tensors[source.name] = (shift + 0.2 * rng.standard_normal(source.shape)).astype(
+                np.float32
+            )
     (there / "config.json").write_text(json.dumps(config))
     save_file(tensors, there / "model.safetensors")
     return there
@@ -116,7 +137,9 @@ def stood_for(name, bits="int8"):
 
 def test_codes_are_rounded_to_the_nearest():
     rng = np.random.default_rng(0)
-    weight = (rng.standard_normal((3, 4, 16)) * 10.0 ** rng.integers(-8, 8, (3, 4, 1))).astype(np.float32)
+    weight = (rng.standard_normal((3, 4, 16)) * 10.0 ** rng.integers(-8, 8, (3, 4, 1))).astype(
+        np.float32
+    )
     weight[1, 2], weight[0, 1, 3:] = 0, 0
     codes, scales = codes_of(weight)
     for mine, theirs in zip((codes, scales), rounded(weight)[0].values(), strict=True):
@@ -129,7 +152,9 @@ def test_codes_are_rounded_to_the_nearest():
 def test_groups_are_rounded_to_the_nearest():
     """With constant groups, one element apart from the others, and what rounds beyond 15 by the least value's bits."""
     rng = np.random.default_rng(0)
-    weight = (rng.standard_normal((3, 4, 96)) * 10.0 ** rng.integers(-5, 3, (3, 4, 1))).astype(np.float32)
+    weight = (rng.standard_normal((3, 4, 96)) * 10.0 ** rng.integers(-5, 3, (3, 4, 1))).astype(
+        np.float32
+    )
     weight[1, 2], weight[0, 1, 32:64], weight[2, 2, 5] = 0, 7.125, 300
     (codes, scales, leasts), (oracle, wide) = groups_of(weight), grouped(weight)
     for mine, theirs in zip((codes, scales, leasts), oracle.values(), strict=True):
@@ -138,10 +163,15 @@ def test_groups_are_rounded_to_the_nearest():
     assert (wide[1, 2] == 0).all() and (wide[0, 1, 32:64] == 7.125).all()
     step = scales.astype(np.float32).repeat(32, axis=-1)
     # Least values and scales have 11 bits.
-    assert (np.abs(wide - weight) <= 0.5 * step + np.abs(leasts).astype(np.float32).repeat(32, axis=-1) / 1024).all()
+    assert (
+        np.abs(wide - weight)
+        <= 0.5 * step + np.abs(leasts).astype(np.float32).repeat(32, axis=-1) / 1024
+    ).all()
     # What codes stand for is rounded to itself.
     again = groups_of(wide)
-    assert (np.abs(grouped(wide)[1] - wide) <= 1e-3 * np.maximum(np.abs(wide), step)).all() and again[0].any()
+    assert (
+        np.abs(grouped(wide)[1] - wide) <= 1e-3 * np.maximum(np.abs(wide), step)
+    ).all() and again[0].any()
 
 
 def blocks(kind, weight):
@@ -175,7 +205,10 @@ def test_values_of_4_bits_keep_their_steps(kind):
 def test_a_ggufs_blocks_of_4_bits_keep_their_steps(tmp_path):
     """Of one tensor, with rows in another order, and of two that are stacked; not of one that is in 8 bits."""
     checkpoint = open_checkpoint(gguf_of(tmp_path / "m.gguf", {"down": "Q8_0"}))
-    wide, model = (jaxkv.load(tmp_path / "m.gguf", "float32", weights=each, progress=False) for each in (None, "int4"))
+    wide, model = (
+        jaxkv.load(tmp_path / "m.gguf", "float32", weights=each, progress=False)
+        for each in (None, "int4")
+    )
     held, block = dict(named_parameters(wide.decoder)), model.decoder.blocks[0]
     for part, name, stepped in (
         (block.attention, "q", True),
@@ -193,8 +226,16 @@ def test_a_ggufs_blocks_of_4_bits_keep_their_steps(tmp_path):
 def gguf_of(path, kinds):
     """A GGUF of one layer of random weights whose linear maps are in Q4_0, but for those that `kinds` names."""
     embed, hidden, heads, kv_heads, dim, rng = 64, 96, 4, 2, 16, np.random.default_rng(0)
-    shapes = {"attn_q": (heads * dim, embed), "attn_k": (kv_heads * dim, embed), "attn_v": (kv_heads * dim, embed)}
-    shapes |= {"attn_output": (embed, heads * dim), "ffn_gate": (hidden, embed), "ffn_up": (hidden, embed)}
+    shapes = {
+        "attn_q": (heads * dim, embed),
+        "attn_k": (kv_heads * dim, embed),
+        "attn_v": (kv_heads * dim, embed),
+    }
+    shapes |= {
+        "attn_output": (embed, heads * dim),
+        "ffn_gate": (hidden, embed),
+        "ffn_up": (hidden, embed),
+    }
     shapes |= {"ffn_down": (embed, hidden), "attn_norm": (embed,), "ffn_norm": (embed,)}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -206,9 +247,13 @@ def gguf_of(path, kinds):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
     names = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
-    for name, shape in (names | {"token_embd.weight": (96, embed), "output_norm.weight": (embed,)}).items():
+    for name, shape in (
+        names | {"token_embd.weight": (96, embed), "output_norm.weight": (embed,)}
+    ).items():
         array = rng.standard_normal(shape).astype(np.float32)
-        kind = next((kind for part, kind in kinds.items() if part in name and len(shape) > 1), "Q4_0")
+        kind = next(
+            (kind for part, kind in kinds.items() if part in name and len(shape) > 1), "Q4_0"
+        )
         kind = gguf.GGMLQuantizationType["F32" if len(shape) == 1 or "embd" in name else kind]
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -224,16 +269,22 @@ def test_logits_are_those_of_the_rounded_weights(name, bits):
     """Prefill of an unequal batch, and each token decoded on top; the codes are the oracle's."""
     model, (same, found) = narrow(name, bits), stood_for(name, bits)
     held = dict(named_parameters(model.decoder))
-    assert {path for path in held if path.rpartition(".")[2].split("_scale")[0].split("_least")[0] in LINEAR} == {
-        *found
-    }
+    assert {
+        path
+        for path in held
+        if path.rpartition(".")[2].split("_scale")[0].split("_least")[0] in LINEAR
+    } == {*found}
     for path, value in found.items():
         assert held[path].get_value().dtype == value.dtype
         np.testing.assert_array_equal(held[path].get_value(), value)
-    for mine, theirs in zip(running.by_tokens(model, ROWS), running.by_tokens(same, ROWS), strict=True):
+    for mine, theirs in zip(
+        running.by_tokens(model, ROWS), running.by_tokens(same, ROWS), strict=True
+    ):
         assert running.gap(mine, theirs) < 2e-5
     assert model.dtype == np.float32 and model.fingerprint != same.fingerprint
-    wide = sum(each.get_value().nbytes for path, each in named_parameters(same.decoder) if path in found)
+    wide = sum(
+        each.get_value().nbytes for path, each in named_parameters(same.decoder) if path in found
+    )
     assert model.nbytes == same.nbytes - wide + sum(each.nbytes for each in found.values())
     assert f"float32 with {bits} weights" in repr(model)
 
@@ -276,22 +327,41 @@ def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
     assert_same(there, plain)
     assert_same(plain.on(mesh), plain)
     block = there.decoder.blocks[0].attention
-    codes, scales = (each.get_value() for each in (block.q, block.q_scale if bits == "int8" else block.q_scales))
+    codes, scales = (
+        each.get_value() for each in (block.q, block.q_scale if bits == "int8" else block.q_scales)
+    )
     scales = scales if bits == "int8" else scales[..., 0]
-    assert codes.sharding.shard_shape(codes.shape)[:-1] == scales.sharding.shard_shape(scales.shape) != scales.shape
-    options = {"max_new_tokens": 6, "stop_at_eos": False, "progress": False, "policy": jaxkv.H2O(budget=5)}
+    assert (
+        codes.sharding.shard_shape(codes.shape)[:-1]
+        == scales.sharding.shard_shape(scales.shape)
+        != scales.shape
+    )
+    options = {
+        "max_new_tokens": 6,
+        "stop_at_eos": False,
+        "progress": False,
+        "policy": jaxkv.H2O(budget=5),
+    }
     drawn = [jaxkv.generate(each, ROWS, **options).tokens for each in (there, plain)]
     np.testing.assert_array_equal(*map(np.asarray, drawn))
 
 
 def test_dtypes_say_bits_as_well():
-    assert jaxkv.load(MODELS / "llama_gqa8", weights=jax.numpy.int8, progress=False).decoder.weights == "int8"
+    assert (
+        jaxkv.load(MODELS / "llama_gqa8", weights=jax.numpy.int8, progress=False).decoder.weights
+        == "int8"
+    )
 
 
 @pytest.mark.parametrize("bits", ORACLES)
 def test_kernels_multiply_codes(bits):
     """Fused steps, interpreted, draw XLA's tokens."""
-    options = {"max_new_tokens": 4, "stop_at_eos": False, "progress": False, "policy": jaxkv.SnapKV(budget=5, window=2)}
+    options = {
+        "max_new_tokens": 4,
+        "stop_at_eos": False,
+        "progress": False,
+        "policy": jaxkv.SnapKV(budget=5, window=2),
+    }
     drawn = [
         jaxkv.generate(narrow("llama_gqa8", bits), ROWS, implementation=each, **options).tokens
         for each in ("pallas", "xla")
@@ -334,10 +404,12 @@ def test_one_vector_is_multiplied_by_codes_as_they_are_stored(as_on_a_gpu, bits,
 def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
     """Below compute capability 8.0 one vector, too, is multiplied by XLA; no vectors are nowhere a product of codes."""
     weight = Stored(jax.numpy.ones((3, 32), jax.numpy.int8), scale=jax.numpy.ones(3))
-    assert read_as_stored(jax.numpy.ones((1, 32)), weight) and not read_as_stored(jax.numpy.ones((2, 32)), weight)
-    assert not read_as_stored(jax.numpy.ones((1, 32)), Stored(jax.numpy.ones((3, 32)))) and products(
-        jax.numpy.ones((0, 32)), weight
-    ).shape[1:] == (0, 3)
+    assert read_as_stored(jax.numpy.ones((1, 32)), weight) and not read_as_stored(
+        jax.numpy.ones((2, 32)), weight
+    )
+    assert not read_as_stored(
+        jax.numpy.ones((1, 32)), Stored(jax.numpy.ones((3, 32)))
+    ) and products(jax.numpy.ones((0, 32)), weight).shape[1:] == (0, 3)
     monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="7.5")])
     assert not read_as_stored(jax.numpy.ones((1, 32)), weight)
 
@@ -345,22 +417,40 @@ def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
 @pytest.mark.usefixtures("as_users_call")
 @pytest.mark.parametrize("given", ["int2", "INT8", 8, True, np.int16, ["int8"], ""])
 def test_other_bits_are_refused(given):
-    with pytest.raises((ValueError, TypeError), match="weights=.*: give 'int8', 'int4', or None for the model's dtype"):
+    with pytest.raises(
+        (ValueError, TypeError),
+        match="weights=.*: give 'int8', 'int4', or None for the model's dtype",
+    ):
         jaxkv.load(MODELS / "llama_gqa8", weights=given)
-    with pytest.raises((ValueError, TypeError), match="weights=.*: give 'int8', 'int4', or None for the model's dtype"):
+    with pytest.raises(
+        (ValueError, TypeError),
+        match="weights=.*: give 'int8', 'int4', or None for the model's dtype",
+    ):
         jaxkv.plan("llama-3.1-8b", context=4096, weights=given)
 
 
 def test_rows_that_are_no_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="weights='int4': rows of 48 elements are no whole groups of 32: give 'int8'"):
+    with pytest.raises(
+        ValueError,
+        match="weights='int4': rows of 48 elements are no whole groups of 32: give 'int8'",
+    ):
         jaxkv.load(MODELS / "llama_gqa8", weights="int4", progress=False)
-    mesh, remedy = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4]), "give 'int8', or fewer devices"
-    with pytest.raises(ValueError, match=f"weights='int4': 4 devices cannot split rows of 2 groups of 32.*{remedy}"):
+    mesh, remedy = (
+        jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4]),
+        "give 'int8', or fewer devices",
+    )
+    with pytest.raises(
+        ValueError, match=f"weights='int4': 4 devices cannot split rows of 2 groups of 32.*{remedy}"
+    ):
         narrow("mixtral", "int4", mesh=mesh)
-    with pytest.raises(ValueError, match="weights='int4': 4 devices cannot split rows of 2 groups of 32"):
+    with pytest.raises(
+        ValueError, match="weights='int4': 4 devices cannot split rows of 2 groups of 32"
+    ):
         narrow("mixtral", "int4").on(mesh)
     config = ModelConfig.from_hf(json.loads((wide_folder("mixtral") / "config.json").read_text()))
-    with pytest.raises(ValueError, match="weights='int4': 4 devices cannot split rows of 2 groups of 32"):
+    with pytest.raises(
+        ValueError, match="weights='int4': 4 devices cannot split rows of 2 groups of 32"
+    ):
         jaxkv.plan(config, gpus="h100x4", context=64, new=4, weights="int4")
 
 
@@ -368,7 +458,9 @@ def test_what_codes_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"weights=\['.*down_proj.weight'\]: .*NaN or infinity"):
         jaxkv.load(folder(tmp_path, tensors=holed(DOWN, np.nan)), weights="int8")
     model = narrow("llama_gqa8")
-    with pytest.raises(ValueError, match="params='int8 weights': programs are exported with weights of one dtype"):
+    with pytest.raises(
+        ValueError, match="params='int8 weights': programs are exported with weights of one dtype"
+    ):
         jaxkv.export(model, tmp_path / "there", lengths=16, new=4)
     assert not (tmp_path / "there").exists()
     cache = jaxkv.prefill(running.golden_model("llama_gqa8"), ROWS)
@@ -390,16 +482,31 @@ def test_plans_count_codes_and_scales(capsys):
     # A block's largest matrix is widened in prefill; one sequence's steps, and its head, widen none.
     wide, narrow = held[0].sizes, held[2].sizes
     assert narrow.prefill == wide.prefill + 2 * 2 * F * E and narrow.decode == wide.decode
-    assert held[2].speed.step == pytest.approx(held[1].speed.step, rel=0.1) and "decode's weights at 33%" in str(
-        held[2]
-    )
+    assert held[2].speed.step == pytest.approx(
+        held[1].speed.step, rel=0.1
+    ) and "decode's weights at 33%" in str(held[2])
     # Of two sequences a step widens a matrix at a time, too, of which the head's is the largest.
     two = jaxkv.plan("llama-3.1-70b", context=4096, gpus="h200x1", weights="int4", batch=2)
     assert (
-        two.sizes.decode == jaxkv.plan("llama-3.1-70b", context=4096, gpus="h200x1", batch=2).sizes.decode + 2 * V * E
+        two.sizes.decode
+        == jaxkv.plan("llama-3.1-70b", context=4096, gpus="h200x1", batch=2).sizes.decode
+        + 2 * V * E
     )
     assert two.speed is None and "each step converts weights in 4 bits" in str(two)
     mixed = jaxkv.plan("mixtral-8x7b", context=4096, gpus="h200x1", weights="int4")
     assert mixed.speed is None and mixed.sizes.decode > 2 * 4096 * 14336
-    main(["plan", "--model", "llama-3.1-70b", "--gpus", "h200x1", "--context", "4096", "--weights", "int8", "--json"])
+    main(
+        [
+            "plan",
+            "--model",
+            "llama-3.1-70b",
+            "--gpus",
+            "h200x1",
+            "--context",
+            "4096",
+            "--weights",
+            "int8",
+            "--json",
+        ]
+    )
     assert json.loads(capsys.readouterr().out)["weights_bytes"] == held[1].weights

@@ -60,7 +60,10 @@ def attention_oracle(q, k, v, window):
 def test_attention_within_a_window(window):
     """Blocks that lie before all of a block's windows are not read: NaN in them does not show."""
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, *mid, 1024, 16)) for key, mid in zip(keys, [(2,), (), ()], strict=True))
+    q, k, v = (
+        jax.random.normal(key, (2, *mid, 1024, 16))
+        for key, mid in zip(keys, [(2,), (), ()], strict=True)
+    )
     want = attention_oracle(q, k, v, window)
     for first in (0, 512):
         unread = max(0, first - window + 1) // 512 * 512
@@ -91,7 +94,9 @@ def test_rows_that_are_held(name):
 
 
 def test_entries_behind_a_window_are_counted_on_neither_side():
-    out = jaxkv.generate(tiny.tiny(SHAPE), prompts(), max_new_tokens=NEW, stop_at_eos=False, progress=False)
+    out = jaxkv.generate(
+        tiny.tiny(SHAPE), prompts(), max_new_tokens=NEW, stop_at_eos=False, progress=False
+    )
     assert out.stats.kept_bytes == out.stats.full_bytes < out.stats.cache_bytes
     assert out.cache.kept_nbytes == out.cache.full_nbytes < out.cache.nbytes
 
@@ -104,7 +109,9 @@ def test_drawn_tokens_are_those_of_the_longer_prompt(config, dtype):
     _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
     texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
     for count in (1, WINDOW, NEW - 1):
-        again = session.prefill([text[: size + count] for text, size in zip(texts, LENGTHS, strict=True)])
+        again = session.prefill(
+            [text[: size + count] for text, size in zip(texts, LENGTHS, strict=True)]
+        )
         following = [text[size + count] for text, size in zip(texts, LENGTHS, strict=True)]
         assert np.asarray(again.logits).argmax(axis=-1).tolist() == following
 
@@ -118,7 +125,9 @@ def test_turns_and_questions():
         asked = [rng.integers(3, SHAPE.vocab, n).tolist() for n in lengths]
         cache = session.extend(cache, asked)
         texts = [text + more for text, more in zip(texts, asked, strict=True)]
-        np.testing.assert_allclose(cache.logits, session.prefill(texts).logits, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(
+            cache.logits, session.prefill(texts).logits, rtol=1e-4, atol=2e-5
+        )
         cache, drawn = session.draw(cache, 3)
         texts = [text + more for text, more in zip(texts, drawn.tolist(), strict=True)]
 
@@ -142,7 +151,9 @@ def test_kernels_and_meshes(name):
     plain = jaxkv.generate(model, prompts(), **options)
     for given in ({"implementation": "pallas"}, {"mesh": mesh_of(2, 2)}):
         found = jaxkv.generate(model, prompts(), **options, **given)
-        assert [each.tolist() for each in found.tokens] == [each.tolist() for each in plain.tokens], given
+        assert [each.tolist() for each in found.tokens] == [
+            each.tolist() for each in plain.tokens
+        ], given
     meshes.forget()
 
 
@@ -162,14 +173,21 @@ def test_stores(store):
 def test_slots_and_saved_caches(name, tmp_path):
     model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
     options = {"max_new_tokens": 12, "stop_at_eos": False}
-    want = [each.tolist() for each in jaxkv.generate(model, prompts(), policy=policy, **options).tokens]
-    with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
+    want = [
+        each.tolist() for each in jaxkv.generate(model, prompts(), policy=policy, **options).tokens
+    ]
+    with jaxkv.Engine(
+        model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16
+    ) as engine:
         asked = [engine.submit(each, **options) for each in prompts()]
         assert [each.result().tokens.tolist() for each in asked] == want
     session = jaxkv.Session(model, policy)
     cache = session.prefill(prompts())
     cache.save(tmp_path / "cache")
-    (_, drawn), (_, again) = session.draw(cache, 5), session.draw(jaxkv.load_cache(tmp_path / "cache"), 5)
+    (_, drawn), (_, again) = (
+        session.draw(cache, 5),
+        session.draw(jaxkv.load_cache(tmp_path / "cache"), 5),
+    )
     assert drawn.tolist() == again.tolist() == [each[:5] for each in want]
 
 
@@ -179,7 +197,9 @@ def test_policies_that_roll_positions_are_refused():
 
 
 def test_a_policy_needs_a_layer_that_attends_to_the_whole_prompt():
-    with pytest.raises(ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"):
+    with pytest.raises(
+        ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"
+    ):
         jaxkv.Session(tiny.tiny(ALL), jaxkv.SnapKV(budget=32, window=6))
 
 
@@ -211,18 +231,25 @@ def test_eviction_spares_windows(implementation):
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), seen[row]))
     # One row more than the budget evicts one, and a longer answer than was planned for finds room.
     again, more = session.draw(cache, 2 * NEW)
-    assert again.kept[2].max() == 16 and again.kept[0].min() >= WINDOW and (np.asarray(more) >= 0).all()
+    assert (
+        again.kept[2].max() == 16
+        and again.kept[0].min() >= WINDOW
+        and (np.asarray(more) >= 0).all()
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("full", "bfloat16"), *((name, "float32") for name in ("full", "adakv", "h2o", "every"))]
+    ("name", "dtype"),
+    [("full", "bfloat16"), *((name, "float32") for name in ("full", "adakv", "h2o", "every"))],
 )
 def test_long_answers_drop_what_left_the_window(name, dtype):
     """Of 540 tokens window layers hold no more than 256 beyond their window; tokens are those of one large cache."""
     model, policy, new = tiny.tiny(LONGER, dtype=dtype), POLICIES[name](16), 540
     session = jaxkv.Session(model, policy)
     cache, drawn = session.draw(session.prefill(prompts(), new=new), new)
-    assert {pool.rows for pool in cache.pools[:2]} == {2 * (WINDOW + 256) if name != "every" else 2 * 27}
+    assert {pool.rows for pool in cache.pools[:2]} == {
+        2 * (WINDOW + 256) if name != "every" else 2 * 27
+    }
     assert cache.kept[0].max() <= WINDOW + 256 and cache.kept[0].min() >= WINDOW
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.windows[layer] is not None:
@@ -234,7 +261,8 @@ def test_long_answers_drop_what_left_the_window(name, dtype):
     assert again.tolist() == drawn.tolist()
     # A question, and further tokens, on top of what is left.
     asked = [
-        session.draw(session.extend(each, prompts(3, (11, 2, 40)), new=9), 9)[1].tolist() for each in (cache, whole)
+        session.draw(session.extend(each, prompts(3, (11, 2, 40)), new=9), 9)[1].tolist()
+        for each in (cache, whole)
     ]
     assert asked[0] == asked[1]
 

@@ -25,7 +25,8 @@ WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 14
 # Layers 1 and 4 of 5, or 1, 4 and 7 of 8, attend to the whole prompt, with windows below and two between them.
 KINDS = (LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)), LayerSpec(window=WINDOW))
 SHAPE, DEEPER = (
-    dataclasses.replace(tiny.shape(layers=layers, kv_heads=2, group=2, dim=16), kinds=KINDS) for layers in (5, 8)
+    dataclasses.replace(tiny.shape(layers=layers, kv_heads=2, group=2, dim=16), kinds=KINDS)
+    for layers in (5, 8)
 )
 CHUNKS = {"prefill_ratio": 0.5, "prefill_chunk": 16}
 
@@ -45,16 +46,22 @@ POLICIES = {
     "generated": lambda budget: omni(budget, include_generated=True, selector="uniform", window=5),
     "offload": lambda budget: omni(budget, offload=True, selector="exponential", window=6),
     "chunks": lambda budget: omni(budget, **CHUNKS | {"prefill_ratio": budget / 16}),
-    "chunks, offload": lambda budget: omni(budget, offload=True, **CHUNKS | {"prefill_ratio": budget / 16}),
+    "chunks, offload": lambda budget: omni(
+        budget, offload=True, **CHUNKS | {"prefill_ratio": budget / 16}
+    ),
     "over adakv": lambda budget: omni(budget, base=AdaKV(base=SnapKV(budget=2 * budget, window=6))),
     "over pyramidkv": lambda budget: omni(
         budget, base=PyramidKV(budget=2 * budget, window=6), selector="uniform", window=6
     ),
-    "over globalbudget": lambda budget: omni(budget, base=GlobalBudget(base=SnapKV(budget=2 * budget, window=6))),
+    "over globalbudget": lambda budget: omni(
+        budget, base=GlobalBudget(base=SnapKV(budget=2 * budget, window=6))
+    ),
     "brutal": lambda budget: BrutalOffload(resident_layers=1, ahead=1),
     "quest": lambda budget: quest(budget),
     "quest, all layers": lambda budget: quest(budget, dense_layers=0),
-    "quest over pyramidkv": lambda budget: quest(budget, base=PyramidKV(budget=2 * budget, window=6)),
+    "quest over pyramidkv": lambda budget: quest(
+        budget, base=PyramidKV(budget=2 * budget, window=6)
+    ),
 }
 SMALL = 12
 
@@ -72,11 +79,20 @@ def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layer
     reading = of(OmniKV(filter_layers=(1,), budget=8, offload=True))
     # The layer above the filter that reads everything is 4, three layers higher.
     assert reading.filters == (1,) and reading.offloaded == (7, 10)
-    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {7: 1, 10: 1}
+    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {
+        7: 1,
+        10: 1,
+    }
     reading = of(OmniKV(filter_layers=(1, 7), adjacent=0, budget=8))
-    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {4: 1, 10: 7}
+    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {
+        4: 1,
+        10: 7,
+    }
     reading = of(Quest(dense_layers=2))
-    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {7: 7, 10: 10}
+    assert {layer: source for layer, source in enumerate(reading.sources) if source != WHOLE} == {
+        7: 7,
+        10: 10,
+    }
     assert of(BrutalOffload(resident_layers=1)).offloaded == (4, 7, 10)
     # Half of four layers read everything, and mem is the share of their rows.
     read = OmniKV(filter_layers=(1,), mem=0.6).parts().read
@@ -92,7 +108,11 @@ def test_one_transfer_for_all_layers_that_read_a_filters_choice():
         Stretch(layers=(4, 5, 6, 7), loaded=(4, 7), ask=None),
     )
     # A question loads layer by layer.
-    assert [each.layers for each in stretches(reading, DEEPER.windows, whole=True)] == [(0, 1, 2, 3), (4, 5, 6), (7,)]
+    assert [each.layers for each in stretches(reading, DEEPER.windows, whole=True)] == [
+        (0, 1, 2, 3),
+        (4, 5, 6),
+        (7,),
+    ]
 
 
 REFUSED = {
@@ -100,9 +120,15 @@ REFUSED = {
         8, filter_layers=(1, 2, 3)
     ),
     r"filter_layers=\(1, 8\): the model's layers are 0 to 7": omni(8, filter_layers=(1, 8)),
-    r"filter_layers=\(4,\): no layer is left to read .*adjacent=1: 1, 4, 7": omni(8, filter_layers=(4,), adjacent=1),
-    r"mem=0\.3: layers that read everything hold 0\.3333 of the cache": OmniKV(filter_layers=(1,), adjacent=0, mem=0.3),
-    r"dense_layers=3: no layer is left to read pages, the model has 3 without a window": quest(12, dense_layers=3),
+    r"filter_layers=\(4,\): no layer is left to read .*adjacent=1: 1, 4, 7": omni(
+        8, filter_layers=(4,), adjacent=1
+    ),
+    r"mem=0\.3: layers that read everything hold 0\.3333 of the cache": OmniKV(
+        filter_layers=(1,), adjacent=0, mem=0.3
+    ),
+    r"dense_layers=3: no layer is left to read pages, the model has 3 without a window": quest(
+        12, dense_layers=3
+    ),
     r"resident_layers=3: the model has 3 layers without a window": BrutalOffload(resident_layers=3),
     r"filter_layers=None: none have been found": OmniKV(),
 }
@@ -114,10 +140,14 @@ def test_what_the_model_cannot_honour(told):
         jaxkv.Session(tiny.tiny(DEEPER), REFUSED[told])
 
 
-@pytest.mark.parametrize("policy", [Quest(), omni(8), BrutalOffload(resident_layers=1)], ids=lambda each: type(each))
+@pytest.mark.parametrize(
+    "policy", [Quest(), omni(8), BrutalOffload(resident_layers=1)], ids=lambda each: type(each)
+)
 def test_a_model_of_windows_alone_has_nothing_to_choose(policy):
     shape = dataclasses.replace(SHAPE, layers=4, kinds=KINDS[:1])
-    with pytest.raises(ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"):
+    with pytest.raises(
+        ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"
+    ):
         jaxkv.Session(tiny.tiny(shape), policy)
 
 
@@ -127,8 +157,12 @@ def test_plans_assume_filters_without_a_window():
         kinds=(*(LayerSpec(window=1024),) * 3, LayerSpec()),
     )  # fmt: skip
     made = jaxkv.plan(config, policy=OmniKV(budget=2048), context=100_000, new=256, gpus="h100x1")
-    assert "filter layers 3, 15, 27 are assumed" in str(made) and "finds none beside windows" in str(made)
-    away = jaxkv.plan(config, policy=OmniKV(budget=2048, offload=True), context=100_000, new=256, gpus="h100x1")
+    assert "filter layers 3, 15, 27 are assumed" in str(
+        made
+    ) and "finds none beside windows" in str(made)
+    away = jaxkv.plan(
+        config, policy=OmniKV(budget=2048, offload=True), context=100_000, new=256, gpus="h100x1"
+    )
     assert away.host > 0 and away.cache + away.host == pytest.approx(made.cache, rel=0.02)
 
 
@@ -150,12 +184,17 @@ def test_bytes_are_as_planned_and_windows_hold_their_rows(name):
 
 def drawn(policy, ids=None, **given):
     """Tokens that are drawn behind the prompts, past the window."""
-    model, ids = tiny.tiny(SHAPE, dtype=given.pop("dtype", "float32")), prompts() if ids is None else ids
+    model, ids = (
+        tiny.tiny(SHAPE, dtype=given.pop("dtype", "float32")),
+        prompts() if ids is None else ids,
+    )
     made = jaxkv.generate(model, ids, policy=policy, max_new_tokens=NEW, stop_at_eos=False, **given)
     return [each.tolist() for each in made.tokens]
 
 
-@pytest.mark.parametrize("name", ["chunks, offload", "over pyramidkv", "brutal", "quest, all layers"])
+@pytest.mark.parametrize(
+    "name", ["chunks, offload", "over pyramidkv", "brutal", "quest, all layers"]
+)
 def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     assert drawn(POLICIES[name](80)) == drawn(FullKV())
 
@@ -184,7 +223,10 @@ SLOW = {
 @pytest.mark.parametrize("name", SLOW)
 def test_logits_are_those_of_plain_loops(name):
     """A prompt, tokens that are drawn, a question on top, and drawn tokens again, past the window."""
-    model, policy = tiny.tiny(DEEPER if 7 in SLOW[name]["sources"] else SHAPE), POLICIES[name](SMALL)
+    model, policy = (
+        tiny.tiny(DEEPER if 7 in SLOW[name]["sources"] else SHAPE),
+        POLICIES[name](SMALL),
+    )
     session, text, walk = jaxkv.Session(model, policy), prompts(4)[0], prompts(5, (6,))[0]
     cache, base = session.prefill([text]), getattr(policy, "base", None)
     kept = None if base is None else [layer[0] for layer in tiny.kept(cache)]
@@ -201,7 +243,9 @@ def test_logits_are_those_of_plain_loops(name):
     for part in (walk[:3], walk[3:]):
         for token in part:
             cache = session.extend(cache, [[token]], chunk=1, new=1)
-            np.testing.assert_allclose(cache.logits[0], slow.read([token], "one"), rtol=1e-3, atol=2e-4)
+            np.testing.assert_allclose(
+                cache.logits[0], slow.read([token], "one"), rtol=1e-3, atol=2e-4
+            )
         cache, asked = session.extend(cache, [walk], new=1), slow.read(walk, "whole")
         np.testing.assert_allclose(cache.logits[0], asked, rtol=1e-3, atol=2e-4)
 
@@ -238,7 +282,9 @@ def test_sixteen_bits():
 
 def test_slots():
     model, policy = tiny.tiny(SHAPE), quest(SMALL)
-    with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
+    with jaxkv.Engine(
+        model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16
+    ) as engine:
         asked = [engine.submit(each, max_new_tokens=NEW, stop_at_eos=False) for each in prompts()]
         assert [each.result().tokens.tolist() for each in asked] == drawn(policy)
 
@@ -247,12 +293,22 @@ def test_saved_caches(tmp_path):
     policy = quest(SMALL)
     session = jaxkv.Session(tiny.tiny(SHAPE), policy)
     session.prefill(prompts()).save(tmp_path / "cache")
-    assert session.draw(jaxkv.load_cache(tmp_path / "cache", policy=policy), NEW)[1].tolist() == drawn(policy)
+    assert session.draw(jaxkv.load_cache(tmp_path / "cache", policy=policy), NEW)[
+        1
+    ].tolist() == drawn(policy)
 
 
 def test_exports(tmp_path):
     policy = POLICIES["exponential"](SMALL)
-    made = jaxkv.export(tiny.tiny(SHAPE), tmp_path / "made", policy=policy, batch=(3,), lengths=64, question=0, new=NEW)
+    made = jaxkv.export(
+        tiny.tiny(SHAPE),
+        tmp_path / "made",
+        policy=policy,
+        batch=(3,),
+        lengths=64,
+        question=0,
+        new=NEW,
+    )
     assert runtime.Model(made).generate(prompts(), NEW)[0] == drawn(policy)
 
 

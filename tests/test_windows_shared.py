@@ -25,7 +25,9 @@ POLICIES = {
     "gini": lambda budget: jaxkv.PyramidKV(budget=budget, window=6, allocation=GiniLayers()),
     "global": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6)),
     "global, h2o": lambda budget: jaxkv.GlobalBudget(base=jaxkv.H2O(budget=budget)),
-    "global, every": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6, every=4)),
+    "global, every": lambda budget: jaxkv.GlobalBudget(
+        base=jaxkv.SnapKV(budget=budget, window=6, every=4)
+    ),
     "kvzip": lambda budget: jaxkv.KVzip(budget=budget, sinks=2, **REPEATED),
     "pyramidinfer": lambda budget: jaxkv.PyramidInfer(budget=budget, window=6),
 }
@@ -37,7 +39,9 @@ AS_IF = dataclasses.replace(
 
 def drawn(model, texts, policy, **options):
     """Tokens of each sequence."""
-    made = jaxkv.generate(model, texts, policy=policy, max_new_tokens=12, stop_at_eos=False, **options)
+    made = jaxkv.generate(
+        model, texts, policy=policy, max_new_tokens=12, stop_at_eos=False, **options
+    )
     return [each.tolist() for each in made.tokens]
 
 
@@ -65,7 +69,10 @@ def check_rows_and_tokens(shape, policy_of):
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if shape.windows[layer] is not None:
             seen = int(np.asarray(cache.seen)[row])
-            assert positions.tolist() == list(range(seen - len(positions), seen)) and len(positions) >= WINDOW
+            assert (
+                positions.tolist() == list(range(seen - len(positions), seen))
+                and len(positions) >= WINDOW
+            )
     return made
 
 
@@ -76,7 +83,9 @@ def test_kernels_meshes_slots_and_saved_caches(name, tmp_path):
     assert drawn(model, prompts(), policy, implementation="pallas") == want
     assert drawn(model, prompts(), policy, mesh=mesh_of(2, 2)) == want
     meshes.forget()
-    with jaxkv.Engine(model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16) as engine:
+    with jaxkv.Engine(
+        model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16
+    ) as engine:
         asked = [engine.submit(each, max_new_tokens=12, stop_at_eos=False) for each in prompts()]
         assert [each.result().tokens.tolist() for each in asked] == want
     session = jaxkv.Session(model, policy)
@@ -94,7 +103,9 @@ def test_a_question_finds_room_in_every_layer():
     assert forked(short, 3, 200, 9).free().min() >= 200
 
 
-@pytest.mark.parametrize("name", ["d2o", "gini", "global", "global, every", "kvzip", "pyramidinfer", "merge"])
+@pytest.mark.parametrize(
+    "name", ["d2o", "gini", "global", "global, every", "kvzip", "pyramidinfer", "merge"]
+)
 def test_layers_without_windows_share_what_they_would_alone(name):
     """Of a model whose windows hide nothing: rows of the others are as many, on the average, as the budget says."""
     cache = jaxkv.Session(tiny.tiny(AS_IF), POLICIES[name](12)).prefill(prompts())
@@ -111,5 +122,8 @@ def test_a_budget_in_bytes_leaves_out_the_windows():
     for budget, rows in ((4 * 8 * row + 20 * row, 20), (4 * 8 * row + 21 * row - 1, 20)):
         cache = jaxkv.Session(model, jaxkv.SnapKV(budget=f"{budget}B", window=6)).prefill(texts)
         assert (np.asarray(cache.length)[WHOLE] == rows).all() and cache.nbytes <= 2 * budget + 4096
-    with pytest.raises(ValueError, match=f"a row of every kv head and layer takes {row} bytes beside {4 * 8 * row:,}"):
+    with pytest.raises(
+        ValueError,
+        match=f"a row of every kv head and layer takes {row} bytes beside {4 * 8 * row:,}",
+    ):
         jaxkv.Session(model, jaxkv.SnapKV(budget=f"{4 * 8 * row}B", window=6))

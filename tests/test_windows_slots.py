@@ -66,7 +66,9 @@ def test_rows_that_wait_beside_pools_and_meshes():
         slots.insert(slots.begin(slots.prefill(prompts()[2]), max_new_tokens=ANSWERS[2]), 1)
         assert slots.decode(64)[1].tolist() == together[2]
         model = tiny.tiny(TWO)
-        mesh = Slots(jaxkv.Session(model.on(meshes.mesh_of(2, 2)), POLICIES["adakv"](24)), count=4, **LIMITS)
+        mesh = Slots(
+            jaxkv.Session(model.on(meshes.mesh_of(2, 2)), POLICIES["adakv"](24)), count=4, **LIMITS
+        )
         assert answered(mesh)[:3] == [
             alone(model, POLICIES["adakv"](24), ids, new, slot == 1)
             for slot, (ids, new) in enumerate(zip(prompts(), ANSWERS, strict=True))

@@ -19,7 +19,9 @@ TWO = dataclasses.replace(SHAPE, layers=4, kinds=(KINDS[0], KINDS[2]))
 WHOLE = [1, 3]
 TABLE = np.random.default_rng(0).uniform(0.05, 1.0, (4, 2))
 BY_QUERY_HEAD = np.random.default_rng(1).uniform(0.05, 1.0, (4, 4))
-CURVES = np.linspace(0.01, 0.99, 99)[:, None, None] ** np.random.default_rng(2).uniform(0.6, 1.4, (4, 2))
+CURVES = np.linspace(0.01, 0.99, 99)[:, None, None] ** np.random.default_rng(2).uniform(
+    0.6, 1.4, (4, 2)
+)
 
 
 def tuples(table):
@@ -33,17 +35,22 @@ def share(budget):
 
 # From a budget and the layers of a table that are given.
 POLICIES = {
-    "headkv": lambda budget, of=slice(None): jaxkv.HeadKV(scores=tuples(TABLE[of]), budget=budget, window=6),
+    "headkv": lambda budget, of=slice(None): jaxkv.HeadKV(
+        scores=tuples(TABLE[of]), budget=budget, window=6
+    ),
     "headkv, query heads": lambda budget, of=slice(None): jaxkv.HeadKV(
         scores=tuples(BY_QUERY_HEAD[of]), budget=budget, window=6, every=4
     ),
     "lukv": lambda budget, of=slice(None): jaxkv.LUKV(
-        curves=tuples(CURVES[:, of]), base=jaxkv.SnapKV(budget=share(budget), window=2, min_budget="clamp")
+        curves=tuples(CURVES[:, of]),
+        base=jaxkv.SnapKV(budget=share(budget), window=2, min_budget="clamp"),
     ),
     "duoattention": lambda budget, of=slice(None): jaxkv.DuoAttention(
         pattern=tuples(TABLE[of]), sinks=3, window=budget - 3
     ),
-    "d2o": lambda budget: jaxkv.D2O(budget=budget, sinks=2, allocation=VarianceLayers(dense_layers=(-1,))),
+    "d2o": lambda budget: jaxkv.D2O(
+        budget=budget, sinks=2, allocation=VarianceLayers(dense_layers=(-1,))
+    ),
     "d2o, official": lambda budget: jaxkv.D2O(
         budget=budget, sinks=2, allocation=OfficialVarianceLayers(dense_layers=(1,))
     ),
@@ -99,9 +106,18 @@ def test_what_is_refused():
     model = tiny.tiny(TWO)
     no_scores = tuples(TABLE * [[1], [0], [1], [0]])
     for policy, told in (
-        (jaxkv.HeadKV(scores=no_scores), "scores='of 2 layers': all are 0 in the layers without a window"),
-        (jaxkv.HeadKV(scores=tuples(TABLE[WHOLE])), "scores='2 layers': the model has 4: give a score for each layer"),
-        (jaxkv.D2O(budget=16, official=True), r"dense_layers=\(0, 1, -1\): layers \[0\] have windows, .* some of 1, 3"),
+        (
+            jaxkv.HeadKV(scores=no_scores),
+            "scores='of 2 layers': all are 0 in the layers without a window",
+        ),
+        (
+            jaxkv.HeadKV(scores=tuples(TABLE[WHOLE])),
+            "scores='2 layers': the model has 4: give a score for each layer",
+        ),
+        (
+            jaxkv.D2O(budget=16, official=True),
+            r"dense_layers=\(0, 1, -1\): layers \[0\] have windows, .* some of 1, 3",
+        ),
         (
             jaxkv.D2O(budget=16, allocation=VarianceLayers(dense_layers=(4,))),
             r"dense_layers=\(4,\): the model has 4 layers",

@@ -41,7 +41,9 @@ def read(model, ids):
         spec = config.spec_of(layer)
         by = angles(jnp.asarray(position, jnp.int32)[None], spec.rope, config.head_dim)
         normed = block.normed(x[None])
-        q = np.asarray(rotate(jnp.moveaxis(linear(block.attention, "q", normed), 1, 3), by), np.float64)[0]
+        q = np.asarray(
+            rotate(jnp.moveaxis(linear(block.attention, "q", normed), 1, 3), by), np.float64
+        )[0]
         kv = linear(block.attention, "kv", normed)
         k = np.asarray(rotate(jnp.moveaxis(kv[:, :, 0], 1, 2), by), np.float64)[0]
         v = np.asarray(jnp.moveaxis(kv[:, :, 1], 1, 2), np.float64)[0]
@@ -49,14 +51,23 @@ def read(model, ids):
         out, shares = np.zeros(q.shape), np.zeros((*q.shape[:3], len(ids)))
         for head, group, token in np.ndindex(q.shape[:3]):
             rows = slice(0 if spec.window is None else max(0, token - spec.window + 1), token + 1)
-            of = (q[head, group, token], k[head, rows], v[head, rows], None if sinks is None else sinks[head, group])
+            of = (
+                q[head, group, token],
+                k[head, rows],
+                v[head, rows],
+                None if sinks is None else sinks[head, group],
+            )
             out[head, group, token], _, shares[head, group, token, rows] = attended(
                 *of, cap=spec.softcap, scale=spec.scale
             )
         paid.append(shares)
         x = block.finish(x[None], jnp.asarray(out[None], x.dtype))[0]
     normed, decoder = model.decoder.norm(x), model.decoder
-    last = normed @ decoder.embedding[...].T if decoder.head is None else linear(decoder, "head", normed)
+    last = (
+        normed @ decoder.embedding[...].T
+        if decoder.head is None
+        else linear(decoder, "head", normed)
+    )
     return capped(last, config.logit_softcap), paid
 
 
@@ -87,7 +98,9 @@ def check_texts(config, least=0.0):
             np.testing.assert_allclose(cache.logits[row], want, rtol=1e-4, atol=5e-5)
         asked = [rng.integers(3, config.vocab, n).tolist() for n in lengths]
         cache, drawn = session.draw(session.extend(cache, asked), 3)
-        texts = [text + more + new for text, more, new in zip(texts, asked, drawn.tolist(), strict=True)]
+        texts = [
+            text + more + new for text, more, new in zip(texts, asked, drawn.tolist(), strict=True)
+        ]
 
 
 def check_kept(config, *, apart_from):
@@ -111,7 +124,9 @@ def check_drawn(config, dtype):
     session = jaxkv.Session(tiny.tiny(config, dtype=dtype), jaxkv.FullKV())
     _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
     texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
-    again = session.prefill([text[: size + NEW - 1] for text, size in zip(texts, LENGTHS, strict=True)])
+    again = session.prefill(
+        [text[: size + NEW - 1] for text, size in zip(texts, LENGTHS, strict=True)]
+    )
     assert np.asarray(again.logits).argmax(axis=-1).tolist() == [text[-1] for text in texts]
 
 

@@ -19,7 +19,14 @@ def shape(*, layers: int, kv_heads: int, group: int, dim: int) -> jaxkv.ModelCon
     """A small decoder of K kv heads with G query heads each."""
     heads = kv_heads * group
     return jaxkv.ModelConfig(
-        vocab=VOCAB, layers=layers, embed=24, hidden=32, heads=heads, kv_heads=kv_heads, head_dim=dim, max_positions=512
+        vocab=VOCAB,
+        layers=layers,
+        embed=24,
+        hidden=32,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        max_positions=512,
     )
 
 

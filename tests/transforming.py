@@ -17,7 +17,11 @@ ENTROPY = PyramidKV(budget=16, window=WINDOW, allocation=EntropyLayers())
 def draw(seed=0, *, batch=2, heads=2, group=3, slots=SLOTS, dim=8, dtype=jnp.float32):
     """Random k, v `[B, K, S, D]` and all queries `[B, H, S, D]`."""
     rng = np.random.default_rng(seed)
-    shapes = ((batch, heads, slots, dim), (batch, heads, slots, dim), (batch, heads * group, slots, dim))
+    shapes = (
+        (batch, heads, slots, dim),
+        (batch, heads, slots, dim),
+        (batch, heads * group, slots, dim),
+    )
     k, v, q = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     return k, v, 1.5 * q
 

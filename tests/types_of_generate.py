@@ -10,8 +10,12 @@ from jaxkv.planning.plans import MachinePlan
 def answers(model: jaxkv.LanguageModel, either: bool) -> None:
     """What is returned follows from `stream`, and an option of another name or kind is a mistake."""
     assert_type(jaxkv.generate(model, "Hello"), jaxkv.Generation)
-    assert_type(jaxkv.generate(model, ["Hello", "there"], stream=False, max_new_tokens=4), jaxkv.Generation)
-    assert_type(jaxkv.generate(model, "Hello", stream=True, policy=jaxkv.SnapKV(budget=64)), jaxkv.Stream)
+    assert_type(
+        jaxkv.generate(model, ["Hello", "there"], stream=False, max_new_tokens=4), jaxkv.Generation
+    )
+    assert_type(
+        jaxkv.generate(model, "Hello", stream=True, policy=jaxkv.SnapKV(budget=64)), jaxkv.Stream
+    )
     assert_type(jaxkv.generate(model, "Hello", stream=either), jaxkv.Generation | jaxkv.Stream)
     out = jaxkv.generate(model, ["Hello", "there"])
     assert_type(out[0], jaxkv.Completion)
@@ -22,7 +26,9 @@ def answers(model: jaxkv.LanguageModel, either: bool) -> None:
 
 def plans() -> None:
     """Of GPUs it is a plan of one of them, of `cpu` that of a process."""
-    assert_type(jaxkv.plan("llama-3.1-8b", gpus="h100x8", context=1024, policy="snapkv"), jaxkv.Plan)
+    assert_type(
+        jaxkv.plan("llama-3.1-8b", gpus="h100x8", context=1024, policy="snapkv"), jaxkv.Plan
+    )
     assert_type(jaxkv.plan("llama-3.1-8b", context=1024), jaxkv.Plan)
     assert_type(jaxkv.plan("smollm2-135m", gpus="cpu", context=1024), MachinePlan)
     jaxkv.plan("llama-3.1-8b", context=1024, gpu="h100")  # type: ignore[call-overload]

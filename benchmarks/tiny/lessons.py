@@ -43,7 +43,9 @@ def pairs(rng: np.random.Generator, room: int) -> Lesson:
     if kind == "noun":
         keys, values = [str(each) for each in 1000 + rng.permutation(9000)[:count]], keys
     elif kind != "number":
-        values = [str(each) for each in rng.choice(COLOURS if kind == "colour" else SMALL_WORDS, count)]
+        values = [
+            str(each) for each in rng.choice(COLOURS if kind == "colour" else SMALL_WORDS, count)
+        ]
     sign = str(rng.choice([":", ":", " is:", " is", " ="]))
     text = (
         "\nThe dictionary is {"
@@ -76,7 +78,10 @@ def two_stage(rng: np.random.Generator, room: int) -> Lesson:
             first = int(rng.integers(1, key))
             equation = f"\nThe equation is {first} + {key - first} = ?\n"
             if kind == "reason":
-                yield equation + REASONING, f" {first} + {key - first} = {key}, {key}: {colours[key]}"
+                yield (
+                    equation + REASONING,
+                    f" {first} + {key - first} = {key}, {key}: {colours[key]}",
+                )
             else:
                 yield equation + AT_ONCE, f" {colours[key]}"
 
@@ -108,7 +113,11 @@ def needles(rng: np.random.Generator, room: int) -> Lesson:
         count = int(np.clip(many // each_has, 1, len(SMALL_WORDS)))
     else:
         count = int(rng.integers(1, max(2, min(8, many // 2 + 1))))
-    keys = (WORDING.uuids if kind == "uuids" and form == "keys" and rng.random() < 0.5 else WORDING.words)(rng, count)
+    keys = (
+        WORDING.uuids
+        if kind == "uuids" and form == "keys" and rng.random() < 0.5
+        else WORDING.words
+    )(rng, count)
     values = [draw(rng, each_has) for _ in keys]
     told = [(key, value) for key, of in zip(keys, values, strict=True) for value in of]
     told = [told[at] for at in rng.permutation(len(told))]
@@ -128,7 +137,12 @@ def needles(rng: np.random.Generator, room: int) -> Lesson:
         for at in endless(rng, count):
             wanted = [keys[at]]
             if each_has == 1 and count > 1 and rng.random() < 0.25:
-                wanted = [keys[each] for each in rng.choice(count, min(count, int(rng.integers(2, 5))), replace=False)]
+                wanted = [
+                    keys[each]
+                    for each in rng.choice(
+                        count, min(count, int(rng.integers(2, 5))), replace=False
+                    )
+                ]
             single = len(wanted) * each_has == 1
             style, name = (ONE, kind[:-1]) if single else (MANY, kind)
             _, question, prefix = (each.format(kind=name, asked=listed(wanted)) for each in style)
@@ -155,7 +169,12 @@ def variables(rng: np.random.Generator, room: int) -> Lesson:
     of = [names[end - hops : end] for end, hops in zip(ends, chains, strict=True)]
     values = WORDING.numbers(rng, len(chains))
     told = [
-        iter([f"VAR {mine[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(mine))])
+        iter(
+            [
+                f"VAR {mine[0]} = {value}",
+                *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(mine)),
+            ]
+        )
         for mine, value in zip(of, values, strict=True)
     ]
     owner = rng.permutation(np.repeat(np.arange(len(chains)), chains)).tolist()
@@ -167,7 +186,9 @@ def variables(rng: np.random.Generator, room: int) -> Lesson:
 
     def asked():
         for at in endless(rng, len(chains)):
-            _, question, prefix = (each.format(value=values[at], count=len(of[at])).rstrip(" ") for each in TRACK)
+            _, question, prefix = (
+                each.format(value=values[at], count=len(of[at])).rstrip(" ") for each in TRACK
+            )
             form = (f"\n {values[at]}:", "\n" + prefix, question + prefix)[rng.choice(3, p=BRIEF)]
             yield form, "".join(f" {each}" for each in of[at])
 
@@ -197,7 +218,16 @@ LESSONS: dict[str, Callable[[np.random.Generator, int], Lesson]] = {
 
 def texts() -> Iterator[str]:
     """Texts in which every token of a template occurs."""
-    yield from (*NOISE, *SENTENCES, *MANY, *ONE, NEEDLE, *chains.TEMPLATES, *counted.TEMPLATES, counted.DOTS)
+    yield from (
+        *NOISE,
+        *SENTENCES,
+        *MANY,
+        *ONE,
+        NEEDLE,
+        *chains.TEMPLATES,
+        *counted.TEMPLATES,
+        counted.DOTS,
+    )
     rng = np.random.default_rng(0)
     for make in LESSONS.values():
         for room in range(60, 400, 4):

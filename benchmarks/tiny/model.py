@@ -75,7 +75,9 @@ def initial(shape: Shape, seed: int) -> Weights:
 
     narrow = (2 * shape.layers) ** -0.5
     weights = {
-        "model.embed_tokens.weight": jnp.asarray(rng.normal(0, 0.1, (shape.vocab, shape.embed)), jnp.float32),
+        "model.embed_tokens.weight": jnp.asarray(
+            rng.normal(0, 0.1, (shape.vocab, shape.embed)), jnp.float32
+        ),
         "model.norm.weight": jnp.ones(shape.embed),
     }
     for layer in range(shape.layers):
@@ -85,7 +87,9 @@ def initial(shape: Shape, seed: int) -> Weights:
             f"{of}self_attn.q_proj.weight": matrix(shape.heads * shape.head_dim, shape.embed),
             f"{of}self_attn.k_proj.weight": matrix(shape.kv_heads * shape.head_dim, shape.embed),
             f"{of}self_attn.v_proj.weight": matrix(shape.kv_heads * shape.head_dim, shape.embed),
-            f"{of}self_attn.o_proj.weight": matrix(shape.embed, shape.heads * shape.head_dim, narrow),
+            f"{of}self_attn.o_proj.weight": matrix(
+                shape.embed, shape.heads * shape.head_dim, narrow
+            ),
             f"{of}post_attention_layernorm.weight": jnp.ones(shape.embed),
             f"{of}mlp.gate_proj.weight": matrix(shape.hidden, shape.embed),
             f"{of}mlp.up_proj.weight": matrix(shape.hidden, shape.embed),
@@ -124,8 +128,14 @@ def _looking_back(weights: Weights, shape: Shape) -> Weights:
         column = np.concatenate([size * np.cos(angles), size * np.sin(angles)])
         q = q.at[_rows(head, shape), 0].set(jnp.asarray(column, q.dtype))
         if head % group == 0:
-            k = k.at[_rows(head // group, shape), 0].set(jnp.asarray(np.concatenate([size, 0 * size]), k.dtype))
-    return {"model.embed_tokens.weight": embedding, f"{of}q_proj.weight": q, f"{of}k_proj.weight": k}
+            k = k.at[_rows(head // group, shape), 0].set(
+                jnp.asarray(np.concatenate([size, 0 * size]), k.dtype)
+            )
+    return {
+        "model.embed_tokens.weight": embedding,
+        f"{of}q_proj.weight": q,
+        f"{of}k_proj.weight": k,
+    }
 
 
 # What the second block's heads begin by comparing: a query's token so far back with a key's token so far back. A
@@ -178,11 +188,19 @@ def hidden_states(weights: Weights, tokens: jax.Array, shape: Shape) -> jax.Arra
     """Normed hidden states `f32[B, S, E]` of token ids `i32[B, S]`; a token sees those to its left."""
     x = weights["model.embed_tokens.weight"][tokens]
     turns = shape.theta ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)
-    angles = jnp.arange(tokens.shape[1], dtype=jnp.float32)[:, None] * jnp.asarray(turns, jnp.float32)
+    angles = jnp.arange(tokens.shape[1], dtype=jnp.float32)[:, None] * jnp.asarray(
+        turns, jnp.float32
+    )
     turn = jnp.cos(angles), jnp.sin(angles)
     for layer in range(shape.layers):
         of = f"model.layers.{layer}."
-        x = x + _attention(weights, of + "self_attn.", _norm(x, weights[f"{of}input_layernorm.weight"]), turn, shape)
+        x = x + _attention(
+            weights,
+            of + "self_attn.",
+            _norm(x, weights[f"{of}input_layernorm.weight"]),
+            turn,
+            shape,
+        )
         normed = _norm(x, weights[f"{of}post_attention_layernorm.weight"])
         gate, up = (normed @ weights[f"{of}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (jax.nn.silu(gate) * up) @ weights[f"{of}mlp.down_proj.weight"].T
@@ -198,11 +216,17 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * scale
 
 
-def _attention(weights: Weights, of: str, x: jax.Array, turn: tuple[jax.Array, jax.Array], shape: Shape) -> jax.Array:
+def _attention(
+    weights: Weights, of: str, x: jax.Array, turn: tuple[jax.Array, jax.Array], shape: Shape
+) -> jax.Array:
     batch, length, _ = x.shape
 
     def heads(name: str, count: int) -> jax.Array:
-        return (x @ weights[f"{of}{name}_proj.weight"].T).reshape(batch, length, count, -1).swapaxes(1, 2)
+        return (
+            (x @ weights[f"{of}{name}_proj.weight"].T)
+            .reshape(batch, length, count, -1)
+            .swapaxes(1, 2)
+        )
 
     group = shape.heads // shape.kv_heads
     q = _rotate(heads("q", shape.heads), turn) * shape.head_dim**-0.5
@@ -248,8 +272,12 @@ def _exp(x: jax.Array) -> jax.Array:
     power = jnp.clip(x, -80.0, 80.0) * 1.4426950408889634
     whole = jnp.round(power)
     part = (power - whole) * 0.6931471805599453
-    series = 1 + part * (1 + part / 2 * (1 + part / 3 * (1 + part / 4 * (1 + part / 5 * (1 + part / 6)))))
-    result = series * jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
+    series = 1 + part * (
+        1 + part / 2 * (1 + part / 3 * (1 + part / 4 * (1 + part / 5 * (1 + part / 6))))
+    )
+    result = series * jax.lax.bitcast_convert_type(
+        (whole.astype(jnp.int32) + 127) << 23, jnp.float32
+    )
     return jnp.where(x < -80.0, 0.0, result)
 
 

@@ -33,7 +33,9 @@ SIZES = (10, 20, 30, 40)
 
 def main() -> None:
     """Asks, saves and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="the run's")
     parser.add_argument("--count", type=int, default=100)
     options = parser.parse_args()
@@ -43,23 +45,38 @@ def main() -> None:
     def share(task: Task) -> str:
         return f"{100 * np.mean(orders_tiny.scores(params, jaxkv.FullKV(), task, How())):.0f}"
 
-    lines = [f"| task | {' | '.join(f'{length} tokens' for length in LENGTHS)} |", "|---" * (len(LENGTHS) + 1) + "|"]
+    lines = [
+        f"| task | {' | '.join(f'{length} tokens' for length in LENGTHS)} |",
+        "|---" * (len(LENGTHS) + 1) + "|",
+    ]
     for name in RULER:
         cells = [
-            share(Ruler(tasks=(name,), lengths=(length,), wording="small", count=options.count)) for length in LENGTHS
+            share(Ruler(tasks=(name,), lengths=(length,), wording="small", count=options.count))
+            for length in LENGTHS
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    lines += ["", f"| task | {' | '.join(f'{size} entries' for size in SIZES)} |", "|---" * (len(SIZES) + 1) + "|"]
+    lines += [
+        "",
+        f"| task | {' | '.join(f'{size} entries' for size in SIZES)} |",
+        "|---" * (len(SIZES) + 1) + "|",
+    ]
     for reason in (True, False):
         cells = [
-            share(TwoStage(count=options.count, sizes=(size,), reason=reason, new_tokens=24, seed=1)) for size in SIZES
+            share(
+                TwoStage(count=options.count, sizes=(size,), reason=reason, new_tokens=24, seed=1)
+            )
+            for size in SIZES
         ]
-        lines.append(f"| `2stageretr`, {'reasoning' if reason else 'at once'} | {' | '.join(cells)} |")
+        lines.append(
+            f"| `2stageretr`, {'reasoning' if reason else 'at once'} | {' | '.join(cells)} |"
+        )
         print(lines[-1], flush=True)
     log = (options.folder / "log.jsonl").read_text("utf-8")
     (record.RESULTS / "train_tiny.jsonl").write_text(log, "utf-8")
-    (record.RESULTS / "train_tiny.md").write_text("\n".join([*head(log, options.count), *lines, ""]), "utf-8")
+    (record.RESULTS / "train_tiny.md").write_text(
+        "\n".join([*head(log, options.count), *lines, ""]), "utf-8"
+    )
 
 
 def head(log: str, count: int) -> list[str]:

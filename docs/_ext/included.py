@@ -14,7 +14,10 @@ from sphinx.application import Sphinx
 HERE = Path(__file__).parent.parent
 ROOT = HERE.parent
 # Files that are a page each, by the folder of docs/ that these are written to.
-MADE = {"notebooks": sorted(ROOT.glob("notebooks/*.ipynb")), "results": sorted(ROOT.glob("benchmarks/results/*.md"))}
+MADE = {
+    "notebooks": sorted(ROOT.glob("notebooks/*.ipynb")),
+    "results": sorted(ROOT.glob("benchmarks/results/*.md")),
+}
 # Of tables that begin without a heading.
 TITLES = {"aot": "GPU kernels, as compiled", "aot_offload": "OmniKV's offloaded step, as compiled"}
 # Files of the repository by the page that shows them.
@@ -22,7 +25,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "pallas_kernels/README.md": "kernels.md",
-    **{str(file.relative_to(ROOT)): f"{folder}/{file.stem}.md" for folder, files in MADE.items() for file in files},
+    **{
+        str(file.relative_to(ROOT)): f"{folder}/{file.stem}.md"
+        for folder, files in MADE.items()
+        for file in files
+    },
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
@@ -78,7 +85,9 @@ def _make_pages(app: Sphinx) -> None:
     """A new notebook or table is a page by itself."""
     for folder, files in MADE.items():
         (HERE / folder).mkdir(exist_ok=True)
-        for page in set((HERE / folder).glob("*.md")) - {HERE / folder / f"{file.stem}.md" for file in files}:
+        for page in set((HERE / folder).glob("*.md")) - {
+            HERE / folder / f"{file.stem}.md" for file in files
+        }:
             page.unlink()
         for file in files:
             title = f"# {TITLES[file.stem]}\n\n" if file.stem in TITLES else ""
@@ -95,7 +104,9 @@ def _include(app: Sphinx, path: Path, _: str, text: list[str]) -> None:
     file = HERE / path
     if file.suffix == ".ipynb":
         text[0] = as_markdown(text[0])
-    text[0] = leading_to_pages(text[0], file.resolve().parent, Path(app.env.doc2path(app.env.docname)))
+    text[0] = leading_to_pages(
+        text[0], file.resolve().parent, Path(app.env.doc2path(app.env.docname))
+    )
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

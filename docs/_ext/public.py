@@ -40,13 +40,19 @@ def names_of(module: Any) -> list[str]:
     if hasattr(module, "__all__"):
         return list(module.__all__)
     mine = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return [name for name, value in mine.items() if getattr(value, "__module__", None) == module.__name__]
+    return [
+        name
+        for name, value in mine.items()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
 
 
 def _rst(module: str, name: str) -> str:
     value = getattr(importlib.import_module(module), name)
     if inspect.isclass(value):
-        members = "   :members:\n" + ("   :undoc-members:\n" if issubclass(value, enum.Enum) else "")
+        members = "   :members:\n" + (
+            "   :undoc-members:\n" if issubclass(value, enum.Enum) else ""
+        )
         return f".. autoclass:: {module}.{name}\n{members}\n"
     if callable(value):
         return f".. autofunction:: {module}.{name}\n\n"
@@ -65,17 +71,29 @@ class Public(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Sphinx' hook."""
         module = self.arguments[0]
-        names = " ".join(self.content).replace(_POLICIES, " ".join(cls.__name__ for cls in POLICIES.values())).split()
-        table = ".. autosummary::\n   :nosignatures:\n\n" + "".join(f"   ~{module}.{name}\n" for name in names) + "\n"
+        names = (
+            " ".join(self.content)
+            .replace(_POLICIES, " ".join(cls.__name__ for cls in POLICIES.values()))
+            .split()
+        )
+        table = (
+            ".. autosummary::\n   :nosignatures:\n\n"
+            + "".join(f"   ~{module}.{name}\n" for name in names)
+            + "\n"
+        )
         return self.parse_text_to_nodes(table + "".join(_rst(module, name) for name in names))
 
 
-def _signature(app: Sphinx, what: str, name: str, value: Any, options: Any, told: str | None, gives: str | None) -> Any:
+def _signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, told: str | None, gives: str | None
+) -> Any:
     """What JAX' `ArrayLike` is a name of fills lines."""
     return told and told.replace(_ARRAY_LIKE, "ArrayLike"), gives
 
 
-def _docstring(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+def _docstring(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
     """Docstrings write code between backticks, which Sphinx' own markup spells otherwise."""
     out: list[str] = []
     inside = False
@@ -110,6 +128,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx' hook."""
     app.add_directive("public", Public)
     app.connect("autodoc-process-signature", _signature)
-    app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon reads sections
+    app.connect(
+        "autodoc-process-docstring", _docstring, priority=400
+    )  # before napoleon reads sections
     app.connect("env-check-consistency", _check)
     return {"parallel_read_safe": True}

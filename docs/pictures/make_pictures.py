@@ -48,13 +48,19 @@ class Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" role="img"><title>{escape(says)}</title><style>{STYLE}</style>'
         )
-        self.parts = [f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>']
+        self.parts = [
+            f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
+        ]
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
         """Words, their base line at y."""
-        self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>')
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+        )
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str, *, round_by: float = 2) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, *, round_by: float = 2
+    ) -> None:
         """A rectangle."""
         self.parts.append(
             f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_by:g}"/>'
@@ -91,14 +97,23 @@ def _choices(*, adaptive: bool) -> list[list[str]]:
     """What four heads keep of 24 tokens by a budget of 8: a sink, a window of 3, and the best of the others."""
     chance, tokens, budget = random.Random(5), 24, 8
     # Heads differ: the first looks at few places, the last at many.
-    scores = [[chance.random() ** (4 - head) + head / 9 for _ in range(tokens)] for head in range(4)]
+    scores = [
+        [chance.random() ** (4 - head) + head / 9 for _ in range(tokens)] for head in range(4)
+    ]
     always = {0, *range(tokens - 3, tokens)}
-    free = [(scores[head][at], head, at) for head in range(4) for at in range(tokens) if at not in always]
+    free = [
+        (scores[head][at], head, at)
+        for head in range(4)
+        for at in range(tokens)
+        if at not in always
+    ]
     free.sort(reverse=True)
     if adaptive:
         won = {(head, at) for _, head, at in free[: 4 * (budget - len(always))]}
     else:
-        own = [[each for each in free if each[1] == head][: budget - len(always)] for head in range(4)]
+        own = [
+            [each for each in free if each[1] == head][: budget - len(always)] for head in range(4)
+        ]
         won = {(head, at) for each in own for _, head, at in each}
     kind = lambda head, at: "always" if at in always else "kept" if (head, at) in won else "gone"  # noqa: E731
     return [[kind(head, at) for at in range(tokens)] for head in range(4)]
@@ -106,7 +121,9 @@ def _choices(*, adaptive: bool) -> list[list[str]]:
 
 def pool() -> Drawing:
     """Two policies' choices, and the pools that they lie in."""
-    drawing = Drawing(760, 430, "Rows of four heads, chosen by SnapKV and by AdaKV, and the pools they lie in")
+    drawing = Drawing(
+        760, 430, "Rows of four heads, chosen by SnapKV and by AdaKV, and the pools they lie in"
+    )
     grey = ("24 tokens of a prompt; grey ones", "are gone, and their memory with them.")
     won = ("Head 3 has won rows of heads 0 and 2.", "(AdaKV's floor under each is left out.)")
     for top, title, adaptive, said in (
@@ -128,14 +145,24 @@ def pool() -> Drawing:
         for head, kinds in enumerate(heads):
             rows = [kind for kind in kinds if kind != "gone"]
             drawing.cells(x, y, rows)
-            drawing.curve([(x + 1, y + 17), (x + 1, y + 21), (x + len(rows) * CELL - 1, y + 21)], "line")
-            drawing.curve([(x + len(rows) * CELL - 1, y + 21), (x + len(rows) * CELL - 1, y + 17)], "line")
+            drawing.curve(
+                [(x + 1, y + 17), (x + 1, y + 21), (x + len(rows) * CELL - 1, y + 21)], "line"
+            )
+            drawing.curve(
+                [(x + len(rows) * CELL - 1, y + 21), (x + len(rows) * CELL - 1, y + 17)], "line"
+            )
             drawing.text(x + len(rows) * CELL / 2, y + 35, f"head {head}", "note", "middle")
             x += len(rows) * CELL + 8
         drawing.box(x + 1, y, 8 * CELL - 2, CELL - 2, "room")
         drawing.text(x + 4 * CELL, y + 35, "room", "note", "middle")
     drawing.legend(
-        76, 414, [("kept", "chosen by score"), ("always", "sink and window, always kept"), ("gone", "dropped")]
+        76,
+        414,
+        [
+            ("kept", "chosen by score"),
+            ("always", "sink and window, always kept"),
+            ("gone", "dropped"),
+        ],
     )
     return drawing
 
@@ -183,7 +210,13 @@ def drawing_tokens() -> Drawing:
     """Rows per head while tokens are drawn."""
     drawing = Drawing(760, 360, "Rows per kv head while 600 tokens are drawn, by policy")
     left, right, top, bottom = 70, 500, 50, 310
-    at = lambda tokens, rows: (left + (right - left) * tokens / 600, bottom - (bottom - top) * rows / 1700)  # noqa: E731
+
+    def at(tokens, rows):
+        return (
+            left + (right - left) * tokens / 600,
+            bottom - (bottom - top) * rows / 1700,
+        )  # noqa: E731
+
     drawing.text(20, 28, "rows per kv head after a prompt of 1,000 tokens, budget=256", "title")
     drawing.curve([(left, top), (left, bottom), (right, bottom)], "line")
     for rows in (0, 256, 1000, 1600):
@@ -209,7 +242,9 @@ def drawing_tokens() -> Drawing:
 
 def budgets() -> Drawing:
     """How one sum spreads over layers and heads."""
-    drawing = Drawing(760, 250, "The same number of rows, spread over layers and over heads in different ways")
+    drawing = Drawing(
+        760, 250, "The same number of rows, spread over layers and over heads in different ways"
+    )
     spreads: list[tuple[str, str, list[float]]] = [
         ("UniformLayers", "layers", [256.0] * 8),
         ("LinearLayers", "layers", [436 - 360 * at / 7 for at in range(8)]),
@@ -221,7 +256,9 @@ def budgets() -> Drawing:
         drawing.text(x, 32, name, "code")
         for index, each in enumerate(rows):
             height = each * 0.3
-            drawing.box(x + index * 18, 186 - height, 14, height, "kept" if over == "layers" else "new")
+            drawing.box(
+                x + index * 18, 186 - height, 14, height, "kept" if over == "layers" else "new"
+            )
         drawing.curve([(x - 4, 186 - 256 * 0.3), (x + 148, 186 - 256 * 0.3)], "line dashed")
         drawing.curve([(x - 4, 186), (x + 148, 186)], "line")
         drawing.text(x, 204, f"{over} 0 to 7", "note")
@@ -261,7 +298,10 @@ def main(argv: list[str] | None = None) -> int:
         elif not file.exists() or file.read_text(encoding="utf-8") != wanted:
             stale.append(file.name)
     if stale:
-        print(f"{', '.join(stale)}: not what docs/pictures/make_pictures.py draws; run it", file=sys.stderr)
+        print(
+            f"{', '.join(stale)}: not what docs/pictures/make_pictures.py draws; run it",
+            file=sys.stderr,
+        )
     return int(bool(stale))
 
 

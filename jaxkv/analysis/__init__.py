@@ -7,7 +7,13 @@ from jaxkv.analysis.fitting import FittedGate, fit_gate
 from jaxkv.analysis.loss import EvictionLoss, eviction_loss
 from jaxkv.analysis.recall import Recall, recall
 from jaxkv.analysis.retained import Retained, retained
-from jaxkv.analysis.similarity import FilterLayers, Similarity, best_filters, filter_layers, similarity
+from jaxkv.analysis.similarity import (
+    FilterLayers,
+    Similarity,
+    best_filters,
+    filter_layers,
+    similarity,
+)
 
 __all__ = [
     "Budgets",

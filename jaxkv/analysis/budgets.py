@@ -55,7 +55,9 @@ class Budgets(PolicyFigure):
             panels = figure.subplots(high, wide, sharey=True, squeeze=False)
             image = None
             for panel, name, rows in zip(panels.flat, self.policies, mine, strict=False):
-                image = panel.imshow(rows, vmin=0, vmax=mine.max(), cmap="cividis", aspect="auto", origin="lower")
+                image = panel.imshow(
+                    rows, vmin=0, vmax=mine.max(), cmap="cividis", aspect="auto", origin="lower"
+                )
                 panel.set_title("\n".join(textwrap.wrap(name, 22)), fontsize=7)
                 panel.set(xlabel="kv head", xticks=np.unique(np.linspace(0, heads - 1, 4).round()))
                 whole_numbers(panel.yaxis)
@@ -106,7 +108,13 @@ def budgets(
     Raises:
         ValueError: for texts that are empty or too long for the model, and budgets that cannot be honoured.
     """
-    return measured(params, texts, [BudgetsMeasure(grid(params, policies, budgets))], following=following, key=key)[0]
+    return measured(
+        params,
+        texts,
+        [BudgetsMeasure(grid(params, policies, budgets))],
+        following=following,
+        key=key,
+    )[0]
 
 
 class BudgetsMeasure(PolicyMeasure):

@@ -47,7 +47,9 @@ class Grid:
 def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
     """Validated `Grid` of every policy at every budget, fitted to the model's layers and its filter layers (OmniKV)."""
     params, made = as_model(params), checked(policies, budgets)
-    fitted = functools.partial(policy_for, config=params.config, filters=params.filter_layers, dtype=params.dtype)
+    fitted = functools.partial(
+        policy_for, config=params.config, filters=params.filter_layers, dtype=params.dtype
+    )
     cells = tuple(tuple(map(fitted, row)) for row in made.cells)
     return dataclasses.replace(made, cells=cells)
 
@@ -68,12 +70,15 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
     given = tuple(policies.values()) if isinstance(policies, Mapping) else listed
     for name in names:
         require(isinstance(name, str), "policies", name, "give each policy a name, which is text")
-    require(len(set(names)) == len(names), "policies", names, "two of them are the same: give each once")
+    require(
+        len(set(names)) == len(names), "policies", names, "two of them are the same: give each once"
+    )
     for name, each in zip(names, given, strict=True):
         remedy = "it drops no rows, and chooses for each token which to read: use `jaxkv eval visible`, or leave it out"
         require(as_policy(each).parts().read is None, "policies", name, remedy)
     cells = tuple(
-        tuple(_cell(name, each, budget) for budget in budgets) for name, each in zip(names, given, strict=True)
+        tuple(_cell(name, each, budget) for budget in budgets)
+        for name, each in zip(names, given, strict=True)
     )
     return Grid(names=names, budgets=budgets, cells=cells)
 
@@ -92,7 +97,11 @@ def _name(policy: PolicyLike) -> str:
 
 
 def kept_rows(
-    params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
+    params: LanguageModel,
+    prompt: Encoded,
+    policies: Sequence[Method],
+    *,
+    key: int | Array | None = 0,
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
     """Dict {policy: mask `bool[L, K, n]` of rows its prefill keeps in L layers without a window}; one pass serves all.
 
@@ -104,7 +113,11 @@ def kept_rows(
     slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
     given = as_key(key)
     drawn = jax.random.key(0) if given is None else given
-    twice = {policy: _after_prefill(params, prompt, policy, drawn) for policy in policies if _reads_twice(policy)}
+    twice = {
+        policy: _after_prefill(params, prompt, policy, drawn)
+        for policy in policies
+        if _reads_twice(policy)
+    }
     once = [policy for policy in policies if policy not in twice]
     choices = [_Choices(flat, policy, prompt, slots, drawn) for policy in once]
     all_needs = [each.parts.needs for each in choices]
@@ -145,7 +158,11 @@ class _Choices:
     def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: PRNGKeyArray):
         # As of a model of the layers without a window.
         windows = flat.config.windows
-        self.flat, self.parts, self.windows = flat, policy.parts().among(windows), (None,) * windows.count(None)
+        self.flat, self.parts, self.windows = (
+            flat,
+            policy.parts().among(windows),
+            (None,) * windows.count(None),
+        )
         self.lengths, self.key = prompt.lengths.astype(np.int64), key
         self.told = by_length(self.parts, self.lengths, self.windows)
         self.length = place(prompt.lengths, "B", flat.axes)
@@ -161,10 +178,14 @@ class _Choices:
             self.chosen.append(np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3]))
             return
         seen = observed(self.flat, out, scorer, self.length, index, self.key, Implementation.XLA)
-        scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.flat.axes)
+        scores, _, claim = observe(
+            seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.flat.axes
+        )
         first = ranked_first(seen, scorer=scorer, axes=self.flat.axes)
         norms = out.norms if parts.heads.needs_norms else None
-        self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim, first=first))
+        self.waiting.append(
+            dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim, first=first)
+        )
         if not parts.layers.from_scores:
             rows, recent = self._tables()
             at = len(self.chosen)
@@ -178,7 +199,9 @@ class _Choices:
         elif self.waiting:
             claims = np.stack([host(layer.claim) for layer in self.waiting])
             told = self.told
-            rows, recent = rows_by_claims(self.parts, told.budget, self.lengths, told.forced, claims, self.windows)
+            rows, recent = rows_by_claims(
+                self.parts, told.budget, self.lengths, told.forced, claims, self.windows
+            )
             self._choose([[layer] for layer in self.waiting], rows, recent)
         return np.stack(self.chosen)
 
@@ -193,7 +216,9 @@ class _Choices:
         for layers, wanted, last in zip(groups, rows, recent, strict=True):
             some, newest = (place(each, "B", axes, jnp.int32) for each in (wanted, last))
             heads, index = self.parts.heads, len(self.chosen)
-            masks = choose(layers, some, newest, self.below, heads=heads, axes=axes, index=index).masks
+            masks = choose(
+                layers, some, newest, self.below, heads=heads, axes=axes, index=index
+            ).masks
             self.below = masks[-1][:, 0] if self.parts.nested else None
             self.chosen += [host(mask)[0] for mask in masks]
         self.waiting = []

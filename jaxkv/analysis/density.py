@@ -62,9 +62,14 @@ class Density(Figure):
             ImportError: without matplotlib, naming the extra that brings it.
         """
         every = len(self.maps)
-        chosen = sorted({0, min(1, every - 1), every // 2, max(0, every - 2), every - 1}) if layers is None else layers
+        chosen = (
+            sorted({0, min(1, every - 1), every // 2, max(0, every - 2), every - 1})
+            if layers is None
+            else layers
+        )
         chosen = [
-            _checks.index("layers", layer, every) for layer in _checks.several("layers", chosen, "give some layers")
+            _checks.index("layers", layer, every)
+            for layer in _checks.several("layers", chosen, "give some layers")
         ]
         require(len(chosen) <= _MAPS, "layers", layers, f"give {_MAPS} at most")
         shape = [[f"map {at}" for at in range(len(chosen))], ["lines"] * len(chosen)]
@@ -81,8 +86,14 @@ class Density(Figure):
         low = max(float(np.nanpercentile(drawn, 2)), 1e-7)
         norm, image = LogNorm(low, max(float(np.nanmax(drawn)), 2 * low)), None
         for panel, layer, each in zip(panels, layers, drawn, strict=True):
-            image = panel.imshow(np.maximum(each, low), norm=norm, cmap="viridis", extent=(0, 100, 100, 0))
-            panel.set(title=f"layer {self.indices(len(self.maps))[layer]}", xticks=(0, 50, 100), yticks=(0, 50, 100))
+            image = panel.imshow(
+                np.maximum(each, low), norm=norm, cmap="viridis", extent=(0, 100, 100, 0)
+            )
+            panel.set(
+                title=f"layer {self.indices(len(self.maps))[layer]}",
+                xticks=(0, 50, 100),
+                yticks=(0, 50, 100),
+            )
             panel.tick_params(labelleft=panel is panels[0])
         panels[0].set_ylabel("query, % of the text")
         panels[len(panels) // 2].set_xlabel("key, % of the text")
@@ -100,15 +111,25 @@ class Density(Figure):
         ):
             axes.plot(index, values, label=label, **style(at))
         panel.set(xlabel="layer", ylabel="variance (dots: heads)", yscale="log")
-        other.set(ylabel=f"weights of at least {self.least:.0%}\nof their query's largest, %", ylim=(0, None))
+        other.set(
+            ylabel=f"weights of at least {self.least:.0%}\nof their query's largest, %",
+            ylim=(0, None),
+        )
         handles = [each for axes in (panel, other) for each in axes.get_legend_handles_labels()[0]]
-        panel.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+        panel.legend(
+            handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False
+        )
         whole_numbers(panel.xaxis)
         layer_names(panel.xaxis, self.indices(len(index)))
 
     def records(self) -> list[dict[str, Any]]:
         """List of dicts, one per layer: variance over keys (heads' mean, min, max), and % of weights that are large."""
-        heads = zip(self.variance.mean(axis=1), self.variance.min(axis=1), self.variance.max(axis=1), strict=True)
+        heads = zip(
+            self.variance.mean(axis=1),
+            self.variance.min(axis=1),
+            self.variance.max(axis=1),
+            strict=True,
+        )
         return [
             {
                 "layer": self.indices(len(self.dense))[layer],
@@ -121,7 +142,9 @@ class Density(Figure):
         ]
 
 
-def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = _BINS) -> Density:
+def density(
+    params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = _BINS
+) -> Density:
     """Measures how evenly each layer's attention is spread (variance, % large weights, maps); returns `Density`.
 
     Args:
@@ -153,7 +176,12 @@ class DensityMeasure(Measure):
 
     def needs(self, text: Text) -> Needs:
         """`Needs` (prefill outputs to request): all queries, attention each key receives; ValueError for one token."""
-        require(text.count > 1, "texts", f"{text.count} tokens", "a variance needs two tokens: give longer texts")
+        require(
+            text.count > 1,
+            "texts",
+            f"{text.count} tokens",
+            "a variance needs two tokens: give longer texts",
+        )
         return Needs(queries=text.slots, sums=True)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:

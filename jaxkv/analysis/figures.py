@@ -60,7 +60,9 @@ class Figure(abc.ABC):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Dict {field name: the field as a numpy array}, ready for `np.savez`."""
-        return {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {
+            field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
 
 
 class PolicyFigure(Figure):
@@ -71,7 +73,9 @@ class PolicyFigure(Figure):
 
     def index_of(self, policy: str) -> int:
         """Index of a policy on the arrays' first axis, by its name; ValueError for an unknown name."""
-        require(policy in self.policies, "policy", policy, f"give one of {', '.join(self.policies)}")
+        require(
+            policy in self.policies, "policy", policy, f"give one of {', '.join(self.policies)}"
+        )
         return self.policies.index(policy)
 
     def records(self) -> list[dict[str, Any]]:

@@ -40,7 +40,11 @@ class FittedGate:
 
 
 def fit_gate(
-    params: LanguageModel, texts: Sequence[Prompt], *, penalty: int | float = 1.0, chunk: int = Replay.chunk
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    *,
+    penalty: int | float = 1.0,
+    chunk: int = Replay.chunk,
 ) -> FittedGate:
     """Fits KVzap's linear gate to a model by ridge regression, from the texts' KVzip+ scores; returns a `FittedGate`.
 
@@ -61,7 +65,9 @@ def fit_gate(
         ValueError: for no texts, texts that are empty or too long, scores that are not finite, and a penalty of 0.
     """
     params, asked = as_model(params), Replay(chunk=chunk, sinks=0, weighted=True)
-    penalty = _checks.real("penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True)
+    penalty = _checks.real(
+        "penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True
+    )
     given = _checks.several("texts", texts, "give a list of one or more texts, or of their ids")
     config, session = params.config, Session(params)
     remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
@@ -69,16 +75,28 @@ def fit_gate(
     prompts = [session.encoded(each) for each in given]
     for at, prompt in enumerate(prompts):
         count, most = int(prompt.lengths.max()), config.max_positions
-        require(count <= most, f"texts[{at}]", f"{count} tokens", f"the model was made for {most}: give shorter texts")
+        require(
+            count <= most,
+            f"texts[{at}]",
+            f"{count} tokens",
+            f"the model was made for {most}: give shorter texts",
+        )
     sums = [_Sums(config.embed, config.kv_heads) for _ in range(config.layers)]
     for at, prompt in enumerate(prompts):
         for layer, (hidden, scores) in enumerate(_observed(params, prompt, asked)):
             finite = bool(np.isfinite(hidden).all() and np.isfinite(scores).all())
-            require(finite, f"texts[{at}]", f"layer {layer}", "hidden states or scores are not finite: mend the model")
+            require(
+                finite,
+                f"texts[{at}]",
+                f"layer {layer}",
+                "hidden states or scores are not finite: mend the model",
+            )
             sums[layer].add(hidden, scores)
     gate = KVzapGate.of_weights(tuple(each.weights(penalty) for each in sums))
     shares = zip(sums, gate.weights, strict=True)
-    return FittedGate(gate=gate, tokens=sums[0].count, explained=tuple(each.explained(of) for each, of in shares))
+    return FittedGate(
+        gate=gate, tokens=sums[0].count, explained=tuple(each.explained(of) for each, of in shares)
+    )
 
 
 def _observed(
@@ -92,8 +110,12 @@ def _observed(
     slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
     tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
     ran = dict(enumerate(read_layers(flat, tokens, length, needs=Needs(hidden=True))))
-    padded = Padded(prompt.padded(slots), prompt.lengths, texts_of(asked, params.text, params.config))
-    peaks = finished(replayed(flat, ran, padded, asked, implementation=Implementation.XLA, worth=1.0))
+    padded = Padded(
+        prompt.padded(slots), prompt.lengths, texts_of(asked, params.text, params.config)
+    )
+    peaks = finished(
+        replayed(flat, ran, padded, asked, implementation=Implementation.XLA, worth=1.0)
+    )
     found = []
     for layer, peak in enumerate(peaks):
         hidden = ran[layer].hidden
@@ -137,4 +159,6 @@ class _Sums:
         of = np.concatenate([weights.weight, weights.bias[:, None]], axis=1).astype(np.float64).T
         error = self.squares - 2 * (of * self.xy).sum(axis=0) + (of * (self.xx @ of)).sum(axis=0)
         spread = self.squares - self.xy[-1] ** 2 / self.count
-        return float(np.where(spread > 0, 1 - error / np.where(spread > 0, spread, 1.0), 1.0).mean())
+        return float(
+            np.where(spread > 0, 1 - error / np.where(spread > 0, spread, 1.0), 1.0).mean()
+        )

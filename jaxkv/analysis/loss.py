@@ -55,7 +55,9 @@ class EvictionLoss(PolicyFigure):
     budgets: tuple[Budget, ...]
     lengths: tuple[int, ...]
 
-    def at_most(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
+    def at_most(
+        self, policy: str, other: str
+    ) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
         """Two arrays `[N]` by budget: shares of queries and of layers where one policy's loss is <= another's.
 
         Args:
@@ -89,8 +91,12 @@ class EvictionLoss(PolicyFigure):
             for at, name in enumerate(self.policies):
                 look = style(at)
                 left.plot(losses[at].mean(axis=0), label=name, **look)
-                left.plot(bounds[at].mean(axis=0), color=look["color"], linestyle=":", linewidth=0.9)
-            left.plot([], [], color="black", linestyle=":", linewidth=0.9, label="its bound (theorem 3.1)")
+                left.plot(
+                    bounds[at].mean(axis=0), color=look["color"], linestyle=":", linewidth=0.9
+                )
+            left.plot(
+                [], [], color="black", linestyle=":", linewidth=0.9, label="its bound (theorem 3.1)"
+            )
             left.set(xlabel="layer", ylabel="eviction loss, L1", yscale="log")
             whole_numbers(left.xaxis)
             left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
@@ -150,7 +156,9 @@ def eviction_loss(
         Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Rows are dropped by kv head, and h counts
         query heads.
     """
-    return measured(params, texts, [LossMeasure(grid(params, policies, budgets))], following=following, key=key)[0]
+    return measured(
+        params, texts, [LossMeasure(grid(params, policies, budgets))], following=following, key=key
+    )[0]
 
 
 class LossMeasure(PolicyMeasure):
@@ -179,7 +187,9 @@ class LossMeasure(PolicyMeasure):
         """Tuple of one array `[2, C, w]`: losses and bounds of one layer, by cell (policy and budget) and query."""
         q, positions = layer.last(text.following)
         rows, prompt = text.masks(self.policies, layer.index), text.repeated(text.prompt)
-        loss, bound = _loss(layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt, graphs=layer.graphs)
+        loss, bound = _loss(
+            layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt, graphs=layer.graphs
+        )
         return (np.stack([host(loss)[0, :-1], host(bound)[0, :-1]]),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
@@ -232,7 +242,9 @@ def _loss(
         return lax.map(one, sets.T)
 
     apart, share = by_head(head, (q, k, v, rows), (positions, since))
-    loss = jnp.abs(total(exact_einsum("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(axis=-1)
+    loss = jnp.abs(total(exact_einsum("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(
+        axis=-1
+    )
     norms = lax.cummax(most_of_devices(_norms(v, weight), "H", graphs.axes), axis=1)
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)

@@ -177,7 +177,9 @@ def measured(
     for at, encoded in enumerate(_encoded(params, texts, following)):
         count, copies = len(encoded.ids[0]), missing(1, params.axes)
         begin(at, count)
-        prompt = dataclasses.replace(encoded, ids=[encoded.ids[0][: count - following]]).with_copies(copies)
+        prompt = dataclasses.replace(
+            encoded, ids=[encoded.ids[0][: count - following]]
+        ).with_copies(copies)
         text = Text(
             count=count,
             slots=bucket(count),
@@ -193,12 +195,18 @@ def measured(
     made = (measure.figure(done, each) for measure, each in zip(measures, found, strict=True))
     figures = [dataclasses.replace(figure, layers=whole) for figure in made]
     for figure in figures:
-        sound = all(np.isfinite(each).all() for each in figure.arrays().values() if each.dtype.kind == "f")
-        require(sound, "params", params.name, "the model's attention is not finite: check its weights")
+        sound = all(
+            np.isfinite(each).all() for each in figure.arrays().values() if each.dtype.kind == "f"
+        )
+        require(
+            sound, "params", params.name, "the model's attention is not finite: check its weights"
+        )
     return figures
 
 
-def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Sequence[Measure]) -> list[list[Arrays]]:
+def _layers(
+    params: LanguageModel, encoded: Encoded, text: Text, measures: Sequence[Measure]
+) -> list[list[Arrays]]:
     """Arrays of each layer of one text, as one list per measurement; the model runs only if a measurement needs it."""
     asked = [measure.needs(text) for measure in measures]
     found = [list[Arrays]() for _ in measures]
@@ -206,10 +214,15 @@ def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Seque
     if not some:
         return found
     flat, axes = params.flat, params.axes
-    require(not params.config.sink_logits, "params", params.name, "attention with sinks is not analysed")
+    require(
+        not params.config.sink_logits, "params", params.name, "attention with sinks is not analysed"
+    )
     whole = without_window(params.config.windows)
     needs = Needs(queries=max(each.queries for each in some), sums=any(each.sums for each in some))
-    tokens, length = place(encoded.padded(text.slots), "B S", axes), place(encoded.lengths, "B", axes)
+    tokens, length = (
+        place(encoded.padded(text.slots), "B S", axes),
+        place(encoded.lengths, "B", axes),
+    )
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
         if index in whole:
             graphs, at = flat.graphs_of(index), whole.index(index)
@@ -230,16 +243,25 @@ def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> 
     most, out = params.config.max_positions, []
     for text in listed:
         encoded = encode(text, params.text, params.config, raw=True, close=False)
-        require(encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts")
+        require(
+            encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts"
+        )
         count = int(encoded.lengths[0])
-        require(count <= most, "texts", f"{count} tokens", f"the model was made for {most}: shorten the text")
+        require(
+            count <= most,
+            "texts",
+            f"{count} tokens",
+            f"the model was made for {most}: shorten the text",
+        )
         remedy = f"{following} of them follow the prompt: give a longer text, or let fewer follow"
         require(count > following, "texts", f"{count} tokens", remedy)
         out.append(encoded)
     return out
 
 
-def by_head(function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]) -> Any:
+def by_head(
+    function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]
+) -> Any:
     """Calls `function` for one kv head of one sequence at a time, to save memory; returns the results `[B, K, ...]`.
 
     `function` takes the arrays `[B, K, ...]`, then the arrays `[B, ...]`, each without its batch and head axes.

@@ -54,7 +54,9 @@ class Recall(PolicyFigure):
         """Array `[P, N, T]` of recall averaged over layers and query heads, by policy, budget and text."""
         return self.recall.mean(axis=(3, 4))
 
-    def difference(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
+    def difference(
+        self, policy: str, other: str
+    ) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
         """Two arrays `[N]` by budget: mean over texts of one policy's recall minus another's, and standard error.
 
         Args:
@@ -88,7 +90,9 @@ class Recall(PolicyFigure):
                 panel.errorbar(across, mine.mean(axis=1), bars, label=name, capsize=2, **style(at))
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            panel.set(xlabel="rows kept per kv head and layer, on average", ylabel="attention recall, %")
+            panel.set(
+                xlabel="rows kept per kv head and layer, on average", ylabel="attention recall, %"
+            )
             panel.legend(frameon=False)
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
@@ -135,7 +139,13 @@ def recall(
     References:
         PyramidKV, arXiv:2406.02069, appendix N and figure 8.
     """
-    return measured(params, texts, [RecallMeasure(grid(params, policies, budgets))], following=following, key=key)[0]
+    return measured(
+        params,
+        texts,
+        [RecallMeasure(grid(params, policies, budgets))],
+        following=following,
+        key=key,
+    )[0]
 
 
 class RecallMeasure(PolicyMeasure):

@@ -60,8 +60,19 @@ class Retained(Figure):
             for layer, heads in enumerate(100 * self.mass):
                 panel.plot(across, heads.T, color=colours(norm(layer)), linewidth=0.6, alpha=0.8)
             median = np.median(100 * self.mass, axis=(0, 1))
-            panel.plot(across, median, color="black", linewidth=1.6, linestyle="--", label="median of the heads")
-            panel.set(xscale="log", xlabel="keys of each head, % of the text", ylabel="attention retained, %")
+            panel.plot(
+                across,
+                median,
+                color="black",
+                linewidth=1.6,
+                linestyle="--",
+                label="median of the heads",
+            )
+            panel.set(
+                xscale="log",
+                xlabel="keys of each head, % of the text",
+                ylabel="attention retained, %",
+            )
             # If the only share is the whole text there is a single point, but an axis needs two ends.
             panel.set(ylim=(0, 102), xlim=(min(across[0], 50), 100))
             panel.set(xticks=(1, 10, 100), xticklabels=("1", "10", "100"))
@@ -85,7 +96,11 @@ class Retained(Figure):
 
 
 def retained(
-    params: LanguageModel, texts: Sequence[Prompt], *, shares: Sequence[float] = SHARES, queries: int = 32
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    *,
+    shares: Sequence[float] = SHARES,
+    queries: int = 32,
 ) -> Retained:
     """Measures the share of each kv head's attention that its most attended keys hold, as a `Retained`.
 
@@ -114,7 +129,9 @@ class RetainedMeasure(QueryMeasure):
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
         remedy = "give shares of a text's keys, above 0 and at most 1"
         given = _checks.several("shares", shares, remedy)
-        self.shares = tuple(sorted(_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in given))
+        self.shares = tuple(
+            sorted(_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in given)
+        )
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
@@ -141,7 +158,11 @@ class RetainedMeasure(QueryMeasure):
 
 @program(static=("axes",))
 def _mean_weights(
-    q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"], positions: Int[Array, "B w"], *, axes: Axes | None
+    q: Float[Array, "B K G w D"],
+    k: Float[Array, "B K S D"],
+    positions: Int[Array, "B w"],
+    *,
+    axes: Axes | None,
 ) -> Float[Array, "B K S"]:
     """Attention probability of each key, `[B, K, S]`: the mean over a kv head's queries and query heads."""
     mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))

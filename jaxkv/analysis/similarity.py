@@ -61,12 +61,19 @@ class Similarity(Figure):
         with paper(path, width=COLUMN, height=2.9) as figure:
             panel = figure.add_subplot()
             image = panel.imshow(upper, vmin=0, vmax=1, cmap="viridis", origin="upper")
-            figure.colorbar(image, label=f"share of attention on the top {self.share:.1%} of tokens")
+            figure.colorbar(
+                image, label=f"share of attention on the top {self.share:.1%} of tokens"
+            )
             panel.set(xlabel="layer that reads", ylabel="layer that chooses")
             layer_names(panel.xaxis, indices)
             layer_names(panel.yaxis, indices)
             for layer in marked:
-                require(layer in indices, "filters", layer, f"give some of {', '.join(map(str, indices))}")
+                require(
+                    layer in indices,
+                    "filters",
+                    layer,
+                    f"give some of {', '.join(map(str, indices))}",
+                )
                 panel.axhline(indices.index(layer), color="#D55E00", linewidth=0.8, linestyle="--")
 
     def records(self) -> list[dict[str, Any]]:
@@ -100,8 +107,12 @@ class FilterLayers:
 
     def to_json(self) -> str:
         """JSON text of all fields, the similarity map rounded to four digits."""
-        similarity = dataclasses.asdict(self.similarity) | {"mass": np.round(self.similarity.mass, 4).tolist()}
-        return json.dumps({"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity})
+        similarity = dataclasses.asdict(self.similarity) | {
+            "mass": np.round(self.similarity.mass, 4).tolist()
+        }
+        return json.dumps(
+            {"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity}
+        )
 
 
 def similarity(
@@ -173,7 +184,9 @@ def _weights(
     return largest / largest.sum(axis=-1, keepdims=True)
 
 
-def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float) -> np.ndarray:
+def _shared(
+    weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float
+) -> np.ndarray:
     """Similarity map `[L, L]` of one text: at [l, m] for m >= l, share of m's attention weights on l's top tokens."""
     layers = len(weights)
     out = np.zeros((layers, layers))
@@ -186,7 +199,9 @@ def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"
     return out / len(positions)
 
 
-def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None) -> FilterLayers:
+def best_filters(
+    found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None
+) -> FilterLayers:
     """Finds the `m` OmniKV filter layers whose chosen tokens carry most attention of later layers, as `FilterLayers`.
 
     Args:
@@ -211,7 +226,9 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
         if filters[0] > most or len(whole_layers(filters, adjacent, layers)) > most:
             continue
         reads = sources(filters, adjacent, layers)
-        carried = [found.mass[source, layer] for layer, source in enumerate(reads) if source != WHOLE]
+        carried = [
+            found.mass[source, layer] for layer, source in enumerate(reads) if source != WHOLE
+        ]
         score = float(np.mean(carried)) if carried else -1.0
         if best is None or score > best[0]:
             best = (score, filters)
@@ -219,7 +236,9 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     require(best is not None and best[0] >= 0, "m", m, remedy)
     assert best is not None
     indices = found.indices(layers)
-    return FilterLayers(filters=tuple(indices[layer] for layer in best[1]), carried=best[0], similarity=found)
+    return FilterLayers(
+        filters=tuple(indices[layer] for layer in best[1]), carried=best[0], similarity=found
+    )
 
 
 def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tuple[int, int, int]:
@@ -227,7 +246,11 @@ def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tup
     m = _checks.whole("m", m, "give at least 1 filter layer")
     adjacent = _checks.whole("adjacent", adjacent, "give 0 or more layers", least=0)
     most = -(-layers // 4) if most_whole is None else most_whole
-    return m, adjacent, _checks.whole("most_whole", most, "give how many layers may read everything, 1 or more")
+    return (
+        m,
+        adjacent,
+        _checks.whole("most_whole", most, "give how many layers may read everything, 1 or more"),
+    )
 
 
 def filter_layers(

@@ -265,7 +265,11 @@ class Backend(InPlace, abc.ABC):
         real = source >= 0
         at = jnp.where(real, source, 0)[..., None]
         keys, values = (
-            jnp.where(real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1), 0)
+            jnp.where(
+                real[..., None],
+                jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1),
+                0,
+            )
             for a in (k, v)
         )
         return keys, values, jnp.where(real, source % slots, -1)
@@ -285,7 +289,14 @@ class Backend(InPlace, abc.ABC):
         """
         return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
 
-    def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int | float) -> Any:
+    def deal(
+        self,
+        start: Int[Array, "L B K"],
+        length: Int[Array, "L B K"],
+        *,
+        dim: int,
+        itemsize: int | float,
+    ) -> Any:
         """Table of the pool rows that each decode kernel program reads; NotImplementedError in this base class.
 
         Args:

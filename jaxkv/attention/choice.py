@@ -84,7 +84,11 @@ class Implementations:
     def __str__(self) -> str:
         """Name of the implementation as text, or both names if prefill and decode differ."""
         same = self.prefill is self.decode
-        return self.decode.value if same else f"{self.prefill.value} (prefill), {self.decode.value} (decode)"
+        return (
+            self.decode.value
+            if same
+            else f"{self.prefill.value} (prefill), {self.decode.value} (decode)"
+        )
 
 
 def named(asked: Implementation | str) -> Implementation:
@@ -112,7 +116,9 @@ def choose(
         asked = _INTERPRETED.get(asked, asked)
     remedy = backend_of(asked).refusal(setting)
     require(remedy is None, "implementation", asked.value, remedy or "")
-    return Implementations(prefill=asked, decode=Implementation.PALLAS if asked in PREFILL_ONLY else asked)
+    return Implementations(
+        prefill=asked, decode=Implementation.PALLAS if asked in PREFILL_ONLY else asked
+    )
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:

@@ -56,7 +56,9 @@ def column_sums(
     heads, group, queries, dim = q.shape
     slots = k.shape[1]
     block = min(KEY_BLOCK, slots)
-    scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(heads, group * queries, dim)
+    scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(
+        heads, group * queries, dim
+    )
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
@@ -86,18 +88,30 @@ def column_sums(
 
 
 def block_sums(
-    q: Float[Array, "B K G T D"], k: Float[Array, "B K T D"], inside: Bool[Array, "B T"], *, zeros: bool = False
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K T D"],
+    inside: Bool[Array, "B T"],
+    *,
+    zeros: bool = False,
 ) -> Float[Array, "B K G T"]:
     """Attention `f32[B, K, G, T]` that each key of a block receives from the block's T queries, summed; no causal mask.
 
     Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are products that nothing divides, and all
     others take part as if their logits were 0.
     """
-    logits = jnp.einsum("bkgtd,bksd->bkgts", q, k, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        "bkgtd,bksd->bkgts",
+        q,
+        k,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
     queries, keys = inside[:, None, None, :, None], inside[:, None, None, None]
     if zeros:
         return jax.nn.softmax(jnp.where(queries & keys, logits, 0.0), axis=-1).sum(axis=3)
-    p = jax.nn.softmax(jnp.where(keys, logits * (1.0 / logit_divisor(q.shape[-1])), MASKED), axis=-1)
+    p = jax.nn.softmax(
+        jnp.where(keys, logits * (1.0 / logit_divisor(q.shape[-1])), MASKED), axis=-1
+    )
     return jnp.where(queries & keys, p, 0.0).sum(axis=3)
 
 
@@ -117,7 +131,9 @@ def probabilities(
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
     logits = capped(logits * (1.0 / logit_divisor(dim)), softcap)
     seen = jnp.arange(k.shape[0], dtype=jnp.int32) <= position[:, None]
-    return softmax(jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None])
+    return softmax(
+        jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None]
+    )
 
 
 def window_mass(
@@ -149,7 +165,9 @@ def window_mass(
     return reduced.reshape(batch, heads, *reduced.shape[1:])
 
 
-def group_logits(q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K w S"]:
+def group_logits(
+    q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]
+) -> Float[Array, "B K w S"]:
     """Largest logit `f32[B, K, w, S]` of each query position on each key over the G query heads; no causal mask.
 
     All logits of one kv head are in memory at a time.
@@ -159,7 +177,9 @@ def group_logits(q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]) -> Fl
         """Mapped over all kv heads of all sequences: one head's largest logits `f32[w, S]` over its query heads."""
         q_head, k_head = inputs
         logits = rows_dot(q_head.reshape(-1, q_head.shape[-1]), k_head)
-        return logits.reshape(*q_head.shape[:2], -1).max(axis=0) * (1.0 / logit_divisor(q_head.shape[-1]))
+        return logits.reshape(*q_head.shape[:2], -1).max(axis=0) * (
+            1.0 / logit_divisor(q_head.shape[-1])
+        )
 
     most = lax.map(head, (q.reshape(-1, *q.shape[2:]), k.reshape(-1, *k.shape[2:])))
     return most.reshape(*k.shape[:2], *most.shape[1:])
@@ -191,18 +211,26 @@ def pool_sums(
     """
     batch, heads, rows, dim = q.shape
     scaled = scale_queries(q)
-    padded = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0))) if rows == 1 and q.dtype.itemsize == 2 else scaled
+    padded = (
+        jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        if rows == 1 and q.dtype.itemsize == 2
+        else scaled
+    )
     # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
     match walk:
         case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
-            logits = lax.dot_general(padded, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+            logits = lax.dot_general(
+                padded, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+            )
             logits = capped(logits, softcap)
             inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
             return score + weight * _summed(logits[:, :, :rows], lse, inside).reshape(score.shape)
         case Walk.WHOLE:
             flat = padded.reshape(batch, -1, dim)
-            logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+            logits = lax.dot_general(
+                flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+            )
             logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)[:, :, :rows]
             inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
             return score + weight * _summed(logits, lse, inside).sum(axis=1)
@@ -232,7 +260,9 @@ def walk_scored(
     if other is not None:
         scaled = jnp.concatenate([scaled, other[:, :, None].astype(scaled.dtype)], axis=2)
         # Float32 products must be exact. A CPU's are by default, and HIGHEST would take a slower path there.
-        dot = dot if jax.default_backend() == "cpu" else partial(dot, precision=lax.Precision.HIGHEST)
+        dot = (
+            dot if jax.default_backend() == "cpu" else partial(dot, precision=lax.Precision.HIGHEST)
+        )
     elif group == 1 and q.dtype.itemsize == 2:
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
     first, width = span(start, k.shape[1], widest)
@@ -244,18 +274,31 @@ def walk_scored(
         maximum, total, acc, held, products = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
-        every = dot(scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        every = dot(
+            scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
         logits = jnp.where(mine, capped(every[:, :, :group], softcap), MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
         if products is not None:
-            products = lax.dynamic_update_slice_in_dim(products, every[:, :, group], index * block, axis=2)
+            products = lax.dynamic_update_slice_in_dim(
+                products, every[:, :, group], index * block, axis=2
+            )
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)
         part = lax.dot_general(
-            weights.astype(v.dtype), values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+            weights.astype(v.dtype),
+            values,
+            (((3,), (2,)), ((0, 1), (0, 1))),
+            preferred_element_type=jnp.float32,
         )
-        return top, total * shrink + weights.sum(axis=-1), acc * shrink[..., None] + part, held, products
+        return (
+            top,
+            total * shrink + weights.sum(axis=-1),
+            acc * shrink[..., None] + part,
+            held,
+            products,
+        )
 
     shape = (batch, heads, group)
     carry = (
@@ -273,13 +316,18 @@ def walk_scored(
 
 
 def add_received(
-    score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
+    score: Float[Array, "B P"],
+    received: Received,
+    start: Int[Array, "B K"],
+    counts: Bool[Array, " B"],
 ) -> Float[Array, "B P"]:
     """Row scores `f32[B, P]` plus a token's attention (mean over query heads) in the sequences of mask `counts`."""
     group, width = received.logits.shape[2:]
     first, _ = span(start, score.shape[1], width)
     lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
-    return add_windows(score, first, _summed(received.logits, lse, received.logits[:, :, 0] > MASKED) / group)
+    return add_windows(
+        score, first, _summed(received.logits, lse, received.logits[:, :, 0] > MASKED) / group
+    )
 
 
 def covers(rows: int, widest: int) -> bool:
@@ -316,14 +364,18 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight, softcap):
         row = clamped[..., None] + offsets
         inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
         keys = windows(k, clamped, block)
-        logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = lax.dot_general(
+            q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
         mine = capped(logits[:, :, :rows], softcap)
         return add_windows(score, clamped, weight * _summed(mine, lse, inside))
 
     return lax.fori_loop(0, (length.max() + block - 1) // block, step, score)
 
 
-def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
+def add_windows(
+    leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]
+) -> Float[Array, "B P"]:
     """Adds n values per segment to a pool array from element `begin` on; returns the new array; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
@@ -333,4 +385,6 @@ def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[
         operand_batching_dims=(0,),
         scatter_indices_batching_dims=(0,),
     )
-    return lax.scatter_add(leaf, begin[..., None], new, numbers, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return lax.scatter_add(
+        leaf, begin[..., None], new, numbers, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )

@@ -42,7 +42,11 @@ class Asking:
     @property
     def sinks(self) -> Float[Array, "K G one one"] | None:
         """Float32 sink logits, with axes for queries and keys; None without."""
-        return None if self.sink_logits is None else self.sink_logits.astype(jnp.float32)[..., None, None]
+        return (
+            None
+            if self.sink_logits is None
+            else self.sink_logits.astype(jnp.float32)[..., None, None]
+        )
 
 
 def by_row(
@@ -59,7 +63,9 @@ def by_row(
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and mask of keys each query sees."""
-        logits = lax.dot_general(queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = lax.dot_general(
+            queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
         logits = capped(logits, asked.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
@@ -91,7 +97,10 @@ def by_row(
         """Loop body: scores `f32[B, n]` with those of one more block of keys written."""
         first, part = block_of(index)
         logits, seen = against(part, first)
-        shares = jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0) / jnp.maximum(total, 1e-30)[..., None]
+        shares = (
+            jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0)
+            / jnp.maximum(total, 1e-30)[..., None]
+        )
         return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked, axes), first, axis=1)
 
     shape = (batch, heads, group, window)
@@ -133,9 +142,13 @@ def by_position(
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
         queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(asked.positions, 1)
-        logits = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        logits = lax.dot_general(
+            queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        )
         logits = capped(logits.reshape(batch, heads, group, size, -1), asked.softcap)
-        seen = inside[:, :, None, None] & (pos[:, None, None, None] <= positions[:, None, None, :, None])
+        seen = inside[:, :, None, None] & (
+            pos[:, None, None, None] <= positions[:, None, None, :, None]
+        )
         by_row = _softmax(logits, seen, asked.sinks).max(axis=(1, 2))
         query = jnp.arange(size, dtype=jnp.int32)[:, None]
         by_position = jnp.zeros((batch, size, slots), jnp.float32)
@@ -144,11 +157,18 @@ def by_position(
         return (by_position * part(asked.weights, 1)[..., None]).sum(axis=1)
 
     first = received(0)
-    return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + received(i), first)
+    return (
+        first
+        if size == window
+        else lax.fori_loop(1, window // size, lambda i, total: total + received(i), first)
+    )
 
 
 def by_page(
-    q: Float[Array, "B K G D"], low: Float[Array, "B K p D"], high: Float[Array, "B K p D"], axes: Axes | None
+    q: Float[Array, "B K G D"],
+    low: Float[Array, "B K p D"],
+    high: Float[Array, "B K p D"],
+    axes: Axes | None,
 ) -> Float[Array, "B K p"]:
     """Upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over all query heads of a kv head.
 
@@ -167,7 +187,9 @@ def by_page(
     return most_of_devices(bound.max(axis=2), "G", axes)
 
 
-def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:
+def _loudest(
+    shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None
+) -> Float[Array, "B n"]:
     """Scores `f32[B, n]` from attention probabilities: maximum over heads, then weighted sum over queries."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)

@@ -55,7 +55,11 @@ class InPlace:
         raise NotImplementedError
 
     def joins_scored(
-        self, q: Float[Array, "B K G one D"], k: Float[Array, "B P D"], walk: Walk, widest: int | None = None
+        self,
+        q: Float[Array, "B K G one D"],
+        k: Float[Array, "B P D"],
+        walk: Walk,
+        widest: int | None = None,
     ) -> bool:
         """True if `append_and_score` takes such queries and pools; always False in the base class.
 
@@ -83,7 +87,12 @@ class InPlace:
         widest: int | None = None,
         sink_logits: Float[Array, "K G"] | None = None,
         softcap: float | None = None,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B *of n"], Float[Array, "B P D"], Float[Array, "B P D"]]:
+    ) -> tuple[
+        Float[Array, "B K G D"],
+        Float[Array, "B *of n"],
+        Float[Array, "B P D"],
+        Float[Array, "B P D"],
+    ]:
         """Writes a token's row behind each segment, attends to both, scores; NotImplementedError in this base class.
 
         Args:
@@ -193,7 +202,9 @@ class InPlace:
         """
         return self.fused_eviction
 
-    def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
+    def evict_rows(
+        self, *args: Array | None, weigh: Any
+    ) -> tuple[Array, Array, Array, Array | None, Array]:
         """Evicts a row of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
 
         Args:

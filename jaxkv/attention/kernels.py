@@ -40,7 +40,11 @@ class Kernels(Backend):
 
     def refusal(self, setting: Setting) -> str | None:
         """Error text for devices other than NVIDIA GPUs; None on GPUs."""
-        return None if setting.gpu else f"these kernels need a GPU, this is {setting.platform}: use xla"
+        return (
+            None
+            if setting.gpu
+            else f"these kernels need a GPU, this is {setting.platform}: use xla"
+        )
 
     def prefill(
         self,
@@ -55,7 +59,9 @@ class Kernels(Backend):
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
-        flash = partial(self._kernels.flash, softcap=softcap, window=window, interpret=self.interpret)
+        flash = partial(
+            self._kernels.flash, softcap=softcap, window=window, interpret=self.interpret
+        )
         out, found = flash(q, k, v, _firsts(first, length), length)
         return out, found if lse else None
 
@@ -70,7 +76,12 @@ class Kernels(Backend):
         softcap: float | None = None,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
-        sums = partial(self._kernels.column_sums, softcap=softcap, per_query_head=True, interpret=self.interpret)
+        sums = partial(
+            self._kernels.column_sums,
+            softcap=softcap,
+            per_query_head=True,
+            interpret=self.interpret,
+        )
         return sums(q, k, lse, _firsts(first, length), length)
 
     def window_mean(
@@ -100,7 +111,9 @@ class Kernels(Backend):
         softcap: float | None = None,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp. `walk` is ignored."""
-        return self._kernels.attend(q, k, v, start, length, softcap=softcap, interpret=self.interpret)
+        return self._kernels.attend(
+            q, k, v, start, length, softcap=softcap, interpret=self.interpret
+        )
 
     def attend_scored(
         self,
@@ -189,11 +202,17 @@ class Kernels(Backend):
             interpret=self.interpret,
         )
 
-    def add_norm(self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype) -> tuple[Array, Array]:
+    def add_norm(
+        self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype
+    ) -> tuple[Array, Array]:
         """Adds split-K parts of a product to hidden states in one kernel; returns the sum and its RMS norm."""
-        return self._kernels.add_norm(x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret)
+        return self._kernels.add_norm(
+            x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret
+        )
 
-    def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
+    def evict_rows(
+        self, *args: Array | None, weigh: Any
+    ) -> tuple[Array, Array, Array, Array | None, Array]:
         """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and i32 flags."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 

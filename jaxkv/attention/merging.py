@@ -34,7 +34,9 @@ def merge_with_lse(
 
 
 def with_sinks(
-    out: Float[Array, "B K G N D"], lse: Float[Array, "B K G N"], sink_logits: Float[Array, "K G"] | None
+    out: Float[Array, "B K G N D"],
+    lse: Float[Array, "B K G N"],
+    sink_logits: Float[Array, "K G"] | None,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention output and log-sum-exp with a learned logit per query head in the softmax, whose value is zero.
 

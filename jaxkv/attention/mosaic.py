@@ -59,5 +59,7 @@ class Mosaic(Kernels):
         """
         if softcap is not None or window is not None:
             return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
-        out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
+        out, found = self._mosaic.flash(
+            q, k, v, jnp.zeros_like(length) if first is None else first, length
+        )
         return out, found if lse else None

@@ -37,12 +37,17 @@ def chunk_peaks(
     """
     batch, heads, group, tokens, dim = q.shape
     rows, scale = keys.shape[2], 1.0 / logit_divisor(dim)
-    by_query, by_row = weights or (jnp.ones((batch, tokens), jnp.float32), jnp.ones((batch, heads, group, rows)))
+    by_query, by_row = weights or (
+        jnp.ones((batch, tokens), jnp.float32),
+        jnp.ones((batch, heads, group, rows)),
+    )
 
     def head(inputs: tuple[Array, ...]) -> Array:
         """Mapped over all kv heads of all sequences: largest attention `f32[m]` that each of a head's rows receives."""
         queries, lse, key, row_weight, real, there, query_weight = inputs
-        logits = rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
+        logits = (
+            rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
+        )
         logits = jnp.where(there, capped(logits, softcap), MASKED)
         whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse) - jnp.log(query_weight)
         # The largest of exponentials is that of the largest: one for each row, not for each logit.
@@ -51,5 +56,7 @@ def chunk_peaks(
         return jnp.where(there, jnp.exp(most.max(axis=0)), 0.0)
 
     spread = tuple(jnp.repeat(each, heads, axis=0) for each in (count, inside, by_query))
-    flat = tuple(each.reshape(batch * heads, *each.shape[2:]) for each in (q, own_lse, keys, by_row))
+    flat = tuple(
+        each.reshape(batch * heads, *each.shape[2:]) for each in (q, own_lse, keys, by_row)
+    )
     return lax.map(head, (*flat, *spread)).reshape(batch, heads, rows)

@@ -71,11 +71,17 @@ class Tpu(Xla):
 
     def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
         """Bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
-        return 2 * queries + 4 * heads * (_LANES * self._prefill.tokens_at_once(prompts, slots) + _QUERIES * slots)
+        return 2 * queries + 4 * heads * (
+            _LANES * self._prefill.tokens_at_once(prompts, slots) + _QUERIES * slots
+        )
 
     def refusal(self, setting: Setting) -> str | None:
         """Error text for devices other than TPUs; None on TPUs."""
-        return None if setting.platform == "tpu" else f"it needs a TPU, this is {setting.platform}: use auto or xla"
+        return (
+            None
+            if setting.platform == "tpu"
+            else f"it needs a TPU, this is {setting.platform}: use auto or xla"
+        )
 
     def prefill(
         self,
@@ -126,8 +132,12 @@ class Tpu(Xla):
 
             def more(index: Array, sums: Array) -> Array:
                 """Loop body: sums of one more block of queries."""
-                mine, total = (lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse))
-                found = super(Tpu, self).column_sums(mine, k, total, length, begin + index * size, softcap=softcap)
+                mine, total = (
+                    lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse)
+                )
+                found = super(Tpu, self).column_sums(
+                    mine, k, total, length, begin + index * size, softcap=softcap
+                )
                 return sums + found
 
             none = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
@@ -153,7 +163,9 @@ class Tpu(Xla):
         if q.shape[2] > _MOST_ROWS or not self.joins(k):
             k, v = (_decoded(each, q.dtype) if isinstance(each, tuple) else each for each in (k, v))
             return super().attend(q, k, v, start, length, walk=walk, softcap=softcap)
-        out, lse = self._decode.attend(q, k, v, start, length, softcap=softcap, interpret=self.interpret)
+        out, lse = self._decode.attend(
+            q, k, v, start, length, softcap=softcap, interpret=self.interpret
+        )
         return out, lse
 
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
@@ -161,7 +173,10 @@ class Tpu(Xla):
 
         Masks would take a TPU as long as the rows themselves.
         """
-        at, batch = jnp.maximum(rows, 0).reshape(len(rows), -1), jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+        at, batch = (
+            jnp.maximum(rows, 0).reshape(len(rows), -1),
+            jnp.arange(len(rows), dtype=jnp.int32)[:, None],
+        )
         keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
         return keys, values
 
@@ -173,7 +188,11 @@ class Tpu(Xla):
         """
         coded = isinstance(k, tuple)
         rows = k[0] if coded else k
-        whole = self.interpret or rows.shape[2] % _LANES == 0 and not (coded and rows.shape[1] < self._decode.CHUNK)
+        whole = (
+            self.interpret
+            or rows.shape[2] % _LANES == 0
+            and not (coded and rows.shape[1] < self._decode.CHUNK)
+        )
         return whole and bool(self._decode.takes(rows.shape[1], rows.dtype))
 
     def append_and_attend(
@@ -200,7 +219,9 @@ class Tpu(Xla):
         if walk is Walk.WINDOWS:
             # Windows of all heads lie in VMEM, 8 to a tile.
             lines = -(-q.shape[1] // 8)
-            return widest is not None and bool(self._decode.takes_scores(lines * widest, widest, q.shape[2]))
+            return widest is not None and bool(
+                self._decode.takes_scores(lines * widest, widest, q.shape[2])
+            )
         return bool(self._decode.takes_scores(k.shape[1], _widest(q, k, walk), q.shape[2]))
 
     def append_and_score(
@@ -221,12 +242,18 @@ class Tpu(Xla):
         how = {"sink_logits": sink_logits, "softcap": softcap, "interpret": self.interpret}
         how |= {"windows": walk is Walk.WINDOWS}
         widest = _widest(q, pool[0], walk) if widest is None else widest
-        out, received, k, v = self._decode.append_and_score(q, new, *pool, start, length, counts, widest=widest, **how)
+        out, received, k, v = self._decode.append_and_score(
+            q, new, *pool, start, length, counts, widest=widest, **how
+        )
         return out, received, k, v
 
     def windowed(self, k: Array, segments: int, widest: int | None) -> bool:
         """True for pools that `joins` takes, of positions that fit VMEM, if windows have few more numbers than rows."""
-        if widest is None or not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
+        if (
+            widest is None
+            or not self.joins(k)
+            or not (self.interpret or k.shape[1] >= self._decode.CHUNK)
+        ):
             return False
         fits = bool(self._windows.takes(k.shape[1], len(k), segments, widest))
         return fits and segments * widest <= _MOST_WINDOWS * k.shape[1]
@@ -243,7 +270,9 @@ class Tpu(Xla):
 
     def cosines(self, rows: Array, of: Array, start: Array, length: Array, *, widest: int) -> Array:
         """Cosines of each segment's rows with a vector, by a kernel: float32 windows."""
-        found: Array = self._windows.cosines(rows, of, start, length, widest=widest, interpret=self.interpret)
+        found: Array = self._windows.cosines(
+            rows, of, start, length, widest=widest, interpret=self.interpret
+        )
         return found
 
     def moves(self, k: Array) -> bool:
@@ -254,9 +283,13 @@ class Tpu(Xla):
         """True for pools whose positions and scores fit VMEM."""
         return bool(self._evict.takes(k.shape[1]))
 
-    def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
+    def evict_rows(
+        self, *args: Array | None, weigh: Any
+    ) -> tuple[Array, Array, Array, Array | None, Array]:
         """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and i32 flags."""
-        k, v, pos, score, went = self._evict.evict_rows(*args, weigh=weigh, interpret=self.interpret)
+        k, v, pos, score, went = self._evict.evict_rows(
+            *args, weigh=weigh, interpret=self.interpret
+        )
         return k, v, pos, score, went
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:

@@ -54,7 +54,9 @@ def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n 
     return (q.astype(jnp.float32) * (by / logit_divisor(q.shape[-1]))).astype(q.dtype)
 
 
-def capped(logits: Float[Array, "*n"], softcap: float | None, unit: float = 1.0) -> Float[Array, "*n"]:
+def capped(
+    logits: Float[Array, "*n"], softcap: float | None, unit: float = 1.0
+) -> Float[Array, "*n"]:
     """Logits as they are without a `softcap`; with one softcap * tanh(logits / softcap), times `unit`."""
     return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * (softcap * unit)
 
@@ -78,11 +80,16 @@ def causal(
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
     # exp2 with the scale folded into q saves a multiplication per logit. A cap needs logits to base e.
-    scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(heads, group * queries, dim)
+    scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(
+        heads, group * queries, dim
+    )
     # In 16 bits a matrix product is cheaper than a sum over rows: a column of ones in the values sums the weights.
     summed = v.dtype.itemsize == 2 and cpu_forms
     if summed:
-        v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)], axis=-1)
+        v = jnp.concatenate(
+            [v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)],
+            axis=-1,
+        )
     width = v.shape[-1]
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
     all_keys, all_values = as_bits(k, cpu_forms), as_bits(v, cpu_forms)
@@ -129,7 +136,9 @@ def causal(
             carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
         else:
             whole = jnp.maximum(first - window + 1, 0) // block
-        maximum, total, acc = lax.fori_loop(whole, last, lambda i, c: step(i, c, masked=True), carry)
+        maximum, total, acc = lax.fori_loop(
+            whole, last, lambda i, c: step(i, c, masked=True), carry
+        )
         if summed:
             acc, total = acc[:, :dim], acc[:, dim]
         return acc / total[:, None], (maximum + jnp.log2(total)) * _LN2
@@ -152,12 +161,18 @@ def masked(
     """
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
     logits = capped(logits, softcap)
-    weights = softmax(jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None])
-    out = exact_einsum("gnm,md->gnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    weights = softmax(
+        jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None]
+    )
+    out = exact_einsum(
+        "gnm,md->gnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     return out.astype(q.dtype)
 
 
-def softmax(logits: Float[Array, "*n m"], sink_logits: Float[Array, "*#n"] | None = None) -> Float[Array, "*n m"]:
+def softmax(
+    logits: Float[Array, "*n m"], sink_logits: Float[Array, "*#n"] | None = None
+) -> Float[Array, "*n m"]:
     """Softmax over the last axis; with `sink_logits`, one more logit per row takes part, and has no share in it."""
     if sink_logits is None:
         return jax.nn.softmax(logits, axis=-1)
@@ -173,7 +188,11 @@ def as_bits(rows: Shaped[Array, "..."], cpu_forms: bool = True) -> Shaped[Array,
     A TPU converts the whole array, there and back, for each block that is sliced: four fifths of a layer's cycles in a
     prefill of 32K tokens, by its compiler.
     """
-    return lax.bitcast_convert_type(rows, jnp.uint16) if cpu_forms and rows.dtype.itemsize == 2 else rows
+    return (
+        lax.bitcast_convert_type(rows, jnp.uint16)
+        if cpu_forms and rows.dtype.itemsize == 2
+        else rows
+    )
 
 
 def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
@@ -216,23 +235,31 @@ def _equal(q, k, v, length, softcap):
     batch, heads = q.shape[:2]
     keys = k.reshape(batch, heads, -1, k.shape[-1])
     values = v.reshape(keys.shape)
-    logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    logits = lax.dot_general(
+        q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+    )
     inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
     weights, total, lse = _softmax(capped(logits, softcap), inside[:, :, None])
     return _weighted(weights.astype(v.dtype), values) / total[..., None], lse
 
 
-def _weighted(weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]) -> Float[Array, "B K R D"]:
+def _weighted(
+    weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]
+) -> Float[Array, "B K R D"]:
     """Sums `f32[B, K, R, D]` of value rows by unnormalised attention weights; long sums in chunks, for CPU cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
-        return lax.dot_general(weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        return lax.dot_general(
+            weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
     # A CPU computes a product of few rows and a long contraction on one core; as a batch of short ones, on all: twice
     # as fast on two cores for 8 sequences of 4160 rows (0.8x the time for one sequence).
     weights = weights.reshape(batch, heads, rows, -1, chunk)
     values = values.reshape(batch, heads, -1, chunk, values.shape[-1])
-    parts = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), preferred_element_type=jnp.float32)
+    parts = lax.dot_general(
+        weights, values, (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), preferred_element_type=jnp.float32
+    )
     return parts.sum(axis=2)
 
 
@@ -247,12 +274,16 @@ def masked_product(
     """Attention of scaled queries by one product with all pool rows, masked to segments: float32 output and lse."""
     batch, heads, rows, dim = q.shape
     flat = q.reshape(batch, heads * rows, dim)
-    logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    logits = lax.dot_general(
+        flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
     inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
     logits = capped(logits.reshape(batch, heads, rows, -1), softcap)
     weights, total, lse = _softmax(logits, inside[:, :, None])
     weights = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
-    out = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    out = lax.dot_general(
+        weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
     return out.reshape(batch, heads, rows, dim) / total[..., None], lse
 
 
@@ -277,25 +308,35 @@ def by_windows(
         keys, values = windows(k, clamped, block), windows(v, clamped, block)
         row = clamped[..., None] + offsets
         inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
-        logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = lax.dot_general(
+            q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
         logits = jnp.where(inside[:, :, None], capped(logits, softcap), MASKED)
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)
         total = total * shrink + weights.sum(axis=-1)
         weights = weights.astype(v.dtype)
-        part = lax.dot_general(weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        part = lax.dot_general(
+            weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
         return top, total, acc * shrink[..., None] + part
 
     shape = (batch, heads, rows)
-    carry = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
+    carry = (
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
     trips = (length.max() + block - 1) // block
     maximum, total, acc = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     return acc / jnp.maximum(total, 1e-30)[..., None], lse
 
 
-def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Shaped[Array, "B K n *D"]:
+def windows(
+    rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int
+) -> Shaped[Array, "B K n *D"]:
     """Gathers `[B, K, size, ...]`: `size` consecutive pool rows from row `begin` on, for each sequence and kv head."""
     batch, count, *rest = rows.shape
     first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -304,7 +345,9 @@ def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) 
     )
     # All sequences as one long pool: with an axis of sequences XLA's copy is a fifth slower.
     flat = rows.reshape(batch * count, *rest)
-    return lax.gather(flat, first[..., None], numbers, (size, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return lax.gather(
+        flat, first[..., None], numbers, (size, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )
 
 
 def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:

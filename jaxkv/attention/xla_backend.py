@@ -40,7 +40,9 @@ class Xla(Backend):
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(q, k, v, begin, window=window, softcap=softcap, cpu_forms=self.cpu_forms)
+            return xla.causal(
+                q, k, v, begin, window=window, softcap=softcap, cpu_forms=self.cpu_forms
+            )
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None
@@ -122,7 +124,9 @@ class Xla(Backend):
             return out[..., 0, :], lse[..., 0]
 
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, other=other, softcap=softcap)
+            out, received = columns.walk_scored(
+                q, k, v, start, length, widest=widest, other=other, softcap=softcap
+            )
             out, lse = joined(out, received.lse)
             return out, received._replace(lse=lse)
         out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk, softcap=softcap))

@@ -76,7 +76,9 @@ class Tables:
             )
         start, length, limit = (table[layers] for table in (self.start, self.length, self.limit))
         centre = None if self.centre is None else self.centre[layers]
-        return Tables(start=start, length=length, limit=limit, seen=self.seen, state=state, centre=centre)
+        return Tables(
+            start=start, length=length, limit=limit, seen=self.seen, state=state, centre=centre
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -40,7 +40,9 @@ class Bank:
 
     def put_back(self, axes: Axes | None = None) -> "Bank":
         """Bank with all arrays in pinned host memory: the same object if they are there already, else a copy."""
-        there = [isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows]
+        there = [
+            isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows
+        ]
         return self if all(there) else self.moved(None, axes)
 
     def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "Bank":
@@ -109,7 +111,9 @@ class Loader:
         """Makes the `Loader` of a `bank`, which counts its transfers in `traffic`; returns None if `bank` is None."""
         return None if bank is None else cls(bank=bank, traffic=traffic)
 
-    def rows(self, layers: tuple[int, ...], positions: Int[Array, "B T"]) -> Float[Array, "B n T 2 K D"]:
+    def rows(
+        self, layers: tuple[int, ...], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B n T 2 K D"]:
         """Copies rows at `positions` of n layers to the device, `[B, n, T, 2, K, D]`; adds its transfers to `traffic`.
 
         The gather is the host's own work, not a program's: a device executes programs in order, and so it would wait
@@ -118,7 +122,10 @@ class Loader:
         bank, axes = self.bank, Axes.of(positions)
         sources = [bank.rows[bank.layers.index(each)] for each in layers]
         asked = _by_device(positions, axes)
-        held = [{device: _bits(part) for device, part in _by_device(source, axes).items()} for source in sources]
+        held = [
+            {device: _bits(part) for device, part in _by_device(source, axes).items()}
+            for source in sources
+        ]
         # Off a mesh, `positions` may be on another device than the one that the bank belongs to.
         held = held if axes is not None else [dict.fromkeys(asked, *each.values()) for each in held]
         where, at = list(asked), [np.asarray(part) for part in asked.values()]
@@ -129,7 +136,13 @@ class Loader:
         def take(part: tuple[int, int, int]) -> None:
             which, row, index = part
             source = held[index][where[which]]
-            np.take(source[row % source.shape[0]], at[which][row], axis=0, out=packed[which][row, index], mode="clip")
+            np.take(
+                source[row % source.shape[0]],
+                at[which][row],
+                axis=0,
+                out=packed[which][row, index],
+                mode="clip",
+            )
 
         # numpy's copies release the interpreter lock: each task copies one sequence's rows of one layer.
         list(_threads().map(take, np.ndindex(len(where), batch, len(layers))))
@@ -155,7 +168,11 @@ class Loader:
 
     def _sent(self, rows: Array | np.ndarray, there: Sharding) -> Array:
         """Starts the transfer of rows to the sharding `there`, adds it to `traffic`, and returns the device array."""
-        parts = list(_by_device(rows, Axes.of(rows)).values()) if isinstance(rows, jax.Array) else [rows]
+        parts = (
+            list(_by_device(rows, Axes.of(rows)).values())
+            if isinstance(rows, jax.Array)
+            else [rows]
+        )
         self.traffic.transfers += len(parts)
         self.traffic.bytes += sum(part.nbytes for part in parts)
         return jax.device_put(rows, there)
@@ -185,4 +202,6 @@ def _bits(rows: Array) -> np.ndarray:
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Thread pool, made once, of at most 8 threads that gather rows in host memory."""
-    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="jaxkv-bank")
+    return ThreadPoolExecutor(
+        max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="jaxkv-bank"
+    )

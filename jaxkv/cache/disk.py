@@ -62,7 +62,12 @@ def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> A
     device = next(iter(jnp.zeros(()).devices()))
 
     def array(name: str) -> jax.Array:
-        require(name in entries, "array", name, f"the manifest in {folder} says nothing of it: {CACHE.again}")
+        require(
+            name in entries,
+            "array",
+            name,
+            f"the manifest in {folder} says nothing of it: {CACHE.again}",
+        )
         read = read_array(folder / ARRAYS, entries[name])
         waits = name.startswith("bank.") or on_host
         return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)

@@ -43,7 +43,9 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
     fields = [field.name for field in dataclasses.fields(value) if field.init]
     return {
         "class": _path(type(value)),
-        "fields": {each: encode(getattr(value, each), arrays, _inside(name, each)) for each in fields},
+        "fields": {
+            each: encode(getattr(value, each), arrays, _inside(name, each)) for each in fields
+        },
     }
 
 
@@ -70,11 +72,18 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
     sound = kind == {"class", "fields"} and isinstance(said["fields"], dict)
     require(sound, "manifest", said, f"no value that KVCache.save writes: {CACHE.again}")
     cls = _found(said["class"])
-    require(_is_frozen(cls), "class", said["class"], f"saved values are of frozen dataclasses: {CACHE.again}")
+    require(
+        _is_frozen(cls),
+        "class",
+        said["class"],
+        f"saved values are of frozen dataclasses: {CACHE.again}",
+    )
     try:
         return cls(**{name: decode(each, array) for name, each in said["fields"].items()})
     except TypeError as error:
-        raise ValueError(f"class={said['class']!r}: it is made otherwise here ({error}): {CACHE.again}") from error
+        raise ValueError(
+            f"class={said['class']!r}: it is made otherwise here ({error}): {CACHE.again}"
+        ) from error
 
 
 def _is_frozen(cls: Any) -> bool:
@@ -93,7 +102,9 @@ def _path(cls: type) -> str:
 
     Internal modules may move.
     """
-    public = (name for name in _PUBLIC if getattr(sys.modules.get(name), cls.__qualname__, None) is cls)
+    public = (
+        name for name in _PUBLIC if getattr(sys.modules.get(name), cls.__qualname__, None) is cls
+    )
     return f"{next(public, cls.__module__)}:{cls.__qualname__}"
 
 

@@ -45,7 +45,17 @@ class Turn(enum.Enum):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "bank", "logits", "moved", "cut"],
-    meta_fields=["layout", "policy", "config", "slots", "extended", "model", "turn", "axes", "padding"],
+    meta_fields=[
+        "layout",
+        "policy",
+        "config",
+        "slots",
+        "extended",
+        "model",
+        "turn",
+        "axes",
+        "padding",
+    ],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
@@ -102,7 +112,9 @@ class KVCache:
         if self.bank is not None:
             parts.append(f"{_bytes(self.bank) / 1e6:.2f} MB in host memory")
         turns = self.turn if isinstance(self.turn, tuple) else (self.turn,)
-        parts.append("turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns)))
+        parts.append(
+            "turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns))
+        )
         return f"KVCache({'; '.join(parts)})"
 
     @property
@@ -160,13 +172,28 @@ class KVCache:
         given = dataclasses.replace(self, policy=None)
         # Saved caches are independent of the mesh: rows are laid out as on one device.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
-        whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
-        write_cache(Path(os.path.expanduser(path)), self.policy, whole, None if self.axes is None else self.axes.mesh)
+        whole = (
+            given
+            if self.axes is None
+            else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
+        )
+        write_cache(
+            Path(os.path.expanduser(path)),
+            self.policy,
+            whole,
+            None if self.axes is None else self.axes.mesh,
+        )
 
     def require_arrays(self) -> None:
         """Raises ValueError if any of the cache's arrays has been donated."""
-        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-        require(not gone, "cache", "deleted", "its arrays were donated to an earlier call: prefill anew")
+        gone = [
+            leaf
+            for leaf in jax.tree.leaves(self)
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        ]
+        require(
+            not gone, "cache", "deleted", "its arrays were donated to an earlier call: prefill anew"
+        )
 
     @property
     def batch(self) -> int:
@@ -283,7 +310,9 @@ class KVCache:
             TypeError: for anything but a model.
         """
         if not hasattr(params, "shown"):
-            raise TypeError(f"params={type(params).__name__}: not a model. Give jaxkv.load's, then the prompt")
+            raise TypeError(
+                f"params={type(params).__name__}: not a model. Give jaxkv.load's, then the prompt"
+            )
         return params.shown(self, prompt)
 
     @property
@@ -294,7 +323,9 @@ class KVCache:
 
     def _held(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
         """Yields the mask `holds` of all tokens seen, sequence by sequence."""
-        return (self.holds(at, seen) for at, seen in enumerate(host(self.seen)[: self.batch].tolist()))
+        return (
+            self.holds(at, seen) for at, seen in enumerate(host(self.seen)[: self.batch].tolist())
+        )
 
     def holds(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
         """Mask of one sequence's first `tokens` tokens: True where a layer's kv head keeps the token's entry.
@@ -324,8 +355,13 @@ class KVCache:
         """Numpy array `[L, B]` of free rows behind segments: the smallest number over a sequence's kv heads."""
         parts = self.stretches
         # Each device's part of a pool is laid out as a pool of its own for its heads.
-        start, length = (a.reshape(a.shape[0], -1, a.shape[2] // parts) for a in map(host, (self.start, self.length)))
-        free = np.asarray(self.layout.free(start, length, [pool.rows // parts for pool in self.pools])).min(axis=2)
+        start, length = (
+            a.reshape(a.shape[0], -1, a.shape[2] // parts)
+            for a in map(host, (self.start, self.length))
+        )
+        free = np.asarray(
+            self.layout.free(start, length, [pool.rows // parts for pool in self.pools])
+        ).min(axis=2)
         return free.reshape(len(free), -1, parts).min(axis=2)
 
 
@@ -417,7 +453,11 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 def _known(leaf: Any) -> np.ndarray | None:
     """Numpy array of an array's values; None for tracers, deleted, empty or partly remote arrays, and non-arrays."""
-    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
+    if (
+        isinstance(leaf, jax.core.Tracer)
+        or not isinstance(leaf, (jax.Array, np.ndarray))
+        or not leaf.size
+    ):
         return None
     # No transfer between processes: one process may print a cache while the others do not.
     gone = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
@@ -432,5 +472,7 @@ def _range(numbers: np.ndarray) -> str:
 
 def _bytes(tree: Any) -> int:
     """Total bytes of a tree's arrays, from their shapes and dtypes."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
+    leaves = [
+        leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")
+    ]
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)

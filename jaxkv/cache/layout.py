@@ -36,7 +36,9 @@ class Layout(enum.Enum):
     @property
     def walk(self) -> Walk:
         """`Walk` enum member: how attention reads a layer's segments in this layout (strides, whole pool, windows)."""
-        return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[self]
+        return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[
+            self
+        ]
 
     def pool_of(self, layer: int) -> int:
         """Index of the pool that holds a layer's segments: 0 if all layers share one, else the layer's own index."""
@@ -55,7 +57,9 @@ class Layout(enum.Enum):
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 
-    def place(self, length: Numbers, rows: int, room: Int[np.ndarray, " n"] | None = None) -> Numbers:
+    def place(
+        self, length: Numbers, rows: int, room: Int[np.ndarray, " n"] | None = None
+    ) -> Numbers:
         """First row of each segment, `i32[n, B, K]`, when segments of these lengths are placed in a pool of P = `rows`.
 
         `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `room` is the least number of free rows behind
@@ -65,7 +69,11 @@ class Layout(enum.Enum):
         if self is Layout.EQUAL:
             # Derived from `length`, so that it is sharded as `length` is where heads are spread over devices.
             return xp.zeros_like(length) + xp.arange(heads, dtype=np.int32) * (rows // heads)
-        behind = np.zeros(layers * heads, np.int32) if room is None else np.repeat(room, heads).astype(np.int32)
+        behind = (
+            np.zeros(layers * heads, np.int32)
+            if room is None
+            else np.repeat(room, heads).astype(np.int32)
+        )
         taken = by_sequence(length) + behind
         before = xp.cumsum(taken, axis=-1, dtype=np.int32) - taken
         spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=np.int32)) // (layers * heads)

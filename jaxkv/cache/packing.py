@@ -75,7 +75,11 @@ def pack(
     packed_k, packed_v, pos = backend_of(implementation).packed(layer.k, layer.v, source)
 
     def cells(a: Array, empty: int | float) -> Array:
-        return jnp.where(real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), 1), empty)
+        return jnp.where(
+            real,
+            jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), 1),
+            empty,
+        )
 
     if layer.positions is not None:
         pos = cells(layer.positions, -1)

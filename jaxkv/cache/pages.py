@@ -64,7 +64,9 @@ class PageBounds:
         written = (index * self.page < end[..., None]) & (count > 0)[:, None, None]
         at = index + jnp.arange(heads, dtype=jnp.int32)[:, None] * pages
         at = jnp.where(written, at, heads * pages).reshape(batch, -1)
-        held = (first * self.page)[..., None] + jnp.arange(keys.shape[2], dtype=jnp.int32) < end[..., None]
+        held = (first * self.page)[..., None] + jnp.arange(keys.shape[2], dtype=jnp.int32) < end[
+            ..., None
+        ]
 
         def put(leaf: Array, extreme: Array) -> Array:
             flat = leaf.reshape(batch, heads * pages, dim)
@@ -81,26 +83,34 @@ def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array,
 
 
 @program(static=("page", "axes"))
-def bounds_of(store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None) -> PageBounds:
+def bounds_of(
+    store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None
+) -> PageBounds:
     """Compiled: `PageBounds` (min/max keys) of all pages of equally large segments; zeros for pages without rows.
 
     `length` rows of each segment count.
     """
     keys, (batch, heads) = store.view()[0], length.shape
     each, dim = keys.shape[1] // heads, keys.shape[2]
-    wide = jnp.pad(keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0)))
+    wide = jnp.pad(
+        keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0))
+    )
     held = jnp.arange(wide.shape[2], dtype=jnp.int32) < length[..., None]
     low, high = _extremes(wide, held, page)
     return PageBounds(page=page, low=low, high=high)
 
 
-def _extremes(keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int) -> tuple[Array, Array]:
+def _extremes(
+    keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int
+) -> tuple[Array, Array]:
     """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
     batch, heads, rows, dim = keys.shape
     some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
 
     def extreme(fill: float, reduce: Callable[..., Array]) -> Array:
         filled = jnp.where(held[..., None], keys, jnp.asarray(fill, keys.dtype))
-        return jnp.where(some, reduce(filled.reshape(batch, heads, rows // page, page, dim), axis=3), 0)
+        return jnp.where(
+            some, reduce(filled.reshape(batch, heads, rows // page, page, dim), axis=3), 0
+        )
 
     return extreme(jnp.inf, jnp.min), extreme(-jnp.inf, jnp.max)

@@ -89,13 +89,20 @@ def append(
     k, v = (a.reshape(batch, heads * count, dim) for a in (k, v))
     scores = pool.score
     if scores is not None:
-        scores = put_cells(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
+        scores = put_cells(
+            scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape)
+        )
     pos = put_cells(pool.pos, row, spread)
-    return dataclasses.replace(pool, store=pool.store.put((row, k), (row, v)), pos=pos, score=scores)
+    return dataclasses.replace(
+        pool, store=pool.store.put((row, k), (row, v)), pos=pos, score=scores
+    )
 
 
 def append_places(
-    pool: Pool, positions: Int[Array, " B"], row: Int[Array, "B K"], score: Float[Array, "B K"] | None
+    pool: Pool,
+    positions: Int[Array, " B"],
+    row: Int[Array, "B K"],
+    score: Float[Array, "B K"] | None,
 ) -> Pool:
     """Pool with positions, and scores (0 by default), of one new row of each segment at `row`; nothing at P or more.
 
@@ -108,7 +115,9 @@ def append_places(
     return dataclasses.replace(pool, pos=pos, score=scores)
 
 
-def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int) -> Int[Array, "B n"]:
+def _behind(
+    end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int
+) -> Int[Array, "B n"]:
     """Row indices `[B, n]` at which `count` new rows of every segment are written, head by head; P where none is."""
     offset = jnp.arange(count, dtype=jnp.int32)
     real = offset < written[:, None]
@@ -116,7 +125,10 @@ def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows:
 
 
 def append_norms(
-    norms: Float[Array, "B P"], k: Float[Array, "B K N D"], end: Int[Array, "B K"], written: Int[Array, " B"]
+    norms: Float[Array, "B P"],
+    k: Float[Array, "B K N D"],
+    end: Int[Array, "B K"],
+    written: Int[Array, " B"],
 ) -> Float[Array, "B P"]:
     """Key norms `[B, P]` of a pool, with the norms of N new keys written at the rows where `append` writes the keys."""
     row = _behind(end, written, k.shape[2], norms.shape[1])

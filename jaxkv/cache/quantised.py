@@ -106,7 +106,9 @@ class Nibbles:
         """The same vectors in words as `of` makes them: caches that were saved by jaxkv before had bytes alone."""
         if self.code.dtype != jnp.uint8:
             return self
-        return dataclasses.replace(self, code=_words(jnp.concatenate([self.code & 15, self.code >> 4], axis=-1)))
+        return dataclasses.replace(
+            self, code=_words(jnp.concatenate([self.code & 15, self.code >> 4], axis=-1))
+        )
 
     def decoded(self) -> Float[Array, "B P D"]:
         """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its least value."""
@@ -132,14 +134,17 @@ def _words(code: Array) -> UInt[Array, "B P w"]:
         low, high = jnp.split(code.astype(jnp.uint8), 2, axis=-1)
         return low | (high << 4)
     parts = jnp.moveaxis(code.reshape(*lead, -1, 4, _MOST_SHARED).astype(jnp.uint16), -2, 0)
-    return reduce(jnp.bitwise_or, (part << 4 * index for index, part in enumerate(parts))).reshape(*lead, dim // 4)
+    return reduce(jnp.bitwise_or, (part << 4 * index for index, part in enumerate(parts))).reshape(
+        *lead, dim // 4
+    )
 
 
 def _shared(dim: int) -> int:
     """Elements that share a 4-bit scale: the largest power of 2 up to 32 that divides `dim`; ValueError if below 8."""
     size = math.gcd(dim, _MOST_SHARED)
     remedy = (
-        f"at least {_FEWEST_SHARED} elements share a scale in 4 bits, and {dim} a head has no such groups: use 'int8'"
+        f"at least {_FEWEST_SHARED} elements share a scale in 4 "
+        f"bits, and {dim} a head has no such groups: use 'int8'"
     )
     require(size >= _FEWEST_SHARED, "store", "int4", remedy)
     return size
@@ -194,7 +199,10 @@ class Quantised(Store):
 
     def holding(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> "Store":
         """Store with the codes, scales and least values of keys and values that a kernel returned."""
-        keys, values = (jax.tree.unflatten(jax.tree.structure(of), each) for of, each in ((self.k, k), (self.v, v)))
+        keys, values = (
+            jax.tree.unflatten(jax.tree.structure(of), each)
+            for of, each in ((self.k, k), (self.v, v))
+        )
         return dataclasses.replace(self, k=keys, v=values)
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
@@ -202,14 +210,20 @@ class Quantised(Store):
         return self.k.decoded().astype(self.dtype), self.v.decoded().astype(self.dtype)
 
     def put(
-        self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
+        self,
+        k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
+        v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Store with the keys and values of some rows overwritten, encoded; the other rows' codes are unchanged."""
         (k_row, keys), (v_row, values) = k, v
         return dataclasses.replace(
             self,
-            k=jax.tree.map(lambda leaf, new: put_cells(leaf, k_row, new), self.k, self.keys.of(keys)),
-            v=jax.tree.map(lambda leaf, new: put_cells(leaf, v_row, new), self.v, self.values.of(values)),
+            k=jax.tree.map(
+                lambda leaf, new: put_cells(leaf, k_row, new), self.k, self.keys.of(keys)
+            ),
+            v=jax.tree.map(
+                lambda leaf, new: put_cells(leaf, v_row, new), self.v, self.values.of(values)
+            ),
         )
 
 

@@ -32,12 +32,18 @@ def _repacked(
     placed = layout.place(length, rows, np.asarray(room, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
-    first, held, begin = (jnp.take_along_axis(a, segment, axis=1) for a in (start, length, new_start))
+    first, held, begin = (
+        jnp.take_along_axis(a, segment, axis=1) for a in (start, length, new_start)
+    )
     offset = jnp.arange(rows, dtype=jnp.int32) - begin
     real = offset < held
     source = jnp.where(real, first + offset, 0)
     pos = jnp.where(real, jnp.take_along_axis(pool.pos, source, axis=1), -1)
-    score = None if pool.score is None else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
+    score = (
+        None
+        if pool.score is None
+        else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
+    )
     # Segments of pools with pages are of equal size, and rows keep their places in them.
     bounds = None if pool.bounds is None else pool.bounds.with_room(rows // start.shape[1])
     return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
@@ -62,7 +68,9 @@ def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
         one = slice(layer, layer + 1)
         held = jnp.minimum(length[one], width)
         first, given = start[one] + length[one] - held, pools[layer]
-        pools[layer], placed = _repacked(given, first, held, layout=cache.layout, rows=size, room=(0,), axes=cache.axes)
+        pools[layer], placed = _repacked(
+            given, first, held, layout=cache.layout, rows=size, room=(0,), axes=cache.axes
+        )
         start, length = start.at[one].set(placed), length.at[one].set(held)
         jax.block_until_ready(pools[layer])
         for leaf in jax.tree.leaves(given):
@@ -71,7 +79,11 @@ def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
 
 
 def repack(
-    cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
+    cache: KVCache,
+    *,
+    room: int | Int[np.ndarray, " L"],
+    batch: int | None = None,
+    release: bool = False,
 ) -> KVCache:
     """Copy of a cache with `room` more free rows per segment; `batch` repeats its sequence, `release` frees old pools.
 
@@ -82,7 +94,12 @@ def repack(
     """
     copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:
-        require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
+        require(
+            cache.batch == 1,
+            "cache",
+            f"{cache.batch} sequences",
+            f"give {cache.batch} prompts, or a cache of one",
+        )
         padding = missing(batch, cache.axes)
         copies = batch + padding
 
@@ -108,13 +125,21 @@ def repack(
             continue
         first, held, rows = start[of], length[of], pool.rows + heads * sum(room_of)
         if any(widths):
-            most = np.asarray([np.iinfo(np.int32).max if width is None else width for width in widths], np.int32)
+            most = np.asarray(
+                [np.iinfo(np.int32).max if width is None else width for width in widths], np.int32
+            )
             held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
             rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
         copied, first = _repacked(
-            source, first, held, layout=cache.layout, rows=rows // cache.stretches, room=room_of, axes=cache.axes
+            source,
+            first,
+            held,
+            layout=cache.layout,
+            rows=rows // cache.stretches,
+            room=room_of,
+            axes=cache.axes,
         )
         pools.append(copied)
         placed.append(first)
@@ -149,4 +174,6 @@ def repack(
         cut=None if cache.cut is None else repeat(cache.cut, 0),
         padding=padding,
     )
-    return dataclasses.replace(settle_down(dataclasses.replace(copy, bank=None), cache.axes), bank=cache.bank)
+    return dataclasses.replace(
+        settle_down(dataclasses.replace(copy, bank=None), cache.axes), bank=cache.bank
+    )

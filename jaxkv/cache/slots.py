@@ -27,7 +27,9 @@ def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None 
     leaves, tree = jax.tree.flatten(running)
     slots = leaves[0].shape[_batch_axes(running)[0]]
     begin = first("B", slots, axes)
-    for index, (axis, given) in enumerate(zip(_batch_axes(running), jax.tree.leaves(new), strict=True)):
+    for index, (axis, given) in enumerate(
+        zip(_batch_axes(running), jax.tree.leaves(new), strict=True)
+    ):
         for sequence in range(slot.shape[0]):
             at = slot[sequence] - begin
             here, at = (at >= 0) & (at < slots), jnp.clip(at, 0, slots - 1)
@@ -56,7 +58,14 @@ def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
     """Compiled: makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh, per group)."""
     each = slots if axes is None else slots // axes.size("B")
     leaves, tree = jax.tree.flatten(one)
-    alone = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for axis, leaf in zip(_batch_axes(one), leaves, strict=True)]
+    alone = [
+        lax.slice_in_dim(leaf, 0, 1, axis=axis)
+        for axis, leaf in zip(_batch_axes(one), leaves, strict=True)
+    ]
     return jax.tree.unflatten(
-        tree, [jnp.repeat(leaf, each, axis=axis) for axis, leaf in zip(_batch_axes(one), alone, strict=True)]
+        tree,
+        [
+            jnp.repeat(leaf, each, axis=axis)
+            for axis, leaf in zip(_batch_axes(one), alone, strict=True)
+        ],
     )

@@ -95,7 +95,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put(
-        self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
+        self,
+        k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
+        v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Store with the keys and values of some rows overwritten, in place if the buffers are donated.
 
@@ -156,7 +158,9 @@ class Dense(Store):
         return self.k, self.v
 
     def put(
-        self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
+        self,
+        k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
+        v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Store with the keys and values of some rows overwritten, cast to the model's dtype."""
         (k_row, keys), (v_row, values) = k, v
@@ -171,12 +175,16 @@ def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
 
 
-def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]) -> Array:
+def put_rows(
+    leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]
+) -> Array:
     """Pool array of keys or values with rows `new` written at indices `row`; indices of P or more write nothing.
 
     In place if the buffer is donated.
     """
-    return _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else put_cells(leaf, row, new)
+    return (
+        _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else put_cells(leaf, row, new)
+    )
 
 
 @jax.custom_jvp

@@ -20,7 +20,10 @@ _COMMANDS = {
         "save a document's compressed cache",
         "documents add_compress_options run_compress DOCUMENT_NOTES",
     ),
-    "ask": ("answer questions about a saved document", "documents add_ask_options run_ask DOCUMENT_NOTES"),
+    "ask": (
+        "answer questions about a saved document",
+        "documents add_ask_options run_ask DOCUMENT_NOTES",
+    ),
     "serve": (
         "answer OpenAI's HTTP interface, many requests at a time",
         "serving add_serve_options run_serve SERVE_NOTES",
@@ -34,10 +37,19 @@ _COMMANDS = {
         "filters add_filter_options print_filters",
     ),
     "fit-gate": ("train KVzap's gate for a model", "fitting add_fit_options run_fit"),
-    "export": ("write programs and weights that run without jaxkv", "exporting add_export_options run_export"),
-    "plan": ("say what fits on GPUs that need not be there", "planning add_plan_options print_plan NOTES"),
+    "export": (
+        "write programs and weights that run without jaxkv",
+        "exporting add_export_options run_export",
+    ),
+    "plan": (
+        "say what fits on GPUs that need not be there",
+        "planning add_plan_options print_plan NOTES",
+    ),
     "eval": ("judge policies by tasks", "evaluating add_eval_options print_tasks NOTES"),
-    "analyze": ("show what attention looks like", "analysing add_analyze_options run_analyze ANALYZE_NOTES"),
+    "analyze": (
+        "show what attention looks like",
+        "analysing add_analyze_options run_analyze ANALYZE_NOTES",
+    ),
     "models": ("list the named models", "listing add_json_option print_models"),
     "policies": (
         "list the policies: paper, parts, defaults, options",
@@ -46,7 +58,15 @@ _COMMANDS = {
 }
 
 # Raised for bad input, a full disk or a missing package. Anything else is our mistake and keeps its traceback.
-_EXPECTED = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, OSError, ImportError)
+_EXPECTED = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    OSError,
+    ImportError,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,7 +119,9 @@ def _remedy(error: RuntimeError) -> str | None:
         return "set HOME, and JAXKV_CACHE to a folder for models"
     from jax.errors import JaxRuntimeError  # here, for `jaxkv --help` does without JAX
 
-    if isinstance(error, JaxRuntimeError) and re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
+    if isinstance(error, JaxRuntimeError) and re.search(
+        "RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)
+    ):
         return "lower the budget, the window or the prompt's length"
     return None
 
@@ -137,7 +159,12 @@ def _unknown(given: list[str], command: argparse.ArgumentParser) -> str:
     first = given[0].partition("=")[0]
     if first == "--compression-ratio":
         return f"{message}; it is kvpress' share of rows removed: give --budget, the share that is kept"
-    known = [name for action in command._actions for name in action.option_strings if name.startswith("--")]
+    known = [
+        name
+        for action in command._actions
+        for name in action.option_strings
+        if name.startswith("--")
+    ]
     near = difflib.get_close_matches(first, known, n=1)
     return f"{message}; did you mean {near[0]}?" if near else message
 

@@ -26,7 +26,13 @@ from jaxkv.analysis.retained import RetainedMeasure
 from jaxkv.analysis.similarity import SimilarityMeasure
 from jaxkv.arguments import random_key
 from jaxkv.cli.files import Target, read_long_text
-from jaxkv.cli.models import add_dtype_option, add_model_option, add_weights_option, ids_of, require_model
+from jaxkv.cli.models import (
+    add_dtype_option,
+    add_model_option,
+    add_weights_option,
+    ids_of,
+    require_model,
+)
 from jaxkv.cli.numbers import argument, positive, row_budgets, seed
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -82,21 +88,39 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
     add_model_option(add)
     add_dtype_option(add)
     add_weights_option(add)
-    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
+    add(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 texts, long ones; - for stdin",
+    )
     usual = f"of each text at most (default: {_TOKENS}, or what the model was made for)"
     add("--tokens", type=count, metavar="N", help=usual)
     add("--what", default=",".join(FIGURES), metavar="A,B", help="figures (default: %(default)s)")
     add = parser.add_argument_group("policies, for budgets, recall and loss").add_argument
     uniform = "of loss: uniform, safeguarded and adaptive heads"
-    add("--policies", metavar="A,B", help=f"with options behind a name (default: {_USUAL}; {uniform})")
+    add(
+        "--policies",
+        metavar="A,B",
+        help=f"with options behind a name (default: {_USUAL}; {uniform})",
+    )
     rows = "rows per kv head and layer, or shares of a prompt (default: %(default)s)"
     add("--budgets", default="64,128,256", metavar="N,N", help=rows)
     behind = "last tokens of each text, which policies do not see (default: %(default)s)"
     add("--following", type=count, default=FOLLOWING, metavar="N", help=behind)
-    add("--seed", type=argument(seed), default=0, metavar="N", help="of policies that draw (default: %(default)s)")
+    add(
+        "--seed",
+        type=argument(seed),
+        default=0,
+        metavar="N",
+        help="of policies that draw (default: %(default)s)",
+    )
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="DIR", help="write arrays (.npz), pictures and analysis.json there")
-    kinds = f"of pictures: {', '.join(_KINDS)}, or none; they need jaxkv[plots] (default: %(default)s)"
+    kinds = (
+        f"of pictures: {', '.join(_KINDS)}, or none; they need jaxkv[plots] (default: %(default)s)"
+    )
     add("--pictures", default="png,svg", metavar="A,B", help=kinds)
     add("--json", action="store_true", help="print JSON instead of tables")
 
@@ -112,7 +136,12 @@ def run_analyze(options: argparse.Namespace) -> int:
     policies = _policies(_USUAL if options.policies is None else options.policies)
     special = {"loss": ALLOCATIONS} if options.policies is None else {}
     of_policies = bool(set(names) & set(_OF_POLICIES))
-    require(bool(sizes) or not of_policies, "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
+    require(
+        bool(sizes) or not of_policies,
+        "--budgets",
+        options.budgets,
+        "give one or more, such as 64,128,0.2",
+    )
     _measures(names, lambda name: checked(special.get(name, policies), sizes))
     kinds = [] if options.pictures == "none" else _listed(options.pictures, "--pictures", _KINDS)
     folder = None if options.out is None else _folder(options.out, pictures=bool(kinds))
@@ -129,9 +158,13 @@ def run_analyze(options: argparse.Namespace) -> int:
         cut = f"the first {tokens} of {count}" if tokens < count else str(tokens)
         to_stderr(f"jaxkv: text {at + 1} of {len(ids)}, {cut} tokens")
 
-    found = measured(params, ids, measures, following=following, key=random_key(options.seed), begin=begin)
+    found = measured(
+        params, ids, measures, following=following, key=random_key(options.seed), begin=begin
+    )
     figures: dict[str, Figure] = dict(zip(names, found, strict=True))
-    tables = {name: [_without_nan(each) for each in figure.records()] for name, figure in figures.items()}
+    tables = {
+        name: [_without_nan(each) for each in figure.records()] for name, figure in figures.items()
+    }
     record = {
         "settings": {
             "model": params.name,
@@ -148,7 +181,11 @@ def run_analyze(options: argparse.Namespace) -> int:
     if options.json:
         to_stdout(json.dumps(record, indent=2))
     else:
-        to_stdout("\n\n".join(f"{name}: {FIGURES[name]}\n{_table(records)}" for name, records in tables.items()))
+        to_stdout(
+            "\n\n".join(
+                f"{name}: {FIGURES[name]}\n{_table(records)}" for name, records in tables.items()
+            )
+        )
         if not {"recall", "loss"}.isdisjoint(tables):
             to_stderr(f"jaxkv: {_JUDGE}")
     if folder is not None:
@@ -158,14 +195,19 @@ def run_analyze(options: argparse.Namespace) -> int:
 
 def _measures(names: Sequence[str], grid_of: Callable[[str], Grid]) -> list[Measure]:
     """List of one `Measure` per figure name; `grid_of(name)` gives policies and budgets for a figure of policies."""
-    return [_OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](grid_of(name)) for name in names]
+    return [
+        _OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](grid_of(name))
+        for name in names
+    ]
 
 
 def _listed(given: str, flag: str, known: Iterable[str]) -> list[str]:
     """Comma-separated names as a list without repeats; ValueError for an empty list or a name not in `known`."""
     names = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
     odd = [name for name in names if name not in known]
-    require(bool(names) and not odd, flag, ",".join(odd) or given, f"give some of {', '.join(known)}")
+    require(
+        bool(names) and not odd, flag, ",".join(odd) or given, f"give some of {', '.join(known)}"
+    )
     return names
 
 
@@ -173,7 +215,9 @@ def _policies(given: str) -> dict[str, PolicyLike]:
     """Dict {text as written: policy} of `--policies`; ValueError for a policy whose options set a budget."""
     made: dict[str, PolicyLike] = {}
     for each in spelled(given):
-        require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
+        require(
+            not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets"
+        )
         made[each.text] = each.policy()
     return made
 
@@ -183,11 +227,21 @@ def _folder(given: str, *, pictures: bool) -> Path:
     if pictures:
         drawing()
     folder = Path(os.path.expanduser(given))
-    require(not os.path.lexists(folder) or folder.is_dir(), "--out", given, "it is no folder: give another")
+    require(
+        not os.path.lexists(folder) or folder.is_dir(),
+        "--out",
+        given,
+        "it is no folder: give another",
+    )
     new = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         _make(folder)
-        require(os.access(folder, os.W_OK | os.X_OK), "--out", given, "the folder cannot be written to: give another")
+        require(
+            os.access(folder, os.W_OK | os.X_OK),
+            "--out",
+            given,
+            "the folder cannot be written to: give another",
+        )
     finally:
         # Created again with the first file, so that a run that is refused or stopped leaves no folder.
         for each in new:
@@ -204,7 +258,9 @@ def _make(folder: Path) -> None:
         raise OSError(f"--out={folder}: {error.strerror or error}; give another folder") from error
 
 
-def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int) -> list[list[int]]:
+def _cut(
+    params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int
+) -> list[list[int]]:
     """List of each text's token ids cut to --tokens; ValueError for more than the model takes, or texts too short."""
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
@@ -220,7 +276,8 @@ def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[in
 def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
     """Copy of a flat dict with None in place of float NaN and infinity, which JSON lacks."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
     }
 
 
@@ -242,7 +299,9 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], kinds: Sequence[str]) -> None:
+def _write(
+    folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], kinds: Sequence[str]
+) -> None:
     """Writes all figures' arrays (.npz), pictures and, last, analysis.json into a folder; names it on stderr."""
     _make(folder)
     for name, figure in figures.items():

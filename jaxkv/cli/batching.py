@@ -53,7 +53,9 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add("file", metavar="FILE", help="requests, one JSON object a line")
     add("-o", "--out", required=True, metavar="FILE", help="answers, one JSON object a line")
     add = parser.add_argument_group("more machines").add_argument
-    add("--ray", action="store_true", help="answer by workers of a Ray cluster, each with an engine")
+    add(
+        "--ray", action="store_true", help="answer by workers of a Ray cluster, each with an engine"
+    )
     about = "the cluster; auto for the one that runs here (default: RAY_ADDRESS, or one of this machine alone)"
     add("--ray-address", metavar="HOST:PORT", help=about)
     about = "number of engines (default: as many as the cluster's GPUs allow, else one for each machine)"
@@ -62,18 +64,35 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add_model_option(add)
     add_dtype_option(add)
     add_weights_option(add)
-    add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="the model's name in requests (default: what --model says)",
+    )
     add_implementation_option(add)
-    add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
+    add(
+        "--mesh",
+        metavar="DxM",
+        help="devices to run on, such as 1x8: slots over D, kv heads over M",
+    )
     add = parser.add_argument_group("slots").add_argument
-    add("--slots", default="auto", metavar="N", help="requests answered at the same time; auto: as many as fit")
+    add(
+        "--slots",
+        default="auto",
+        metavar="N",
+        help="requests answered at the same time; auto: as many as fit",
+    )
     about = "most tokens of a prompt (default: 4096, if the model can)"
     add("--max-prompt-tokens", type=count, metavar="N", help=about)
     about = "most tokens of an answer (default: %(default)s)"
     add("--max-new-tokens", type=count, default=512, metavar="N", help=about)
     about = "most tokens of a question on a document; 0: no documents (default: %(default)s)"
     add("--max-question-tokens", type=argument(natural), default=0, metavar="N", help=about)
-    add("--documents", metavar="FOLDER", help="folder of documents of `jaxkv serve` that requests may ask")
+    add(
+        "--documents",
+        metavar="FOLDER",
+        help="folder of documents of `jaxkv serve` that requests may ask",
+    )
     add_policy_options(parser)
 
 
@@ -91,7 +110,12 @@ def run_batch(options: argparse.Namespace) -> int:
     about = [model, options.dtype, repr(recipe.options["policy"]), options.max_new_tokens]
 
     for flag, given in (("--ray-address", options.ray_address), ("--workers", options.workers)):
-        require(given is None or options.ray, flag, given, "it says something of --ray: give that as well")
+        require(
+            given is None or options.ray,
+            flag,
+            given,
+            "it says something of --ray: give that as well",
+        )
 
     with alone(out):
         ledger = Ledger(requests, out, json.dumps(about))
@@ -128,7 +152,13 @@ def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
     try:
         if ledger.kept < ledger.lines:
             shown = sys.stderr.isatty()
-            bar = tqdm(total=ledger.lines, initial=ledger.kept, unit=" lines", disable=not shown, file=sys.stderr)
+            bar = tqdm(
+                total=ledger.lines,
+                initial=ledger.kept,
+                unit=" lines",
+                disable=not shown,
+                file=sys.stderr,
+            )
             with bar, answering() as answers:
                 for line, answer in answers(ledger.left()):
                     ledger.add(line, answer)
@@ -145,11 +175,21 @@ def _files(options: argparse.Namespace) -> tuple[Path, Path]:
     require(requests.is_file() and os.access(requests, os.R_OK), "FILE", options.file, remedy)
     Target(flag="-o", name=options.out).check({"FILE": options.file})
     out = Path(os.path.realpath(os.path.expanduser(options.out)))
-    require(not out.exists() or out.is_file(), "-o", options.out, "it is a pipe or a device: give a file")
+    require(
+        not out.exists() or out.is_file(),
+        "-o",
+        options.out,
+        "it is a pipe or a device: give a file",
+    )
     for end in (".partial", ".lock"):
         beside = out.with_name(out.name + end)
         free = not (beside.exists() and beside.samefile(requests))
-        require(free, "-o", options.out, f"{beside.name} beside it, which this run would write, is FILE: give another")
+        require(
+            free,
+            "-o",
+            options.out,
+            f"{beside.name} beside it, which this run would write, is FILE: give another",
+        )
     return requests, out
 
 

@@ -43,24 +43,40 @@ examples:
 def add_compress_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jaxkv compress` to its parser."""
     add = parser.add_argument_group("model and document").add_argument
-    add("file", metavar="FILE", help="a UTF-8 text file with the document, 64 MiB at most; - for stdin")
+    add(
+        "file",
+        metavar="FILE",
+        help="a UTF-8 text file with the document, 64 MiB at most; - for stdin",
+    )
     add("--out", required=True, metavar="FOLDER", help="folder to make for the compressed cache")
     _add_model_options(parser)
     add("--raw", action="store_true", help="plain text: no chat template")
-    add("--seed", type=argument(seed), default=0, metavar="N", help="of policies that draw (default: %(default)s)")
+    add(
+        "--seed",
+        type=argument(seed),
+        default=0,
+        metavar="N",
+        help="of policies that draw (default: %(default)s)",
+    )
     add_policy_options(parser)
 
 
 def add_ask_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jaxkv ask` to its parser."""
     add = parser.add_argument_group("document and questions").add_argument
-    add("folder", metavar="FOLDER", help="what `jaxkv compress`, or `cache.save` in Python, has written")
+    add(
+        "folder",
+        metavar="FOLDER",
+        help="what `jaxkv compress`, or `cache.save` in Python, has written",
+    )
     some = "a question; several are answered side by side, by programs that are compiled for each number of questions"
     add("questions", nargs="+", metavar="QUESTION", help=some)
     _add_model_options(parser)
     add_drawing_options(parser)
     parser.add_argument_group("output").add_argument(
-        "--json", action="store_true", help="a list on stdout: question, text, token ids, reason of the end"
+        "--json",
+        action="store_true",
+        help="a list on stdout: question, text, token ids, reason of the end",
     )
 
 
@@ -78,13 +94,22 @@ def run_compress(options: argparse.Namespace) -> int:
     policy, implementation = policy_from(options), named(options.implementation)
     require_model(options.model)
     out = Path(os.path.expanduser(options.out))
-    require(not os.path.lexists(out), "--out", options.out, "it is there: give a new folder, or remove it")
-    require(out.parent.is_dir(), "--out", options.out, f"there is no folder {out.parent}: make it first")
+    require(
+        not os.path.lexists(out),
+        "--out",
+        options.out,
+        "it is there: give a new folder, or remove it",
+    )
+    require(
+        out.parent.is_dir(), "--out", options.out, f"there is no folder {out.parent}: make it first"
+    )
     text = read_long_text(options.file, "FILE").strip()
     enable_compilation_cache()
     model = load(options.model, dtype=options.dtype, weights=options.weights)
     key = random_key(options.seed)
-    cache = prefill(model, text, policy=policy, key=key, raw=options.raw, implementation=implementation)
+    cache = prefill(
+        model, text, policy=policy, key=key, raw=options.raw, implementation=implementation
+    )
     cache.save(out)
     rows = f"{cache.kept.mean():,.0f} of {int(cache.seen.max()):,} rows per kv head"
     sizes = f"{cache.kept_nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
@@ -128,5 +153,7 @@ def run_ask(options: argparse.Namespace) -> int:
         return 0
     for question, answer in zip(options.questions, answers, strict=True):
         text = " ".join(map(str, answer.tokens.tolist())) if answer.text is None else answer.text
-        to_stdout(text if len(options.questions) == 1 else f"{question}\n  {' '.join(text.split())}")
+        to_stdout(
+            text if len(options.questions) == 1 else f"{question}\n  {' '.join(text.split())}"
+        )
     return 0

@@ -61,10 +61,14 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     joining.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
     joining.add_argument("--json", action="store_true", help="print JSON")
     joining.set_defaults(run=run_merge)
-    reporting = commands.add_parser("report", help="write an evaluation's finished policies as one HTML page")
+    reporting = commands.add_parser(
+        "report", help="write an evaluation's finished policies as one HTML page"
+    )
     reporting.add_argument("folder", metavar="DIR", help="of an evaluation")
     samples = "of each policy (default: 200)"
-    reporting.add_argument("--samples", type=argument(natural), default=200, metavar="N", help=samples)
+    reporting.add_argument(
+        "--samples", type=argument(natural), default=200, metavar="N", help=samples
+    )
     reporting.set_defaults(run=run_report)
 
 
@@ -85,8 +89,18 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     about = "of samples that are drawn, and of policies that draw (default: the task's)"
     add("--seed", type=argument(seed), metavar="N", help=about)
     add = parser.add_argument_group("where it is run").add_argument
-    add("--batch", type=argument(positive), default=8, metavar="N", help="samples at a time (default: %(default)s)")
-    add("--shard", metavar="I/N", help="every N-th batch from the I-th on, counted from 0; `jaxkv eval merge` joins")
+    add(
+        "--batch",
+        type=argument(positive),
+        default=8,
+        metavar="N",
+        help="samples at a time (default: %(default)s)",
+    )
+    add(
+        "--shard",
+        metavar="I/N",
+        help="every N-th batch from the I-th on, counted from 0; `jaxkv eval merge` joins",
+    )
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
     add_dtype_option(add)
     add_weights_option(add)
@@ -130,7 +144,15 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
     params = load(options.model, dtype=options.dtype, weights=options.weights, mesh=mesh)
     try:
         done = evaluate(
-            params, task, policies, folder, how=how, batch=options.batch, shard=shard, mesh=mesh, progress=True
+            params,
+            task,
+            policies,
+            folder,
+            how=how,
+            batch=options.batch,
+            shard=shard,
+            mesh=mesh,
+            progress=True,
         )
     except Failed as failed:
         # Errors of input are printed on one line; bugs of jaxkv keep their traceback.
@@ -160,7 +182,12 @@ def run_report(options: argparse.Namespace) -> int:
 
 def print_tasks(options: argparse.Namespace) -> int:
     """Runs `jaxkv eval --list`: prints each task with its settings; returns exit code 0; ValueError without --list."""
-    require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are")
+    require(
+        options.list,
+        "TASK",
+        None,
+        f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are",
+    )
     for name, cls in TASKS.items():
         about = documented(cls)
         to_stdout(f"{name}: {described(cls)}")
@@ -175,7 +202,9 @@ def _print(done: Evaluation, *, as_json: bool) -> None:
     to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
     if done.nothing:
         to_stderr(f"jaxkv: warning: {done.nothing}")
-    missing = "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
+    missing = (
+        "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
+    )
     to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
 
 

@@ -33,17 +33,41 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     add("directory", metavar="DIR", help="the folder to make; nothing may be there")
     add_model_option(add, about="")
     add_dtype_option(add)
-    add("--lengths", default="1024", metavar="N,N", help="tokens of the longest prompt, of each bucket (default: 1024)")
+    add(
+        "--lengths",
+        default="1024",
+        metavar="N,N",
+        help="tokens of the longest prompt, of each bucket (default: 1024)",
+    )
     add("--batch", default="1", metavar="N,N", help="prompts at a time (default: 1)")
     question = "tokens that can be read on top of a cache (default: %(default)s)"
     add("--question-tokens", type=argument(natural), default=64, metavar="N", help=question)
-    add("--new", type=argument(positive), default=256, metavar="N", help="tokens that can be drawn (default: 256)")
-    add("--platforms", default="cpu", metavar="A,B", help=f"of {', '.join(PLATFORMS)} (default: cpu)")
+    add(
+        "--new",
+        type=argument(positive),
+        default=256,
+        metavar="N",
+        help="tokens that can be drawn (default: 256)",
+    )
+    add(
+        "--platforms",
+        default="cpu",
+        metavar="A,B",
+        help=f"of {', '.join(PLATFORMS)} (default: cpu)",
+    )
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
     drawing = f"of {', '.join(_SAMPLERS)}, besides the likeliest token"
     add("--sampling", default="", metavar="A,B", help=drawing)
-    add("--implementation", default="xla", help="xla, or pallas, of which nothing is guaranteed (default: xla)")
-    add("--no-weights", action="store_true", help="programs alone; the loader is then given the weights")
+    add(
+        "--implementation",
+        default="xla",
+        help="xla, or pallas, of which nothing is guaranteed (default: xla)",
+    )
+    add(
+        "--no-weights",
+        action="store_true",
+        help="programs alone; the loader is then given the weights",
+    )
     add_policy_options(parser)
 
 
@@ -81,7 +105,9 @@ def run_export(options: argparse.Namespace) -> int:
     programs = manifest["programs"]
     size = sum(each["bytes"] for each in programs) / 1e6
     weights = sum(each["bytes"] for each in manifest["weights"].values()) / 1e6
-    to_stdout(f"{made}: {len(programs)} programs ({size:.1f} MB), weights ({weights:.1f} MB), runtime.py")
+    to_stdout(
+        f"{made}: {len(programs)} programs ({size:.1f} MB), weights ({weights:.1f} MB), runtime.py"
+    )
     if manifest["guaranteed"]["lost"]:
         to_stderr(f"warning: {manifest['guaranteed']['lost']}")
     return 0

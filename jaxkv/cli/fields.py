@@ -83,7 +83,11 @@ _ONE = {
 def kinds_of(hint: Any) -> tuple[Any, ...]:
     """Tuple of the types in a type annotation, with a union split up, without None and numpy scalar types."""
     union = typing.get_origin(hint) in (Union, types.UnionType)
-    return tuple(kind for kind in (typing.get_args(hint) if union else (hint,)) if not _is_none_or_numpy(kind))
+    return tuple(
+        kind
+        for kind in (typing.get_args(hint) if union else (hint,))
+        if not _is_none_or_numpy(kind)
+    )
 
 
 def _is_none_or_numpy(kind: Any) -> bool:

@@ -34,13 +34,17 @@ def read_text(name: str, flag: str) -> str:
                 data = file.read(MOST_BYTES + 1)
     except OSError as error:
         where = "stdin: " if name == "-" else ""
-        raise OSError(f"{flag}={name}: {where}{error.strerror or error}; give a readable text file") from None
+        raise OSError(
+            f"{flag}={name}: {where}{error.strerror or error}; give a readable text file"
+        ) from None
     if len(data) > MOST_BYTES:
         raise ValueError(f"{flag}={name}: more than {MOST_BYTES >> 20} MiB; give a shorter text")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag}={name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ValueError(
+            f"{flag}={name}: not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -142,7 +146,9 @@ class Target:
 def _is_file(name: str, state: os.stat_result) -> bool:
     """True if `name` ("-" for stdin) is the file that `state` describes, also by a hard or symbolic link."""
     try:
-        return os.path.samestat(os.fstat(0) if name == "-" else os.stat(os.path.expanduser(name)), state)
+        return os.path.samestat(
+            os.fstat(0) if name == "-" else os.stat(os.path.expanduser(name)), state
+        )
     except (OSError, ValueError):
         return False
 

@@ -21,9 +21,21 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jaxkv filters` to its parser."""
     add = parser.add_argument
     add_model_option(add, about="")
-    add("--text-file", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
+    add(
+        "--text-file",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 texts, long ones; - for stdin",
+    )
     count = argument(positive)
-    add("--tokens", type=count, default=4096, metavar="N", help="of each text (default: %(default)s)")
+    add(
+        "--tokens",
+        type=count,
+        default=4096,
+        metavar="N",
+        help="of each text (default: %(default)s)",
+    )
     add("-m", type=count, default=3, help="filter layers (default: %(default)s)")
     most = "layers that may read everything (default: a quarter of all)"
     add("--most-whole", type=argument(whole), metavar="N", help=most)
@@ -59,7 +71,9 @@ def print_filters(options: argparse.Namespace) -> int:
     else:
         to_stdout(f"filter layers of {options.model}: {', '.join(map(str, found.filters))}")
         share = f"{found.similarity.share:.1%} of the tokens"
-        to_stdout(f"what they choose ({share}) carries {found.carried:.1%} of the attention above them")
+        to_stdout(
+            f"what they choose ({share}) carries {found.carried:.1%} of the attention above them"
+        )
     if options.save:
         save_filter_layers(options.model, found.filters)
     if picture is not None:
@@ -72,14 +86,22 @@ def _check_manifest(model: str) -> None:
     known = ", ".join(names())
     require(model in names(), "save", model, f"only named models have a manifest: {known}")
     folder = manifests_folder()
-    require(os.access(folder, os.W_OK), "save", model, f"the folder {folder} cannot be written to: leave it out")
+    require(
+        os.access(folder, os.W_OK),
+        "save",
+        model,
+        f"the folder {folder} cannot be written to: leave it out",
+    )
 
 
 def _picture(options: argparse.Namespace) -> Target:
     """`Target` of `--picture`, checked before the work; a name without suffix gets .png; ValueError if unwritable."""
     path = os.path.expanduser(options.picture)
     plain = not Path(path).suffix and (not os.path.exists(path) or os.path.isfile(path))
-    target = Target(flag="--picture", name=options.picture + ".png" if plain and options.picture else options.picture)
+    target = Target(
+        flag="--picture",
+        name=options.picture + ".png" if plain and options.picture else options.picture,
+    )
     inputs = {f"--text-file[{index}]": name for index, name in enumerate(options.text_file)}
     target.check({**inputs, "--model": options.model})
     drawing()
@@ -87,7 +109,12 @@ def _picture(options: argparse.Namespace) -> Target:
 
     known = FigureCanvasBase.filetypes
     suffix = _suffix(target.name)
-    require(suffix in known, "--picture", options.picture, f"no such kind of picture: give .png, or {', '.join(known)}")
+    require(
+        suffix in known,
+        "--picture",
+        options.picture,
+        f"no such kind of picture: give .png, or {', '.join(known)}",
+    )
     return target
 
 

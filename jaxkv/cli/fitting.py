@@ -14,9 +14,23 @@ from jaxkv.loading import load
 def add_fit_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jaxkv fit-gate` to its parser."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id")
-    add("texts", nargs="+", metavar="TEXT", help="UTF-8 files, each one text of about a thousand tokens; - for stdin")
-    add("--out", required=True, metavar="FILE", help="safetensors file to write, for `--policy kvzap --gate FILE`")
+    add(
+        "model",
+        metavar="MODEL",
+        help="a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id",
+    )
+    add(
+        "texts",
+        nargs="+",
+        metavar="TEXT",
+        help="UTF-8 files, each one text of about a thousand tokens; - for stdin",
+    )
+    add(
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="safetensors file to write, for `--policy kvzap --gate FILE`",
+    )
     add(
         "--tokens",
         type=argument(positive),
@@ -33,7 +47,10 @@ def run_fit(options: argparse.Namespace) -> int:
     require_model(options.model)
     # Checked before minutes of work, which a file that cannot be written would waste.
     target = Target(flag="--out", name=options.out)
-    target.check({f"TEXT[{index}]": name for index, name in enumerate(options.texts)} | {"MODEL": options.model})
+    target.check(
+        {f"TEXT[{index}]": name for index, name in enumerate(options.texts)}
+        | {"MODEL": options.model}
+    )
     texts = [read_long_text(name, "TEXT") for name in options.texts]
     enable_compilation_cache()
     params = load(options.model)

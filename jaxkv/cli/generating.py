@@ -48,8 +48,14 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add_weights_option(add)
     add_implementation_option(add)
     add("--prompt", metavar="TEXT", help="the prompt itself")
-    add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
-    add("--question", metavar="TEXT", help="what to ask about this text; follows after a blank line")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin",
+    )
+    add(
+        "--question", metavar="TEXT", help="what to ask about this text; follows after a blank line"
+    )
     add("--raw", action="store_true", help="plain text: no chat template")
     add_drawing_options(parser)
     add = parser.add_argument_group("output").add_argument
@@ -67,18 +73,41 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
     add("--stop", action="extend", nargs="+", metavar="S", help="strings that end it")
-    add("--temperature", type=share, metavar="T", help="draw at random (default: the likeliest token)")
+    add(
+        "--temperature",
+        type=share,
+        metavar="T",
+        help="draw at random (default: the likeliest token)",
+    )
     cut = group.add_mutually_exclusive_group()
     cut.add_argument("--top-k", type=count, metavar="K", help="among the K likeliest")
-    cut.add_argument("--top-p", type=share, metavar="P", help="among the likeliest that hold probability P")
-    cut.add_argument("--min-p", type=share, metavar="P", help="among those at least P times as likely as the likeliest")
-    add("--seed", type=argument(seed), default=0, metavar="N", help="of random draws (default: %(default)s)")
+    cut.add_argument(
+        "--top-p", type=share, metavar="P", help="among the likeliest that hold probability P"
+    )
+    cut.add_argument(
+        "--min-p",
+        type=share,
+        metavar="P",
+        help="among those at least P times as likely as the likeliest",
+    )
+    add(
+        "--seed",
+        type=argument(seed),
+        default=0,
+        metavar="N",
+        help="of random draws (default: %(default)s)",
+    )
 
 
 def sampling_from(options: argparse.Namespace) -> Sampling:
     """Sampler by --temperature, --top-k, --top-p, --min-p; `Greedy` without any; ValueError for a temperature <= 0."""
     heat = options.temperature
-    require(heat is None or heat > 0, "--temperature", heat, "give a positive number; leave it out for the likeliest")
+    require(
+        heat is None or heat > 0,
+        "--temperature",
+        heat,
+        "give a positive number; leave it out for the likeliest",
+    )
     temperature = 1.0 if heat is None else heat
     if options.top_k is not None:
         return TopK(k=options.top_k, temperature=temperature)
@@ -101,7 +130,11 @@ def _prompt(options: argparse.Namespace) -> str:
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
         require_text(f"--{flag}", [given] if isinstance(given, str) else given)
-    file = None if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file").strip()
+    file = (
+        None
+        if options.prompt_file is None
+        else read_text(options.prompt_file, "--prompt-file").strip()
+    )
     given = [text for text in (file, options.prompt) if text]
     remedy = "it has no text to be asked about: give --prompt-file FILE; a prompt without a document is --prompt TEXT"
     require(bool(given) or not options.question, "--question", options.question, remedy)
@@ -117,12 +150,21 @@ def run_generate(options: argparse.Namespace) -> int:
     Where the answer cannot be written to its file, the OSError says that it is on stdout, or else on stderr. Where
     stdout fails, the file is written nonetheless, and `Unwritten` raised.
     """
-    policy, sampling, implementation = policy_from(options), sampling_from(options), named(options.implementation)
+    policy, sampling, implementation = (
+        policy_from(options),
+        sampling_from(options),
+        named(options.implementation),
+    )
     require(all(options.stop or ()), "--stop", "", "a stop string has at least one character")
     require_model(options.model)
     target = None
     if options.output is None:
-        require(not stdout_is_closed(), "stdout", "closed", "there is nowhere to answer; give --output FILE")
+        require(
+            not stdout_is_closed(),
+            "stdout",
+            "closed",
+            "there is nowhere to answer; give --output FILE",
+        )
     else:
         target = Target(flag="--output", name=options.output)
         target.check({"--prompt-file": options.prompt_file or "", "--model": options.model})
@@ -241,9 +283,13 @@ def _print_stats(result: Generation) -> None:
         f"({stats.kept:.1f} rows per kv head) in {stats.cache_bytes / 1e6:.2f} MB of memory",
     ]
     if stats.cut_rows:
-        lines.append(f"cut      {stats.cut_rows} rows reached the threshold, for which the budget had no room")
+        lines.append(
+            f"cut      {stats.cut_rows} rows reached the threshold, for which the budget had no room"
+        )
     if stats.filter_layers:
-        lines.append(f"filters  layers {', '.join(map(str, stats.filter_layers))} choose what others read")
+        lines.append(
+            f"filters  layers {', '.join(map(str, stats.filter_layers))} choose what others read"
+        )
     if stats.host_bytes:
         sent = f"{stats.transfers_per_step:.0f} transfers and {stats.transferred_bytes_per_step / 1e6:.3f} MB a token"
         lines.append(f"host     {stats.host_bytes / 1e6:.2f} MB there; {sent}")

@@ -48,7 +48,12 @@ def print_policies(options: argparse.Namespace) -> int:
         return 0
     for policy in policies:
         made = ", ".join(f"{name}={value}" for name, value in policy["defaults"].items())
-        facts = {"paper": policy["paper"], **policy["parts"], "defaults": made, "options": " ".join(policy["options"])}
+        facts = {
+            "paper": policy["paper"],
+            **policy["parts"],
+            "defaults": made,
+            "options": " ".join(policy["options"]),
+        }
         to_stdout(_described(f"{policy['name']}: {policy['about']}", facts))
     return 0
 
@@ -62,7 +67,8 @@ def _model(name: str) -> Record:
         "source": source.where,
         "license": model.license,
         "bytes": source.bytes,
-        "cached": isinstance(source, FolderSource) or (cache_dir() / name / source.filename).is_file(),
+        "cached": isinstance(source, FolderSource)
+        or (cache_dir() / name / source.filename).is_file(),
         "hub_id": model.hub_id,
         "notes": model.notes,
     }

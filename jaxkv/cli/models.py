@@ -13,12 +13,20 @@ _KNOWN = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a h
 
 def add_model_option(add: Callable[..., Any], about: str = _KNOWN) -> None:
     """Adds the `--model` option by `add`, an argparse group's `add_argument`."""
-    add("--model", default="smollm2-135m-instruct", metavar="NAME", help=f"{about}(default: %(default)s)")
+    add(
+        "--model",
+        default="smollm2-135m-instruct",
+        metavar="NAME",
+        help=f"{about}(default: %(default)s)",
+    )
 
 
 def add_dtype_option(add: Callable[..., Any]) -> None:
     """Adds the `--dtype` option by `add`, an argparse group's `add_argument`."""
-    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    add(
+        "--dtype",
+        help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
 
 
 def add_weights_option(add: Callable[..., Any]) -> None:
@@ -32,15 +40,24 @@ def add_weights_option(add: Callable[..., Any]) -> None:
 
 def add_implementation_option(add: Callable[..., Any]) -> None:
     """Adds the `--implementation` option by `add`, an argparse group's `add_argument`."""
-    computing = "what computes attention: auto, xla, pallas, cudnn, mosaic or tpu (default: %(default)s)"
+    computing = (
+        "what computes attention: auto, xla, pallas, cudnn, mosaic or tpu (default: %(default)s)"
+    )
     add("--implementation", default=Implementation.AUTO.value, help=computing)
 
 
 def require_model(name: str) -> None:
     """Raises ValueError for a `--model` that is blank or in the home folder (`~name`) of a user that does not exist."""
-    require(bool(name.strip()), "--model", name, "give a name from `jaxkv models`, a folder, a .gguf file or a hub id")
+    require(
+        bool(name.strip()),
+        "--model",
+        name,
+        "give a name from `jaxkv models`, a folder, a .gguf file or a hub id",
+    )
     home = name.startswith("~") and os.path.expanduser(name) == name
-    require(not home, "--model", name, "there is no such home folder; a file of that name is ./" + name)
+    require(
+        not home, "--model", name, "there is no such home folder; a file of that name is ./" + name
+    )
 
 
 def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:

@@ -30,7 +30,9 @@ def positive(text: str) -> int:
 
 def seed(text: str) -> int:
     """Integer of 64 bits, signed or unsigned, parsed from text; ValueError for other text."""
-    return _within(text, -(2**63), 2**64 - 1, "give a number of 64 bits, such as 0 to 18446744073709551615")
+    return _within(
+        text, -(2**63), 2**64 - 1, "give a number of 64 bits, such as 0 to 18446744073709551615"
+    )
 
 
 def _at_least(text: str, least: int) -> int:
@@ -62,7 +64,11 @@ def whole_or_real(text: str) -> int | float:
 
     As a budget, 1 is one row and 1.0 is all rows.
     """
-    return whole(text) if _DIGITS.fullmatch(text) else _finite(text, "give a number, such as 256 or 0.2")
+    return (
+        whole(text)
+        if _DIGITS.fullmatch(text)
+        else _finite(text, "give a number, such as 256 or 0.2")
+    )
 
 
 def _finite(text: str, remedy: str) -> float:

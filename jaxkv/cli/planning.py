@@ -56,9 +56,13 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
     known += ", a .gguf file or a hub id"
     add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
-    kinds = f"h100x8, 8xh100 or h100:8, say; kinds: {', '.join(accelerators())}; or cpu, this machine's"
+    kinds = (
+        f"h100x8, 8xh100 or h100:8, say; kinds: {', '.join(accelerators())}; or cpu, this machine's"
+    )
     add("--gpus", required=True, metavar="KINDxN", help=kinds)
-    groups = "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
+    groups = (
+        "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
+    )
     add("--mesh", metavar="DxM", help=groups)
     add(
         "--context",
@@ -68,19 +72,44 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of each prompt, such as 128K",
     )
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
-    add("--new", type=argument(natural), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
+    add(
+        "--new",
+        type=argument(natural),
+        default=256,
+        metavar="N",
+        help="tokens to draw (default: %(default)s)",
+    )
     asked = "questions that each prompt answers, which share its prefill (default: %(default)s)"
     add("--questions", type=count, default=1, metavar="N", help=asked)
-    add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
+    add(
+        "--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)"
+    )
     add_weights_option(add)
     add("--rope-scaling", metavar="yarn:N", help="N times the model's positions, by YaRN")
-    add("--serve", action="store_true", help="an engine, too: slots that fit, and such prompts answered a second")
-    add("--price", type=argument(real), metavar="X", help="of a GPU for an hour: prices of requests and of tokens")
+    add(
+        "--serve",
+        action="store_true",
+        help="an engine, too: slots that fit, and such prompts answered a second",
+    )
+    add(
+        "--price",
+        type=argument(real),
+        metavar="X",
+        help="of a GPU for an hour: prices of requests and of tokens",
+    )
     add = parser.add_argument_group("output").add_argument
-    add("--quality", metavar="FOLDER", help="scores beside bytes: the --out of `jaxkv eval`, for the same policies")
+    add(
+        "--quality",
+        metavar="FOLDER",
+        help="scores beside bytes: the --out of `jaxkv eval`, for the same policies",
+    )
     compare = "policies, with commas between them: a table, a row each; options go behind a name: 'snapkv --store int8'"
     add("--compare", metavar="NAMES", help=compare)
-    add("--plot", metavar="FILE", help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])",
+    )
     add("--compile", action="store_true", help="ask XLA's compiler for these GPUs, too; minutes")
     add("--json", action="store_true", help="print JSON; of --compare a list")
     add_policy_options(parser)
@@ -108,7 +137,11 @@ def print_plan(options: argparse.Namespace) -> int:
     else:
         to_stdout(str(plans[0]))
     if target is not None:
-        target.write(picture.drawn([each for each in plans if isinstance(each, Plan)], picture.kind_of(target.name)))
+        target.write(
+            picture.drawn(
+                [each for each in plans if isinstance(each, Plan)], picture.kind_of(target.name)
+            )
+        )
     return 0
 
 
@@ -142,7 +175,14 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
         to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
     scores, more = qualities(options.quality, [each for each, _ in asked], policies)
     return [
-        planned(each, notes + more, price=options.price, quality=score, serve=options.serve, compile=options.compile)
+        planned(
+            each,
+            notes + more,
+            price=options.price,
+            quality=score,
+            serve=options.serve,
+            compile=options.compile,
+        )
         for (each, notes), score in zip(asked, scores, strict=True)
     ]
 
@@ -160,7 +200,12 @@ def _target(options: argparse.Namespace) -> Target | None:
 
 def _compared(options: argparse.Namespace) -> list[Method]:
     """List of `--compare`'s policies, each with the given options it has; ValueError for an option that none has."""
-    require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")
+    require(
+        options.policy == "full",
+        "--policy",
+        options.policy,
+        "give it among those of --compare, or leave it out",
+    )
     entries = list(spelled(options.compare, "--compare"))
     for flag, written in given_flags(options).items():
         some = any(flag in each.flags for each in entries)

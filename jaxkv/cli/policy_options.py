@@ -62,7 +62,9 @@ def flags_of(cls: type[Method]) -> list[str]:
     """List of flags that a policy class accepts on the command line; for a wrapper, its default base's flags too."""
     if not _takes_base(cls):
         return list(options_of(cls))
-    return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_usual_of(cls)))]))
+    return list(
+        dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_usual_of(cls)))])
+    )
 
 
 def _usual_of(cls: type[Method]) -> str:
@@ -103,7 +105,10 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
     words, default = words_of(kinds), typing.cast(Any, field.default)
     # Fields that hold a part of a policy, which the command line sets by one number or a switch.
     if kinds and set(kinds) <= set(typing.get_args(Pooling)):
-        words = Words(read=partial(_pooling, AvgPool if isinstance(default, AvgPool) else MaxPool), metavar="K")
+        words = Words(
+            read=partial(_pooling, AvgPool if isinstance(default, AvgPool) else MaxPool),
+            metavar="K",
+        )
         flag = "--pool-kernel" if field.name == "pooling" else f"{flag}-kernel"
         about = "width of the pooling over neighbours, odd; 1 for none"
     elif kinds == (LayerBudgets,) and hasattr(default, "beta"):
@@ -113,8 +118,13 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
     elif any(isinstance(kind, type) and issubclass(kind, FileArrays) for kind in kinds):
         words = Words(read=str, metavar="FILE")
     elif kinds == (str, type[Store]):
-        words = Words(read=partial(chosen, {name: name for name in STORES}), metavar="{" + ",".join(STORES) + "}")
-        about = "how rows are held: in the model's dtype, in 8 bits, in 4, or keys in 8 and values in 4"
+        words = Words(
+            read=partial(chosen, {name: name for name in STORES}),
+            metavar="{" + ",".join(STORES) + "}",
+        )
+        about = (
+            "how rows are held: in the model's dtype, in 8 bits, in 4, or keys in 8 and values in 4"
+        )
     elif kinds == (Merger,):
         merge = Merge() if default is None else default
         words = Words(read=lambda yes: merge if yes else None, arity=Arity.SWITCH)
@@ -134,11 +144,17 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     An option whose name is taken is called --policy-NAME. Raises TypeError if policies disagree on how many words
     follow an option.
     """
-    group = parser.add_argument_group("policy", "An option that the policy does not have is refused.")
-    group.add_argument("--policy", default="full", metavar="NAME", help=f"{', '.join(POLICIES)} (default: full)")
+    group = parser.add_argument_group(
+        "policy", "An option that the policy does not have is refused."
+    )
+    group.add_argument(
+        "--policy", default="full", metavar="NAME", help=f"{', '.join(POLICIES)} (default: full)"
+    )
     bases = ", ".join(name for name, cls in POLICIES.items() if _takes_base(cls))
     others = ", ".join(
-        f"{_usual_of(cls)} of {name}" for name, cls in POLICIES.items() if _takes_base(cls) and _usual_of(cls) != _BASE
+        f"{_usual_of(cls)} of {name}"
+        for name, cls in POLICIES.items()
+        if _takes_base(cls) and _usual_of(cls) != _BASE
     )
     about = f"{bases}: the policy it is built on (default: {_BASE}; {others})"
     group.add_argument("--base", metavar="NAME", help=about)
@@ -151,8 +167,12 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     for flag, options in having.items():
         words = next(iter(options.values())).words
         if any(option.words.arity is not words.arity for option in options.values()):
-            raise TypeError(f"{flag}: {', '.join(options)} differ in the words behind it; rename the field in one")
-        metavars = dict.fromkeys(each.words.metavar for each in options.values() if each.words.metavar)
+            raise TypeError(
+                f"{flag}: {', '.join(options)} differ in the words behind it; rename the field in one"
+            )
+        metavars = dict.fromkeys(
+            each.words.metavar for each in options.values() if each.words.metavar
+        )
         for spelling in (flag, "--policy-" + flag[2:]):
             # Another option of the command may already have this name.
             with contextlib.suppress(argparse.ArgumentError):
@@ -188,7 +208,12 @@ def policy_from(options: argparse.Namespace) -> Method:
     """Policy (a `Method`) built from parsed options; ValueError for an option that the policy does not have."""
     cls = policy_class(options.policy)
     nested = _takes_base(cls)
-    require(options.base is None or nested, "--base", options.base, f"{options.policy} is not built on a policy")
+    require(
+        options.base is None or nested,
+        "--base",
+        options.base,
+        f"{options.policy} is not built on a policy",
+    )
     name = (options.base or _usual_of(cls)) if nested else options.policy
     inner = policy_class(name) if nested else cls
     own, theirs = _own_options_of(cls) if nested else {}, options_of(inner)
@@ -226,8 +251,14 @@ def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Na
 
 def with_options_of(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:
     """Copy of parsed options in which the policy options that `own` has replace those of the same name."""
-    theirs = {name: value for name, value in vars(own).items() if name == "base" or name.startswith(_PREFIX)}
-    return argparse.Namespace(**(vars(options) | {name: value for name, value in theirs.items() if value is not None}))
+    theirs = {
+        name: value
+        for name, value in vars(own).items()
+        if name == "base" or name.startswith(_PREFIX)
+    }
+    return argparse.Namespace(
+        **(vars(options) | {name: value for name, value in theirs.items() if value is not None})
+    )
 
 
 def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from jaxkv._errors import require
-from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from, with_options_of
+from jaxkv.cli.policy_options import (
+    add_policy_options,
+    flags_of,
+    given_flags,
+    only,
+    policy_from,
+    with_options_of,
+)
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.policies import Method
 from jaxkv.policies.checks import Budget

@@ -53,36 +53,75 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add_model_option(add)
     add_dtype_option(add)
     add_weights_option(add)
-    add("--served-model-name", metavar="NAME", help="the model's name in requests (default: what --model says)")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="the model's name in requests (default: what --model says)",
+    )
     add_implementation_option(add)
-    add("--mesh", metavar="DxM", help="devices to run on, such as 1x8: slots over D, kv heads over M")
+    add(
+        "--mesh",
+        metavar="DxM",
+        help="devices to run on, such as 1x8: slots over D, kv heads over M",
+    )
     about = (
-        "a further policy, as model NAME:POLICY; options go behind its name: 'snapkv --window 8'. Without a budget of"
+        "a further policy, as model NAME:POLICY; options go behind "
+        "its name: 'snapkv --window 8'. Without a budget of"
     )
     about += " its own it has --policy's. May be given again"
     add("--also", action="append", metavar="POLICY", help=about)
     add = parser.add_argument_group("slots", "Each policy has its own.").add_argument
-    add("--slots", default="auto", metavar="N", help="requests answered at the same time; auto: as many as fit")
     add(
-        "--max-prompt-tokens", type=count, metavar="N", help="most tokens of a prompt (default: 4096, if the model can)"
+        "--slots",
+        default="auto",
+        metavar="N",
+        help="requests answered at the same time; auto: as many as fit",
     )
     add(
-        "--max-new-tokens", type=count, default=512, metavar="N", help="most tokens of an answer (default: %(default)s)"
+        "--max-prompt-tokens",
+        type=count,
+        metavar="N",
+        help="most tokens of a prompt (default: 4096, if the model can)",
+    )
+    add(
+        "--max-new-tokens",
+        type=count,
+        default=512,
+        metavar="N",
+        help="most tokens of an answer (default: %(default)s)",
     )
     about = "most tokens of a question on a document; 0: no documents (default: %(default)s)"
     add("--max-question-tokens", type=argument(natural), default=256, metavar="N", help=about)
-    about = (
-        "folder that keeps documents for the next start, with a folder inside for each --also (default: they are gone"
-    )
-    about += " at the end)"
+    about = "folder that keeps documents for the next start, with a folder inside for each --also"
+    about += " (default: they are gone at the end)"
     add("--documents", metavar="FOLDER", help=about)
     about = "most bytes of documents on the device; others wait on disk (default: half of what slots leave)"
     add("--document-bytes", type=argument(_bytes), metavar="N", help=about)
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (default: %(default)s)")
-    add("--port", type=argument(_port), default=8000, metavar="N", help="0 for any free one (default: %(default)s)")
-    add("--api-key", metavar="KEY", help=f"key that clients must send (default: {_KEY}, if it is set)")
-    add("--queue", type=count, default=256, metavar="N", help="requests that may wait (default: %(default)s)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; 0.0.0.0 for all (default: %(default)s)",
+    )
+    add(
+        "--port",
+        type=argument(_port),
+        default=8000,
+        metavar="N",
+        help="0 for any free one (default: %(default)s)",
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that clients must send (default: {_KEY}, if it is set)",
+    )
+    add(
+        "--queue",
+        type=count,
+        default=256,
+        metavar="N",
+        help="requests that may wait (default: %(default)s)",
+    )
     about = "seconds until an answer must be complete (default: %(default)s)"
     add("--timeout", type=seconds, default=600.0, metavar="S", help=about)
     about = "most bytes of a request's body (default: %(default)s)"
@@ -112,7 +151,11 @@ def run_serve(options: argparse.Namespace) -> int:
         from jaxkv.serving.http import Application
         from jaxkv.serving.limits import Limits
         from jaxkv.serving.server import Server, listening, many_files
-    policy, slots, implementation = policy_from(options), slots_from(options.slots), named(options.implementation)
+    policy, slots, implementation = (
+        policy_from(options),
+        slots_from(options.slots),
+        named(options.implementation),
+    )
     name = options.served_model_name or options.model
     further = further_policies(options.also or (), policy)
     policies = {name: policy} | {f"{name}:{each}": its for each, its in further.items()}
@@ -120,7 +163,10 @@ def run_serve(options: argparse.Namespace) -> int:
     require(options.timeout > 0, "--timeout", options.timeout, "give seconds above 0")
     key = os.environ.get(_KEY) or None if options.api_key is None else options.api_key
     limits = Limits(
-        api_key=key, body_bytes=options.max_body_bytes, seconds=options.timeout, answers=min(64, options.queue)
+        api_key=key,
+        body_bytes=options.max_body_bytes,
+        seconds=options.timeout,
+        answers=min(64, options.queue),
     )
     mesh = None if options.mesh is None else mesh_of(options.mesh)
     server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
@@ -142,7 +188,9 @@ def run_serve(options: argparse.Namespace) -> int:
             _log_to_stderr()
             server.app = Application(models, limits=limits)
             for each, engine in models.items():
-                to_stderr(f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}")
+                to_stderr(
+                    f"jaxkv: {each} at http://{host}:{port}/v1, {engine.stats.slots} slots, {policies[each]}"
+                )
             to_stderr(f"jaxkv: a page to ask from at http://{host}:{port}/")
 
         many_files()
@@ -168,13 +216,24 @@ def _loaded(options: argparse.Namespace) -> LanguageModel:
     """Loads the model of --model as a `LanguageModel`; ValueError if it has no tokenizer."""
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype, weights=options.weights)
-    require(params.text is not None, "--model", options.model, "the checkpoint has no tokenizer: answers are texts")
+    require(
+        params.text is not None,
+        "--model",
+        options.model,
+        "the checkpoint has no tokenizer: answers are texts",
+    )
     return params
 
 
 def _of_engines(options: argparse.Namespace) -> dict[str, Any]:
     """Dict of the `Engine` arguments that are copied unchanged from the parsed options, such as token limits."""
-    names = ("max_prompt_tokens", "max_new_tokens", "max_question_tokens", "queue", "document_bytes")
+    names = (
+        "max_prompt_tokens",
+        "max_new_tokens",
+        "max_question_tokens",
+        "queue",
+        "document_bytes",
+    )
     return {name: getattr(options, name) for name in names}
 
 

@@ -51,7 +51,9 @@ def prepare_streams() -> None:
         if stream is None:  # work goes on without stderr: the exit code tells how it ended
             setattr(sys, name, io.StringIO() if name == "stderr" else _Closed())
     out: Any = sys.stdout
-    if getattr(out, "errors", None) in ("strict", "surrogateescape") and hasattr(out, "reconfigure"):
+    if getattr(out, "errors", None) in ("strict", "surrogateescape") and hasattr(
+        out, "reconfigure"
+    ):
         out.reconfigure(errors="backslashreplace")
 
 
@@ -66,7 +68,9 @@ def to_stdout(text: str, *, end: str = "\n") -> None:
         print(text, end=end, flush=True)
     except OSError as error:
         _silence(sys.stdout)
-        raise Unwritten(error.strerror or str(error), gone=isinstance(error, BrokenPipeError)) from None
+        raise Unwritten(
+            error.strerror or str(error), gone=isinstance(error, BrokenPipeError)
+        ) from None
 
 
 def to_stderr(text: str) -> None:

@@ -30,7 +30,11 @@ def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
         several = words.arity in (Arity.SEVERAL, Arity.REPEATED)
         words.add_to(
             group,
-            [f"--task-{dashed}" if f"--{dashed}" in parser._option_string_actions else f"--{dashed}"],
+            [
+                f"--task-{dashed}"
+                if f"--{dashed}" in parser._option_string_actions
+                else f"--{dashed}"
+            ],
             dest=_PREFIX + field.name,
             about=f"{text} (default: {default})" if default else text,
             metavar=f"{words.metavar},{words.metavar}" if several else words.metavar,

@@ -33,12 +33,18 @@ class Scratch:
     likely: Int[Array, "L B K"] | None = None
 
 
-def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None) -> Segments:
+def segments_of(
+    tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None
+) -> Segments:
     """Makes `Segments` (first pool row, length, row limit per kv head) of one or several layers from `tables`."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
     none = jnp.zeros(tables.seen.shape, jnp.int32)
-    recent = jnp.zeros_like(start) if state is None else jnp.broadcast_to(state.recent[part][..., None], start.shape)
+    recent = (
+        jnp.zeros_like(start)
+        if state is None
+        else jnp.broadcast_to(state.recent[part][..., None], start.shape)
+    )
     return Segments(
         start=by_sequence(start),
         length=by_sequence(tables.length[part]),
@@ -48,7 +54,9 @@ def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] |
         prompt=none if state is None else state.prompt,
         seen=tables.seen,
         likely=None if likely is None else by_sequence(likely[part]),
-        choosable=None if state is None or state.choosable is None else by_sequence(state.choosable[part]),
+        choosable=None
+        if state is None or state.choosable is None
+        else by_sequence(state.choosable[part]),
     )
 
 
@@ -93,7 +101,9 @@ def within_limits(
     cache = cache.updated(pools=tuple(pools), length=jnp.concatenate(lengths), state=state)
     if scratch is None:
         return cache, None
-    return cache, Scratch(norms=tuple(norms), likely=None if foreseen is None else jnp.concatenate(likely))
+    return cache, Scratch(
+        norms=tuple(norms), likely=None if foreseen is None else jnp.concatenate(likely)
+    )
 
 
 def _eviction(spec: Spec, heads: int) -> Eviction:
@@ -117,16 +127,22 @@ def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"
     return by_layer(keys.astype(jnp.float32), cache.tables.start.shape[2])
 
 
-def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
+def with_received(
+    pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
+) -> Pool:
     """`Pool` with attention that a layer's rows received added to its scores, for the sequences in mask `counts`."""
     assert pool.score is not None  # Only scored pools receive.
-    return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
+    return dataclasses.replace(
+        pool, score=attention.add_received(pool.score, received, start, counts)
+    )
 
 
 def with_windows(pool: Pool, shares: list[Array], start: Int[Array, "L B K"], spec: Spec) -> Pool:
     """`Pool` shared by all layers with windows `[B, K, n]` of attention, each layer's, added to its scores."""
     assert pool.score is not None  # Only scored pools receive.
-    score = spec.backend.add_windows(pool.score, by_sequence(start), jnp.concatenate(shares, axis=1))
+    score = spec.backend.add_windows(
+        pool.score, by_sequence(start), jnp.concatenate(shares, axis=1)
+    )
     return dataclasses.replace(pool, score=score)
 
 

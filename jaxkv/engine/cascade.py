@@ -41,12 +41,19 @@ class Survivors:
     norms: Float[Array, "B J S"] | None = None
 
 
-def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None) -> Walk[Compressed]:
+def cascaded(
+    source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None
+) -> Walk[Compressed]:
     """Generator: compresses layers under one budget via a buffer of `rows` rows; yields progress, returns `Compressed`.
 
     Yields 1 after each layer that was scored, 0 after all were packed. On a mesh, each device has such a buffer.
     """
-    indices, axes, layers, joint = source.indices, source.axes, len(source.indices), parts.layers.joint
+    indices, axes, layers, joint = (
+        source.indices,
+        source.axes,
+        len(source.indices),
+        parts.layers.joint,
+    )
     held, claims = None, list[Array | None]()
     known = source.wanted(indices, claims) if joint else None
     for at, index in enumerate(indices):
@@ -74,21 +81,32 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
     behind = None if room is None else tuple(room.tolist())
     start = placed(kept, layout=parts.layout, rows=size, room=behind, axes=axes)
     batch, dim = len(mask), buffer.k.shape[-1]
-    pool = empty_pool(batch, size, dim, buffer.dtype, scored=buffer.score is not None, store=parts.store, axes=axes)
+    pool = empty_pool(
+        batch,
+        size,
+        dim,
+        buffer.dtype,
+        scored=buffer.score is not None,
+        store=parts.store,
+        axes=axes,
+    )
     pool = pack_chosen(pool, buffer, mask, start, axes=axes)
     wait(pool)
     yield 0.0
     return Compressed((pool,), start, kept, None, tally._replace(cut=cut))
 
 
-def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None) -> Survivors:
+def _nothing(
+    layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None
+) -> Survivors:
     """Makes empty `Survivors`: a buffer of `rows` free rows, and zero scores (and norms) for all layers' heads."""
     assert layer.scores is not None
     batch, heads, slots = layer.scores.shape
     shape = batch, heads * layers, slots
     there = where("B J S", shape, None if inside() else axes)
     scores, norms = (
-        None if each is None else jnp.zeros(shape, each.dtype, device=there) for each in (layer.scores, layer.norms)
+        None if each is None else jnp.zeros(shape, each.dtype, device=there)
+        for each in (layer.scores, layer.norms)
     )
     assert scores is not None
     batch, _, _, dim = full.k.shape
@@ -129,7 +147,9 @@ def thinned(
         mask = within(joined, jnp.tile(rows.T, (1, each)), recent[0], there)
     else:
         mask = surviving(joined, rows[0], recent[0], there, heads=heads.part, most=pool.rows)
-    stays = (pool.pos >= 0) & jnp.take_along_axis(mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1)
+    stays = (pool.pos >= 0) & jnp.take_along_axis(
+        mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1
+    )
     # Indices of the buffer's free rows, ascending, then its size, where nothing is written.
     row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), stays.shape)
     order = jnp.where(stays, pool.rows, jnp.cumsum(~stays, axis=-1, dtype=jnp.int32) - 1)
@@ -137,7 +157,9 @@ def thinned(
     mine = mask.reshape(batch, each, layers, slots)
     mine = lax.dynamic_index_in_dim(mine, at, 2, keepdims=False).reshape(batch, -1)
     rank = jnp.maximum(jnp.cumsum(mine, axis=-1, dtype=jnp.int32) - 1, 0)
-    into = jnp.where(mine, jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.rows), pool.rows)
+    into = jnp.where(
+        mine, jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.rows), pool.rows
+    )
     head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(slots, dtype=jnp.int32)
     index = jnp.broadcast_to(((head * layers + at) * slots + slot).reshape(-1), into.shape)
     k, v = (a.reshape(batch, each * slots, dim) for a in (full.k, full.v))
@@ -156,30 +178,51 @@ def chosen_apart(
     """Compiled: mask `[B, K * L, S]` of the rows that heads keep: forced ones, their own best, `rows[l, b]` in all."""
     assert joined.scores is not None
     heads = joined.scores.shape[1]
-    return within(joined, jnp.tile(rows.T, (1, heads // len(rows))), recent[0], jnp.ones((heads, 1), bool))
+    return within(
+        joined, jnp.tile(rows.T, (1, heads // len(rows))), recent[0], jnp.ones((heads, 1), bool)
+    )
 
 
 @program(static=("layers", "axes"))
 def counted(
-    mask: Bool[Array, "B J S"], cut: Int[Array, "B J"] | None, *, layers: int, axes: Axes | None = None
+    mask: Bool[Array, "B J S"],
+    cut: Int[Array, "B J"] | None,
+    *,
+    layers: int,
+    axes: Axes | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
     """Compiled: counts `[L, B, K]` of rows kept in a mask over K * L heads; `cut` counts summed to `[B, K]` or None."""
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     kept = jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
-    return kept, None if cut is None else cut.reshape(len(cut), -1, layers).sum(axis=-1, dtype=jnp.int32)
+    return kept, None if cut is None else cut.reshape(len(cut), -1, layers).sum(
+        axis=-1, dtype=jnp.int32
+    )
 
 
 @program(static=("axes",), donate=("pool",))
 def pack_chosen(
-    pool: Pool, buffer: Pool, mask: Bool[Array, "B J S"], start: Int[Array, "n B K"], *, axes: Axes | None = None
+    pool: Pool,
+    buffer: Pool,
+    mask: Bool[Array, "B J S"],
+    start: Int[Array, "n B K"],
+    *,
+    axes: Axes | None = None,
 ) -> Pool:
     """Compiled: writes the buffer's rows in `mask` to their segments of the shared pool (donated); returns the pool."""
     batch, heads, slots = mask.shape
     first = jnp.moveaxis(start, 0, 2).reshape(batch, heads, 1)
-    row = jnp.where(mask, first + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, pool.rows).reshape(batch, -1)
-    row = jnp.where(buffer.pos >= 0, jnp.take_along_axis(row, jnp.maximum(buffer.pos, 0), 1), pool.rows)
+    row = jnp.where(
+        mask, first + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, pool.rows
+    ).reshape(batch, -1)
+    row = jnp.where(
+        buffer.pos >= 0, jnp.take_along_axis(row, jnp.maximum(buffer.pos, 0), 1), pool.rows
+    )
     score = pool.score
     if score is not None and buffer.score is not None:
         score = put_cells(score, row, buffer.score)
     k, v = buffer.store.view()
-    return Pool(store=pool.store.put((row, k), (row, v)), pos=put_cells(pool.pos, row, buffer.pos % slots), score=score)
+    return Pool(
+        store=pool.store.put((row, k), (row, v)),
+        pos=put_cells(pool.pos, row, buffer.pos % slots),
+        score=score,
+    )

@@ -51,11 +51,19 @@ class Candidates:
 
 
 @jax.jit
-def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
+def of_prompt(
+    scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]
+) -> Candidates:
     """Makes the `Candidates` of one layer of right-padded prompts: scores, masks of real and forced rows, positions."""
     positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
-    return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
+    return Candidates(
+        scores=scores,
+        inside=inside,
+        forced=forced[:, None] & inside,
+        positions=positions,
+        seen=length,
+    )
 
 
 def last_rows(rows: Candidates, window: int | None) -> Candidates:
@@ -66,7 +74,9 @@ def last_rows(rows: Candidates, window: int | None) -> Candidates:
 @partial(jax.jit, static_argnames=("window",))
 def _last_rows(rows: Candidates, window: int) -> Candidates:
     """Compiled `last_rows` of a window."""
-    return dataclasses.replace(rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window))
+    return dataclasses.replace(
+        rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window)
+    )
 
 
 def within_window(
@@ -79,13 +89,17 @@ def within_window(
 
 
 @program(static=("window", "axes"))
-def _cut(rows: Unpacked, layer: Candidates, *, window: int, axes: Axes | None) -> tuple[Unpacked, Candidates]:
+def _cut(
+    rows: Unpacked, layer: Candidates, *, window: int, axes: Axes | None
+) -> tuple[Unpacked, Candidates]:
     """Compiled `within_window`: a copy of the last `window` rows of each sequence, and `Candidates` that all stay."""
     index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
     k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
     inside, positions = (jnp.broadcast_to(each[:, None], shape) for each in (index >= 0, at))
-    cut = dataclasses.replace(layer, inside=inside, forced=jnp.zeros_like(inside), positions=positions)
+    cut = dataclasses.replace(
+        layer, inside=inside, forced=jnp.zeros_like(inside), positions=positions
+    )
     return Unpacked(k, v, inside, positions=positions), cut
 
 
@@ -101,7 +115,9 @@ class Tally(NamedTuple):
     def plus(self, other: "Tally") -> "Tally":
         """Sum of two tallies, field by field, as a `Tally`; None counts as zero, but None plus None is None."""
         pairs = zip(self, other, strict=True)
-        return Tally(*(its if mine is None else mine if its is None else mine + its for mine, its in pairs))
+        return Tally(
+            *(its if mine is None else mine if its is None else mine + its for mine, its in pairs)
+        )
 
 
 class Choice(NamedTuple):
@@ -184,10 +200,17 @@ def _choose(
     if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates
-        left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
+        left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(
+            len(base), -1
+        )
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
-    moved, cut, uneven, devices = None, None, own_budgets(budgets), 1 if over is None else over.size("K")
+    moved, cut, uneven, devices = (
+        None,
+        None,
+        own_budgets(budgets),
+        1 if over is None else over.size("K"),
+    )
     # When a cache is compressed again, heads may hold fewer rows than the budget has room for.
     chosen = chosen & candidates if limited else chosen
     if uneven is not None and uneven.capacity < devices:
@@ -198,7 +221,9 @@ def _choose(
         chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
     if limited:
         chosen, cut = heads.part.above(chosen, scores, candidates)
-        cut = own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
+        cut = (
+            own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
+        )
     mask = own(forced | chosen, "K", 1, over)
     if due is not None:
         mask = jnp.where(due[:, None, None], mask, mine)
@@ -207,7 +232,9 @@ def _choose(
     if len(layers) == 1:
         return Choice((mask,), Tally(moved, cut))
     batch, _, slots = mask.shape
-    return Choice(tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), Tally(moved, cut))
+    return Choice(
+        tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), Tally(moved, cut)
+    )
 
 
 def surviving(
@@ -255,11 +282,15 @@ def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "
     return stays & layer.inside
 
 
-def staged(layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]) -> Float[Array, "B K S"]:
+def staged(
+    layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]
+) -> Float[Array, "B K S"]:
     """Scores `[B, K, S]`, infinite for the rows that a two-stage scorer takes first; unchanged for other scorers."""
     assert layer.scores is not None
     forced = _forced(layer, recent)
-    return _first_above(layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0])
+    return _first_above(
+        layer.scores, layer.first, _per_head(layer.inside & ~forced, forced, rows)[0]
+    )
 
 
 def _first_above(
@@ -270,14 +301,20 @@ def _first_above(
 
 
 def _per_head(
-    candidates: Bool[Array, "B #K S"], forced: Bool[Array, "B #K S"], rows: Int[Array, " B"], *, uneven: bool = False
+    candidates: Bool[Array, "B #K S"],
+    forced: Bool[Array, "B #K S"],
+    rows: Int[Array, " B"],
+    *,
+    uneven: bool = False,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Two counts `[B]` per head: rows to choose on average (of `rows`, less the forced ones), and forced rows.
 
     At most as many as the heads have on average; with `uneven`, as many as the head that has most.
     """
     anyway, each = (mask.sum(axis=-1, dtype=jnp.int32) for mask in (forced[:, 0], candidates))
-    most = each.max(axis=-1) if uneven else each.sum(axis=-1, dtype=jnp.int32) // candidates.shape[1]
+    most = (
+        each.max(axis=-1) if uneven else each.sum(axis=-1, dtype=jnp.int32) // candidates.shape[1]
+    )
     return jnp.clip(rows - anyway, 0, most), anyway
 
 
@@ -315,4 +352,7 @@ def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
     if axes is None or layer.scores is None:
         return known
     shape = layer.scores.shape
-    return [None if each is None else gathered(jnp.broadcast_to(each, shape), "K", 1, axes) for each in known]
+    return [
+        None if each is None else gathered(jnp.broadcast_to(each, shape), "K", 1, axes)
+        for each in known
+    ]

@@ -39,7 +39,9 @@ def prefill(
     all its queries weigh the same (OmniKV, appendix D.10).
     """
     read, reading = policy.parts().read, policy.parts().reading(flat.config.windows, needed.slots)
-    assert isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
+    assert (
+        isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
+    )
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
     spec = Spec(
@@ -50,7 +52,10 @@ def prefill(
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
     )
-    cache, longest = _empty(flat, lengths, policy, needed, reading, chunk=chunk), int(np.max(lengths))
+    cache, longest = (
+        _empty(flat, lengths, policy, needed, reading, chunk=chunk),
+        int(np.max(lengths)),
+    )
     run, windows = partial(extend, flat, spec=spec), flat.config.windows
     pools = tuple(pool.rows // cache.stretches for pool in cache.pools)
     tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.slots % chunk))), np.asarray(lengths)
@@ -58,14 +63,18 @@ def prefill(
         if first and any(windows):
             # Window layers have room for one chunk behind their windows.
             cache = slid(cache, pools)
-        logits, cache = read_on_top(run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk)
+        logits, cache = read_on_top(
+            run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk
+        )
         cache = dataclasses.replace(cache, logits=logits)
         yield flat.config.layers * chunk / longest
     if any(windows):
         cache = slid(cache, needed.pool_rows(flat.config.kv_heads, cache.stretches))
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
-    cache = dataclasses.replace(cache.updated(limit=jnp.copy(cache.length), state=state), logits=None)
+    cache = dataclasses.replace(
+        cache.updated(limit=jnp.copy(cache.length), state=state), logits=None
+    )
     return banked(cache, reading, needed, release=True), logits
 
 
@@ -88,7 +97,9 @@ def _empty(
         for room, width in zip(needed.room, config.windows, strict=True)
     )
     one = jnp.zeros((1, batch, heads), jnp.int32)
-    start = jnp.concatenate([placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows])
+    start = jnp.concatenate(
+        [placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows]
+    )
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing, read, store = jnp.zeros_like(start), policy.parts().read, policy.parts().store
@@ -98,14 +109,27 @@ def _empty(
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=reading_state(lengths, tokens_read(read, np.asarray(lengths), config.windows), nothing, rings),
+        state=reading_state(
+            lengths, tokens_read(read, np.asarray(lengths), config.windows), nothing, rings
+        ),
     )
-    pools = tuple(empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows)
+    pools = tuple(
+        empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows
+    )
     arrays = settle_down(Cache(pools=pools, tables=tables), axes)
-    return KVCache(arrays=arrays, layout=needed.layout, policy=policy, config=config, slots=needed.slots, axes=axes)
+    return KVCache(
+        arrays=arrays,
+        layout=needed.layout,
+        policy=policy,
+        config=config,
+        slots=needed.slots,
+        axes=axes,
+    )
 
 
-def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:
+def banked(
+    cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False
+) -> KVCache:
     """Cache with the rows of offloaded layers moved to host memory (a `Bank`), and small pools for later rows.
 
     Unchanged if `reading` offloads nothing. `needed` is the prompts' plan; `release` frees the old pools one by one.
@@ -119,16 +143,27 @@ def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bo
     pools, rows = list(cache.pools), []
     state = cache.state
     assert state is not None and state.choosable is not None
-    tables = tuple(np.array(host(table)) for table in (cache.start, cache.length, cache.limit, state.choosable))
+    tables = tuple(
+        np.array(host(table)) for table in (cache.start, cache.length, cache.limit, state.choosable)
+    )
     for layer in reading.offloaded:
         pool = pools[layer]
-        k, v = (leaf.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots] for leaf in (pool.k, pool.v))
+        k, v = (
+            leaf.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]
+            for leaf in (pool.k, pool.v)
+        )
         rows.append(put_away(k, v, axes))
         del k, v
         each = 1 + needed.room[layer]
         small = heads * each // cache.stretches
         pools[layer] = empty_pool(
-            batch, small, config.head_dim, pool.k.dtype, scored=False, store=type(pool.store), axes=axes
+            batch,
+            small,
+            config.head_dim,
+            pool.k.dtype,
+            scored=False,
+            store=type(pool.store),
+            axes=axes,
         )
         for table, first in zip(tables, (own * each, 0, 0, 0), strict=True):
             table[layer] = first
@@ -138,4 +173,6 @@ def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bo
     start, length, limit, choosable = (place(table, "L B K", axes) for table in tables)
     state = dataclasses.replace(state, choosable=choosable)
     moved = cache.updated(pools=tuple(pools), start=start, length=length, limit=limit, state=state)
-    return dataclasses.replace(committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded))
+    return dataclasses.replace(
+        committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded)
+    )

@@ -56,7 +56,9 @@ class Source(abc.ABC):
         """`Candidates` to choose from in layer `index`: scores, positions, masks of real rows and of forced rows."""
 
     @abc.abstractmethod
-    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
+    def wanted(
+        self, group: Sequence[int], claims: list[Array | None]
+    ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
         """Two counts `[n, B]` for a group of n layers: rows to keep per kv head, and most recent rows among them."""
 
     def at_most(self, claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
@@ -82,7 +84,9 @@ class Compressed(NamedTuple):
     tally: Tally
 
 
-def finished(walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None) -> Result:
+def finished(
+    walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None
+) -> Result:
     """Runs a generator to its end, calls `tick` with each value it yields, and returns its result."""
     while True:
         try:
@@ -123,7 +127,10 @@ def compress(
     taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
     for group in layout.groups(source.indices):
         masks, with_scores, more = yield from _chosen(source, group, parts, below, due)
-        tally, below = tally.plus(more), masks[-1][:, 0] if parts.nested and with_scores[-1] else below
+        tally, below = (
+            tally.plus(more),
+            masks[-1][:, 0] if parts.nested and with_scores[-1] else below,
+        )
         kept = _counted(masks)
         size, pool, start = source.pool_rows(group, kept), None, None
         if layout.one_pool:
@@ -133,7 +140,14 @@ def compress(
             rows = source.rows(index)
             if parts.merge is not None:
                 if with_scores[at]:
-                    rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge, axes=axes)
+                    rows = merged(
+                        rows,
+                        masks[at],
+                        jax.random.fold_in(key, index),
+                        due,
+                        merge=parts.merge,
+                        axes=axes,
+                    )
                 else:
                     # What leaves a window is seen no more, in other rows neither.
                     rows = with_thresholds(rows, parts.merge, axes)
@@ -153,7 +167,9 @@ def compress(
                 if pool is None:
                     # The first layer may have a window, and then no scores.
                     of, batch, dim = parts.store, rows.k.shape[0], rows.k.shape[-1]
-                    pool = empty_pool(batch, size, dim, rows.k.dtype, scored=parts.scored, store=of, axes=axes)
+                    pool = empty_pool(
+                        batch, size, dim, rows.k.dtype, scored=parts.scored, store=of, axes=axes
+                    )
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
             # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
             under_way.append(pool)
@@ -201,19 +217,36 @@ def _chosen(
         compete = [layer for layer in seen if layer.scores is not None]
         choice = choose(compete, rows[of], recent[of], due=due, heads=heads, axes=source.axes)
         best = iter(choice.masks)
-        return [next(best) if layer.scores is not None else layer.inside for layer in seen], with_scores, choice.tally
+        return (
+            [next(best) if layer.scores is not None else layer.inside for layer in seen],
+            with_scores,
+            choice.tally,
+        )
     masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its rows have been chosen.
-        one, heads, axes, of = [seen.pop(0)], parts.heads, source.axes, source.windows[:index].count(None)
+        one, heads, axes, of = (
+            [seen.pop(0)],
+            parts.heads,
+            source.axes,
+            source.windows[:index].count(None),
+        )
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=of)
         masks += choice.masks
-        tally, below = tally.plus(choice.tally), masks[-1][:, 0] if parts.nested and with_scores[at] else below
+        tally, below = (
+            tally.plus(choice.tally),
+            masks[-1][:, 0] if parts.nested and with_scores[at] else below,
+        )
     return masks, with_scores, tally
 
 
 def observe(
-    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets, axes: Axes | None = None
+    seen: Observed,
+    forced: Bool[Array, "B S"],
+    *,
+    scorer: Scorer,
+    layers: LayerBudgets,
+    axes: Axes | None = None,
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
     """Scores of one layer's rows, the mass (such as attention) behind them, and the layer's budget claim or None.
 
@@ -244,7 +277,9 @@ def _observe(
     return scores, mass, weight
 
 
-def ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None = None) -> Int[Array, "B K S"] | None:
+def ranked_first(
+    seen: Observed, *, scorer: Scorer, axes: Axes | None = None
+) -> Int[Array, "B K S"] | None:
     """Ranks `[B, K, S]` of rows that a two-stage scorer takes first, S for others; None for a one-stage scorer."""
     return _ranked_first(seen, scorer=Typed(scorer), axes=axes) if two_stages(scorer) else None
 
@@ -253,18 +288,28 @@ def ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None = None) ->
 def _ranked_first(seen: Observed, *, scorer: Typed, axes: Axes | None) -> Int[Array, "B K S"]:
     """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
     part, named = scorer.part, "kv head and row, [B, K, S]"
-    return checked(part, "first", part.first(seen_by(part, seen)), seen.k.shape[:3], named, jnp.int32)
+    return checked(
+        part, "first", part.first(seen_by(part, seen)), seen.k.shape[:3], named, jnp.int32
+    )
 
 
-def scored(scorer: Scorer, seen: Observed, axes: Axes | None) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+def scored(
+    scorer: Scorer, seen: Observed, axes: Axes | None
+) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
     """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
     shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
-    mass = of_group(checked(scorer, "observe", scorer.observe(seen_by(scorer, seen)), shape, named), scorer, axes)
+    mass = of_group(
+        checked(scorer, "observe", scorer.observe(seen_by(scorer, seen)), shape, named),
+        scorer,
+        axes,
+    )
     return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
 
 
 @program(static=("axes",))
-def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: Axes | None = None) -> Bool[Array, ""]:
+def unordered(
+    scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: Axes | None = None
+) -> Bool[Array, ""]:
     """Compiled: scalar bool, True if the score of any row, padding left out, is NaN on any device."""
     inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
     return anywhere((jnp.isnan(scores) & inside).any(), axes)
@@ -322,10 +367,16 @@ def _merged(
     given = merger.merge(k, v, kept, inside, mass, tau, key, **axes_for(merger, axes))
     found = checked_tuple(merger, "merge", given, Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
-        checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
+        checked(
+            merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype
+        )
     if tau is not None:
-        level = checked(merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]")
-        found = found._replace(tau=level if due is None else jnp.where(due[:, None, None], level, tau))
+        level = checked(
+            merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]"
+        )
+        found = found._replace(
+            tau=level if due is None else jnp.where(due[:, None, None], level, tau)
+        )
     if due is None:
         return found
     now = due[:, None, None, None]

@@ -74,8 +74,13 @@ def step(
     pools, likely = faded(cache.pools, count, spec), likely_keys(cache, scratch)
     if likely is not None:
         x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
-    stream, kinds = first_stream(x, spec, blocks[0]), [spec.config.spec_of(layer) for layer in range(len(blocks))]
-    turned = step_angles(spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0)
+    stream, kinds = (
+        first_stream(x, spec, blocks[0]),
+        [spec.config.spec_of(layer) for layer in range(len(blocks))],
+    )
+    turned = step_angles(
+        spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0
+    )
     dealt = _dealt(cache, spec, new)
 
     parted = [spec.parted(leaves) for leaves in blocks]
@@ -109,17 +114,28 @@ def step(
     after = [each.rows for each in done]
     state = tables.state
     if state is not None:
-        state = dataclasses.replace(state, rings=tuple(each.ring for each in after if each.ring is not None))
+        state = dataclasses.replace(
+            state, rings=tuple(each.ring for each in after if each.ring is not None)
+        )
     last = after[-1:] if spec.layout.one_pool else after
-    done_pools, shares = [each.pool for each in last], [each.shares for each in done if each.shares is not None]
+    done_pools, shares = (
+        [each.pool for each in last],
+        [each.shares for each in done if each.shares is not None],
+    )
     if shares:
         done_pools = [with_windows(done_pools[0], shares, tables.start, spec)]
     cache = cache.updated(pools=tuple(of_whole_groups(done_pools, spec)), state=state)
     if written is not None:
-        return Step(logits, cache, Beside(tuple(each.tail for each in after if each.tail is not None), written + count))
+        return Step(
+            logits,
+            cache,
+            Beside(tuple(each.tail for each in after if each.tail is not None), written + count),
+        )
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
     if scratch is not None:
-        scratch = dataclasses.replace(scratch, norms=tuple(each.norms for each in last if each.norms is not None))
+        scratch = dataclasses.replace(
+            scratch, norms=tuple(each.norms for each in last if each.norms is not None)
+        )
     if spec.evicts and several == 1:
         products = [each.products for each in done if each.products is not None]
         cache, scratch = within_limits(cache, [each.out for each in done], products, scratch, spec)
@@ -165,7 +181,9 @@ def _extend(
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Compiled `step`: last tokens' logits and cache after N new tokens per sequence; pools are donated."""
-    logits, cache, _ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
+    logits, cache, _ = step(
+        ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec
+    )
     return logits, cache
 
 
@@ -184,7 +202,9 @@ def extend(
     """
     if loader is not None:
         return staged.step(flat, cache, tokens, count, spec=spec, loader=loader)
-    return _extend(flat.ends, spec.blocks_of(flat), cache.pools, cache.tables, tokens, count, spec=spec)
+    return _extend(
+        flat.ends, spec.blocks_of(flat), cache.pools, cache.tables, tokens, count, spec=spec
+    )
 
 
 def read_on_top(
@@ -211,7 +231,11 @@ def read_on_top(
 
 @program(static=("axes",))
 def newest(
-    after: Float[Array, "B V"], before: Float[Array, "B V"], count: Int[Array, " B"], *, axes: Axes | None
+    after: Float[Array, "B V"],
+    before: Float[Array, "B V"],
+    count: Int[Array, " B"],
+    *,
+    axes: Axes | None,
 ) -> Float[Array, "B V"]:
     """Compiled: logits `[B, V]` of each sequence: `after` a block if it had tokens there, else `before`."""
     return jnp.where((count > 0)[:, None], after, before)

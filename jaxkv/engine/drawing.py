@@ -66,7 +66,10 @@ class Drawing:
     def _begin(self, cache: KVCache) -> None:
         """Resets loop state, tails and row counters for a cache whose pools hold all rows drawn so far."""
         loader = Loader.of(cache.bank, self._traffic)
-        self._cache, self._running = cache, loop.begin(cache.arrays, spec=self._spec, size=self.size, loader=loader)
+        self._cache, self._running = (
+            cache,
+            loop.begin(cache.arrays, spec=self._spec, size=self.size, loader=loader),
+        )
         # Rows drawn since then, and steps before rows must be moved.
         self._held, self._fit = 0, steps_that_fit(cache)
 
@@ -97,11 +100,17 @@ class Drawing:
         steps = min(steps, self.size)
         if self._fit < 1 or self._held + steps > self.size:
             full, cache = self._fit < 1, self._settled()
-            self._begin(make_room(self._flat, cache, max(1, self.left), key=self._key) if full else cache)
+            self._begin(
+                make_room(self._flat, cache, max(1, self.left), key=self._key) if full else cache
+            )
         steps = min(steps, self._fit)
         if steps < 1:
-            raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({self._cache.policy})")
-        self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, steps)
+            raise RuntimeError(
+                f"no room for a token after making some: a defect of jaxkv ({self._cache.policy})"
+            )
+        self._running, self._draw, drawn, count = self._decode(
+            self._flat, self._running, self._draw, steps
+        )
         tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._spec.config.vocab
         inside = bool((tokens < vocab).all())
         require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")
@@ -125,15 +134,21 @@ class Drawing:
         """Ends the sequences that the mask `which` selects: they draw no more tokens."""
         # Streams call this at every token: nothing is sent to the device for nothing.
         if which.any():
-            self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, padding=True))
+            self._draw = dataclasses.replace(
+                self._draw, done=self._draw.done | self._placed(which, padding=True)
+            )
 
     def _placed(self, of_each: np.ndarray, *, padding: Any) -> Array:
         """Device array of a host array of one number per sequence, with `padding` for sequences that fill a mesh."""
-        return place(np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes)
+        return place(
+            np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes
+        )
 
     def close(self) -> KVCache:
         """Ends the drawing; returns the `KVCache` with all rows drawn, its `logits` None if tokens were taken back.
 
         Which tokens would follow those that were taken back is not known.
         """
-        return dataclasses.replace(self._settled(), logits=None if self._taken_back else self._draw.logits)
+        return dataclasses.replace(
+            self._settled(), logits=None if self._taken_back else self._draw.logits
+        )

@@ -79,7 +79,9 @@ def weakest(
         free = may & (pos < last)
         every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
         if how.ongoing.one_set:
-            layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, how.heads, free.shape[-1])
+            layers = jnp.broadcast_to(every, free.shape).reshape(
+                free.shape[0], -1, how.heads, free.shape[-1]
+            )
             every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", how.axes)
             every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
         mine, position, place = lowest_of(free, every, pos, row)
@@ -92,14 +94,19 @@ def weakest(
         return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
 
     shape = segments.start.shape
-    none = (jnp.full(shape, jnp.inf, jnp.float32), *(jnp.full(shape, -1, jnp.int32) for _ in range(3)))
+    none = (
+        jnp.full(shape, jnp.inf, jnp.float32),
+        *(jnp.full(shape, -1, jnp.int32) for _ in range(3)),
+    )
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
     by_windows = _windows_by(pool, segments, how)
     if by_windows is not None:
         _, _, at, second = fold_at_once(body, none, leaves, segments, **by_windows)
         return at, at >= 0, second
     block = how.widest or WALK_BLOCK
-    _, _, at, second = fold(body, none, leaves, segments.start, segments.length, walk=how.walk, block=block)
+    _, _, at, second = fold(
+        body, none, leaves, segments.start, segments.length, walk=how.walk, block=block
+    )
     return at, at >= 0, second
 
 
@@ -120,7 +127,9 @@ def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, A
     return mine, position, jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
 
 
-def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
+def _lowest_at_once(
+    free: Array, every: Array, pos: Array, row: Array
+) -> tuple[Array, Array, Array]:
     """Same results as `_lowest` (rank, position, row index) by one reduction: one kernel, not three, on a GPU.
 
     On a CPU it is scalar code.
@@ -147,10 +156,14 @@ class _Writes(NamedTuple):
     newest: dict[str, Float[Array, "B K D"]]
     merged: dict[str, tuple[Int[Array, "B K"], Float[Array, "B K D"]]]
 
-    def all_of(self, name: str, place: Int[Array, "B K"]) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
+    def all_of(
+        self, name: str, place: Int[Array, "B K"]
+    ) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
         """Indices and new contents of all rows written of keys ("k") or values ("v"); the newest rows go to `place`."""
         parts = [(place, self.newest[name]), *([self.merged[name]] if name in self.merged else [])]
-        return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate([new for _, new in parts], axis=1)
+        return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate(
+            [new for _, new in parts], axis=1
+        )
 
 
 def evict(
@@ -178,7 +191,9 @@ def evict(
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
     if how.ongoing.merge is None and fused:
-        k, v, pos, score = backend.replace_rows(pool.k, pool.v, pool.pos, pool.score, victim, last, over)
+        k, v, pos, score = backend.replace_rows(
+            pool.k, pool.v, pool.pos, pool.score, victim, last, over
+        )
         pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
         segments = dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
         return Evicted(pool, segments, norms, jnp.where(over, second, victim))
@@ -224,16 +239,24 @@ def _merging_dropped(
         if by_key and products is not None:
             wrong = over & (victim != segments.likely)
             assert norms is not None
-            cosine, target = nearest_of_products(pool, norms, one, victim, products, wrong, segments)
+            cosine, target = nearest_of_products(
+                pool, norms, one, victim, products, wrong, segments
+            )
         elif by_windows is not None:
-            cosine, target = nearest_at_once(getattr(pool, metric), pool.pos, one, victim, segments, **by_windows)
+            cosine, target = nearest_at_once(
+                getattr(pool, metric), pool.pos, one, victim, segments, **by_windows
+            )
         else:
             norm = norms if by_key else None
-            cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, walk=how.walk, norm=norm)
+            cosine, target = nearest(
+                getattr(pool, metric), pool.pos, one, victim, segments, walk=how.walk, norm=norm
+            )
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
-        given = merge.merge_one(index, by_layer(cosine), one_of, near, by_layer(over), tau, **axes_for(merge, how.axes))
+        given = merge.merge_one(
+            index, by_layer(cosine), one_of, near, by_layer(over), tau, **axes_for(merge, how.axes)
+        )
         found = _checked_joined(merge, given, one_of, tau)
         tau = None if tau is None else found.tau
         joins = found.joins.reshape(over.shape) & over
@@ -246,20 +269,28 @@ def _merging_dropped(
             # The newest row may itself be the one that takes the dropped one in.
             takes_in = (joins & (target == last))[..., None]
             newest = newest | {name: jnp.where(takes_in, joined, newest[name])}
-            merged = merged | {name: (jnp.where(joins & (target != last), target, jnp.int32(pool.rows)), joined)}
+            merged = merged | {
+                name: (jnp.where(joins & (target != last), target, jnp.int32(pool.rows)), joined)
+            }
     tau = None if tau is None else tau.reshape(*over.shape, -1)
     return _Writes(over, tau, newest, merged)
 
 
-def _checked_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None) -> Joined:
+def _checked_joined(
+    merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None
+) -> Joined:
     """Returns a merger's result for single rows unchanged; raises TypeError for a wrong shape or dtype."""
     checked_tuple(merge, "merge_one", found, Joined)
-    checked(merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_)
+    checked(
+        merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_
+    )
     for name, new in (("k", found.k), ("v", found.v)):
         if new is not None:
             checked(merge, f"merge_one.{name}", new, dropped.k.shape, "number of a row, [N, K, D]")
     if tau is not None:
-        checked(merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]")
+        checked(
+            merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]"
+        )
     return found
 
 
@@ -286,7 +317,9 @@ def _in_a_kernel(ongoing: Ongoing) -> bool:
 
     Users' own ranks may call what no kernel can.
     """
-    return type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
+    return (
+        type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
+    )
 
 
 def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
@@ -314,7 +347,11 @@ def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: 
 
 
 def _written(
-    pool: Pool, norms: Float[Array, "B P"] | None, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
+    pool: Pool,
+    norms: Float[Array, "B P"] | None,
+    victim: Int[Array, "B K"],
+    last: Int[Array, "B K"],
+    writes: _Writes,
 ) -> tuple[Pool, Float[Array, "B P"] | None]:
     """Applies `writes`: returns pool and key norms with newest rows in dropped rows' places and with merged rows."""
     nowhere = jnp.int32(pool.rows)

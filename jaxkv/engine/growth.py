@@ -52,9 +52,13 @@ def room_for(
     return _sliding(room, windows, max(parts.every or 1, least)) if slides else room
 
 
-def _sliding(room: Int[np.ndarray, " L"], windows: tuple[int | None, ...], least: int) -> Int[np.ndarray, " L"]:
+def _sliding(
+    room: Int[np.ndarray, " L"], windows: tuple[int | None, ...], least: int
+) -> Int[np.ndarray, " L"]:
     """Rows of room `[L]`: of window layers no more than their window's rows, or 256, or the `least` that are needed."""
-    most = [max(_LEAST_BEYOND, bucket(width), least) if width else int(room.max()) for width in windows]
+    most = [
+        max(_LEAST_BEYOND, bucket(width), least) if width else int(room.max()) for width in windows
+    ]
     return np.minimum(room, most)
 
 
@@ -74,8 +78,12 @@ def first_room(
     `ModelConfig.windows`; a window layer that `slides` has room for its window's rows, or 256 or `least`.
     """
     short = 0 if parts.reach is None else max(0, parts.reach - int(np.min(lengths)))
-    left = np.where(parts.unlimited(windows) if parts.evicts else np.zeros(len(windows), bool), new, short)
-    return tuple(room_for(parts, windows, left, new, grown=most, slides=slides, least=least).tolist())
+    left = np.where(
+        parts.unlimited(windows) if parts.evicts else np.zeros(len(windows), bool), new, short
+    )
+    return tuple(
+        room_for(parts, windows, left, new, grown=most, slides=slides, least=least).tolist()
+    )
 
 
 def steps_that_fit(cache: KVCache) -> int:
@@ -115,7 +123,11 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     At least one of the `new` tokens can be drawn on the result. Pools of window layers lose the rows that have left
     their windows.
     """
-    parts, windows, grow_by = cache.policy.parts(), cache.config.windows, _to_limit(cache).max(axis=(1, 2))
+    parts, windows, grow_by = (
+        cache.policy.parts(),
+        cache.config.windows,
+        _to_limit(cache).max(axis=(1, 2)),
+    )
     # If the policy evicts, any row of a segment may have been added one by one while drawing.
     grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
     wanted = room_for(parts, windows, grow_by, new, grown=grown)
@@ -139,18 +151,24 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
     # has grown grows twofold, so that turn after turn meets few shapes.
     grown = int(beyond(given).max())
-    enough = (given.free() >= _sliding(np.full(len(windows), wanted), windows, longest + 1)) & (grown > 0)
+    enough = (given.free() >= _sliding(np.full(len(windows), wanted), windows, longest + 1)) & (
+        grown > 0
+    )
     fits = bool(enough.all())
     room = 0 if fits else bucket(wanted)
     twofold = room if fits or goes_on else bucket(max(wanted, grown))
     mesh = None if given.axes is None else given.axes.mesh
     device = next(iter(given.seen.sharding.addressable_devices))
     available = hosts.least(memory.available_bytes(device), mesh)
-    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
+    if twofold > room and (
+        available is None or _copy_bytes(given, batch, twofold) <= available // 2
+    ):
         room = twofold
     copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
     with hosts.together("copying a cache", mesh):
-        memory.check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
+        memory.check_bytes(
+            copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device
+        )
     rooms = _sliding(np.full(len(windows), room), windows, bucket(longest + 1))
     # Window layers run out of rows before others do: these do not grow meanwhile, unless all move in a shared pool.
     apart = any(windows) and not given.layout.one_pool
@@ -168,7 +186,9 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
     if given.bank is not None:
         # Whole layers are loaded for every prompt: one in use, its copy in attention's layout, `ahead` further ones.
         reading = given.policy.parts().reading(given.config.windows, given.bank.rows[0].shape[1])
-        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
+        copied += (
+            (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
+        )
     if axes is None:
         return copied
     return -(-copied // (axes.size("B") * axes.size("K"))) * axes.in_one_memory

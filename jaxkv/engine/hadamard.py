@@ -43,15 +43,21 @@ def hadamard_matrix(dim: int) -> Float[np.ndarray, "D D"]:
 def transformed(x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
     """Vectors times the Hadamard matrix, which is its own inverse; in float32, returned in their dtype."""
     matrix = jnp.asarray(hadamard_matrix(x.shape[-1]))
-    return jnp.matmul(x.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST).astype(x.dtype)
+    return jnp.matmul(x.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST).astype(
+        x.dtype
+    )
 
 
-def stored_keys(k: Float[Array, "B K N D"], centre: Float[Array, "B K D"]) -> Float[Array, "B K N D"]:
+def stored_keys(
+    k: Float[Array, "B K N D"], centre: Float[Array, "B K D"]
+) -> Float[Array, "B K N D"]:
     """Keys as the cache holds them: less their head's `centre`, and transformed; in the keys' dtype."""
     return transformed(k.astype(jnp.float32) - centre[:, :, None]).astype(k.dtype)
 
 
-def keys_of(stored: Float[Array, "B K N D"], centre: Float[Array, "B K D"]) -> Float[Array, "B K N D"]:
+def keys_of(
+    stored: Float[Array, "B K N D"], centre: Float[Array, "B K D"]
+) -> Float[Array, "B K N D"]:
     """Keys that `stored_keys` made into stored ones; in their dtype."""
     return (transformed(stored.astype(jnp.float32)) + centre[:, :, None]).astype(stored.dtype)
 
@@ -69,7 +75,11 @@ def centre_of(
 
 @program(static=("axes",))
 def transformed_rows(
-    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], centre: Float[Array, "B K D"], *, axes: Axes | None = None
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    centre: Float[Array, "B K D"],
+    *,
+    axes: Axes | None = None,
 ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """Compiled: a layer's keys by `stored_keys`, and values transformed, before they are packed."""
     return stored_keys(k, centre), transformed(v)

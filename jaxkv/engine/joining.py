@@ -54,7 +54,11 @@ def attend_joining(
     """
     if chosen is not None:
         out, lse, pool = _joined(spec, token, pool, rest_segments(spec, segments), None, new)
-        return merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse), pool, None
+        return (
+            merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse),
+            pool,
+            None,
+        )
     if spec.scored:
         return _scored(spec, token, pool, segments, new)
     out, _, pool = _joined(spec, token, pool, segments, window, new)
@@ -110,8 +114,16 @@ def _scored(
     )
     pool = _placed(spec, token, pool, segments, new)
     if widest is not None:
-        return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v)), received
+        return (
+            out[..., None, :],
+            dataclasses.replace(pool, store=pool.store.holding(k, v)),
+            received,
+        )
     assert pool.score is not None  # Only scored pools receive.
     # Together: else XLA adds up at the end of the step, and holds what all layers' rows received until then.
     out, score = lax.optimization_barrier((out, pool.score + received))
-    return out[..., None, :], dataclasses.replace(pool, store=pool.store.holding(k, v), score=score), None
+    return (
+        out[..., None, :],
+        dataclasses.replace(pool, store=pool.store.holding(k, v), score=score),
+        None,
+    )

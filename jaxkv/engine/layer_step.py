@@ -163,7 +163,9 @@ def run_layers(
     return done
 
 
-def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
+def layer_step(
+    block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens
+) -> Stepped:
     """Runs one block over N new tokens, appends their rows; returns `Stepped`: hidden states, rows, filter's choice."""
     rows, spec = dataclasses.replace(rows, window=block.spec.window), spec.at(block.spec)
     x, normed = attention_input(block, stream, spec)
@@ -174,7 +176,9 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         token = token_of_parts(*parts, rows.by.new, normed.dtype)
         token = dataclasses.replace(token, sink_logits=block.sink_logits)
     if spec.gate is not None:
-        token = dataclasses.replace(token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]]))
+        token = dataclasses.replace(
+            token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]])
+        )
     if rows.centre is not None:
         # What looks at a row itself comes before its transform.
         token = dataclasses.replace(token, begun=scores_of(token, spec)).transformed(rows.centre)
@@ -211,7 +215,9 @@ def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     assert bounds is not None and new.candidates is not None
     length, budget = rows.segments.length, new.candidates.budget
     each = rows.pool.rows // token.q.shape[1]
-    return dataclasses.replace(rows, pages=chosen_pages(spec, token.q[..., 0, :], bounds, length, budget, each))
+    return dataclasses.replace(
+        rows, pages=chosen_pages(spec, token.q[..., 0, :], bounds, length, budget, each)
+    )
 
 
 def attend(
@@ -224,14 +230,21 @@ def attend(
         return *_attend_several(spec, token, rows, new), None
     alone = rows.loaded is None and rows.pages is None and rows.norms is None
     if alone and joins(spec, token, rows.pool, rows.window):
-        out, pool, shares = attend_joining(spec, token, rows.pool, rows.segments, rows.window, new, rows.chosen)
+        out, pool, shares = attend_joining(
+            spec, token, rows.pool, rows.segments, rows.window, new, rows.chosen
+        )
         return out, dataclasses.replace(rows, pool=pool), shares
     # A single token's row is appended first; attention then reads it like the others.
-    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec))
+    pool = append(
+        rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec)
+    )
     norms = rows.norms
     if norms is not None:
         norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
-    rows, length = dataclasses.replace(rows, pool=pool, norms=norms), rows.segments.length + new.count[:, None]
+    rows, length = (
+        dataclasses.replace(rows, pool=pool, norms=norms),
+        rows.segments.length + new.count[:, None],
+    )
     if rows.chosen is not None:
         some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
         rest = token.with_sinks(*over_rest(spec, token.q, pool, rows.segments, length))
@@ -268,7 +281,12 @@ def attend(
 
 
 def _attend_fused(
-    spec: Spec, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array], dealt: Dealt
+    spec: Spec,
+    token: Token,
+    rows: LayerRows,
+    new: NewTokens,
+    parts: tuple[Array, Array],
+    dealt: Dealt,
 ) -> tuple[Float[Array, "M K G 1 D"], LayerRows]:
     """Appends one token's row and attends, in one kernel; returns output (padding from sequence B on), updated rows.
 
@@ -313,7 +331,9 @@ def _attend_fused(
     return out[..., None, :], dataclasses.replace(rows, pool=pool)
 
 
-def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
+def _attend_several(
+    spec: Spec, token: Token, rows: LayerRows, new: NewTokens
+) -> tuple[Array, LayerRows]:
     """Appends several tokens' rows; returns their attention to older rows and one another, and the updated rows.
 
     The two are merged by log-sum-exp.
@@ -322,7 +342,8 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     if rows.window is not None:
         out = several_in_window(spec, token, pool, rows.segments, new.count, rows.window)
         return out, dataclasses.replace(
-            rows, pool=append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
+            rows,
+            pool=append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores),
         )
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
@@ -332,7 +353,9 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     own, own_lse = token.with_sinks(*own)
     if spec.scored:
         assert pool.score is not None
-        score, scores = _several_scores(spec, token, rows, new.count, jnp.logaddexp(lse, own_lse), pool.score)
+        score, scores = _several_scores(
+            spec, token, rows, new.count, jnp.logaddexp(lse, own_lse), pool.score
+        )
         pool = dataclasses.replace(pool, score=score)
     pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
     return attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, pool=pool)
@@ -372,7 +395,9 @@ def _several_scores(
     return older, sums.mean(axis=2)
 
 
-def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail) -> tuple[Array, LayerRows]:
+def _attend_with_tail(
+    spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail
+) -> tuple[Array, LayerRows]:
     """Appends one token's row to the tail; returns its attention to pool (only read) and tail, and updated rows."""
     assert new.written is not None
     # A sequence that has ended writes nothing, but reads one row all the same: a softmax over no rows is NaN.
@@ -382,7 +407,9 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
 
     def put(leaf: Array, row: Array) -> Array:
         one = row[:, :, 0].astype(leaf.dtype)
-        return leaf.at[each, :, at].set(one, mode="drop", unique_indices=True, indices_are_sorted=True)
+        return leaf.at[each, :, at].set(
+            one, mode="drop", unique_indices=True, indices_are_sorted=True
+        )
 
     # Without the barrier XLA fuses the update into its reader and into the loop's state, and copies the tail twice.
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
@@ -400,7 +427,9 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
         older = _over_older(spec, token, rows, rest=True)
     else:
         left = jnp.maximum(rows.window - held[:, None], 0)
-        older = over_window(token.q, rows.pool, *in_window(rows.segments.start, rows.segments.length, left), spec)
+        older = over_window(
+            token.q, rows.pool, *in_window(rows.segments.start, rows.segments.length, left), spec
+        )
     return attention.merge(*older, *token.with_sinks(*own)), dataclasses.replace(rows, tail=tail)
 
 
@@ -413,8 +442,12 @@ def _over_older(
     """
     pool, segments = rows.pool, rows.segments
     if rows.chosen is None:
-        return pool_attention(token.q, *readable(spec, pool, rows.by.rows), segments.start, segments.length, spec)
+        return pool_attention(
+            token.q, *readable(spec, pool, rows.by.rows), segments.start, segments.length, spec
+        )
     some = over_chosen(spec, token.q, pool, segments, rows.chosen, rows.loaded)
     if not rest:
         return some
-    return attention.merge_with_lse(*over_rest(spec, token.q, pool, segments, segments.length), *some)
+    return attention.merge_with_lse(
+        *over_rest(spec, token.q, pool, segments, segments.length), *some
+    )

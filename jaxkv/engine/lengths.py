@@ -98,7 +98,11 @@ class ByLength:
 
 
 def by_length(
-    parts: Parts, lengths: Int[np.ndarray, " B"], windows: tuple[int | None, ...], *, strict: bool = True
+    parts: Parts,
+    lengths: Int[np.ndarray, " B"],
+    windows: tuple[int | None, ...],
+    *,
+    strict: bool = True,
 ) -> ByLength:
     """Computes a policy's `ByLength` numbers (budgets, rows of each layer) for prompts of given lengths; host int64.
 
@@ -114,7 +118,10 @@ def by_length(
     recent: Any = None
     if not parts.claims:
         rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
-        rows, recent = (beside_windows(table, length, windows) for table in (rows, parts.recents(rows, length, forced)))
+        rows, recent = (
+            beside_windows(table, length, windows)
+            for table in (rows, parts.recents(rows, length, forced))
+        )
     return ByLength(
         budget=budget,
         most=parts.may_hold(budget),
@@ -126,25 +133,38 @@ def by_length(
 
 
 def beside_windows(
-    table: Int[np.ndarray, "n B"] | Int[Array, "n B"], length: Numbers, windows: tuple[int | None, ...]
+    table: Int[np.ndarray, "n B"] | Int[Array, "n B"],
+    length: Numbers,
+    windows: tuple[int | None, ...],
 ) -> Table:
     """Row counts `[L, B]` of all layers: of window layers their window's, of the others those in `table`."""
     if not any(windows):
         return table
     xp, others = namespace(table), iter(table)
-    return xp.stack([next(others) if each is None else xp.minimum(length, each) for each in windows])
+    return xp.stack(
+        [next(others) if each is None else xp.minimum(length, each) for each in windows]
+    )
 
 
-def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int) -> Table:
+def layer_rows(
+    parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int
+) -> Table:
     """Rows per kv head `[L, B]` that the policy's schedule gives each layer; int64 on the host, int32 in a trace."""
     with _in_64_bits(budget):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
+        rows = parts.layers.rows(
+            budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None
+        )
         return rows.astype(np.int32) if is_traced(rows) else rows
 
 
 def rows_by_claims(
-    parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any, windows: tuple[int | None, ...]
+    parts: Parts,
+    budget: Numbers,
+    lengths: Numbers,
+    forced: Numbers,
+    claims: Any,
+    windows: tuple[int | None, ...],
 ) -> tuple[Table, Table]:
     """Two counts `[L, B]` from layers' claims on a budget: rows to keep per kv head, and most recent rows that stay.
 
@@ -154,7 +174,9 @@ def rows_by_claims(
     with _in_64_bits(claims):
         parts = parts.among(windows)
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        rows = parts.layers.rows(budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims)
+        rows = parts.layers.rows(
+            budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims
+        )
         recent = parts.recents(rows, lengths, forced, claims, budget)
         rows, recent = (beside_windows(table, lengths, windows) for table in (rows, recent))
         return rows.astype(np.int32), recent.astype(np.int32)

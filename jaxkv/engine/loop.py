@@ -54,7 +54,9 @@ class Running:
     def rewound(self, rows: Int[Array, " B"]) -> "Running":
         """Loop state without the last `rows[b]` rows of sequence b, at most those that the last `decode` added."""
         if self.beside is not None:
-            return dataclasses.replace(self, beside=self.beside._replace(written=self.beside.written - rows))
+            return dataclasses.replace(
+                self, beside=self.beside._replace(written=self.beside.written - rows)
+            )
         # Rows behind a stop string are the last ones of their segments: none is dropped between two reads of the text.
         tables = self.cache.tables
         length, seen = tables.length - rows[None, :, None], tables.seen - rows
@@ -66,7 +68,11 @@ def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) 
 
     Otherwise the cache needs room for `size` rows behind every segment.
     """
-    config, axes, (_, batch, heads) = spec.config, None if inside() else spec.axes, cache.tables.start.shape
+    config, axes, (_, batch, heads) = (
+        spec.config,
+        None if inside() else spec.axes,
+        cache.tables.start.shape,
+    )
     shape = (batch, heads, size, config.head_dim)
 
     def zeros() -> Array:
@@ -85,7 +91,9 @@ def settle(running: Running, *, spec: Spec, which: Bool[Array, " B"] | None = No
     tables, (tails, written) = running.cache.tables, running.beside
     written = written if which is None else jnp.where(which, written, 0)
     pools = _settle(running.cache.pools, tables, tails, written, spec=spec)
-    return running.cache.updated(pools=pools, length=tables.length + written[None, :, None], seen=tables.seen + written)
+    return running.cache.updated(
+        pools=pools, length=tables.length + written[None, :, None], seen=tables.seen + written
+    )
 
 
 @program(static=("spec",), donate=("pools",), on="spec")
@@ -104,7 +112,9 @@ def _settle(
         at = spec.layout.pool_of(layer)
         dtype = pools_now[at].k.dtype
         end = tables.start[layer] + tables.length[layer]
-        pools_now[at] = append(pools_now[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
+        pools_now[at] = append(
+            pools_now[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written
+        )
     return tuple(pools_now)
 
 
@@ -137,7 +147,9 @@ class Draw:
         A token that ends a sequence becomes no row: the logits stay those of the last row.
         """
         left = self.left - (~self.done).astype(jnp.int32)
-        return dataclasses.replace(self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left)
+        return dataclasses.replace(
+            self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left
+        )
 
 
 @program(static=("axes",))
@@ -174,15 +186,21 @@ class Drawn(NamedTuple):
     fed: Int[Array, " B"]
 
 
-def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None) -> Drawn:
+def drawn(
+    draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None
+) -> Drawn:
     """Samples the next token of each sequence; returns `Drawn`; TypeError unless the sampler gives integers `[B]`."""
     logits = gathered(draw.logits, "V", 1, axes)
-    keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
+    keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
+        draw.key, draw.row, seen
+    )
     token = sampling(logits, keys)
     whole = jnp.issubdtype(jnp.asarray(token).dtype, jnp.integer)
     if not whole or jnp.shape(token) != seen.shape:
         found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
-        raise TypeError(f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]")
+        raise TypeError(
+            f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]"
+        )
     vocab = logits.shape[1]
     # V stands for an id outside of the vocabulary, which `Drawing.draw` refuses; -1 would be taken for an end.
     token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
@@ -219,7 +237,9 @@ def decode(
     many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
     idle = many - 1 if idle is None else idle
     if running.loader is not None:
-        return _decode_staged(flat, running, draw, int(steps), spec=spec, sampling=sampling, size=size, idle=idle)
+        return _decode_staged(
+            flat, running, draw, int(steps), spec=spec, sampling=sampling, size=size, idle=idle
+        )
     given = loop_arguments(flat, running, draw, steps, sampling, idle, spec=spec)
     written, still, draw, out, ran = _loop(*given, spec=spec, size=size)
     if still.beside is None:
@@ -229,7 +249,14 @@ def decode(
 
 
 def loop_arguments(
-    flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int, *, spec: Spec
+    flat: Flat,
+    running: Running,
+    draw: Draw,
+    steps: int | Int[Array, ""],
+    sampling: Sampling,
+    idle: int,
+    *,
+    spec: Spec,
 ) -> tuple[Any, ...]:
     """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
     cache, beside = running.cache, running.beside
@@ -285,7 +312,9 @@ def _loop(
         return index + 1, (cache, made.beside), draw.after(made.logits, new.done), out
 
     out = jnp.full((draw.done.shape[0], size), -1, jnp.int32)
-    index, (cache, beside), draw, out = lax.while_loop(going, body, (jnp.int32(0), carried, draw, out))
+    index, (cache, beside), draw, out = lax.while_loop(
+        going, body, (jnp.int32(0), carried, draw, out)
+    )
     if still.beside is None:
         return cache.pools, Running(cache=cache.updated(pools=())), draw, out, index
     read = Cache(pools=(), tables=dataclasses.replace(still.cache.tables, state=cache))
@@ -293,20 +322,34 @@ def _loop(
 
 
 def _decode_staged(
-    flat: Flat, running: Running, draw: Draw, steps: int, *, spec: Spec, sampling: Sampling, size: int, idle: int
+    flat: Flat,
+    running: Running,
+    draw: Draw,
+    steps: int,
+    *,
+    spec: Spec,
+    sampling: Sampling,
+    size: int,
+    idle: int,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
     """`decode` by a Python loop over steps, for rows in host memory; same results; `steps` = 0 only compiles.
 
     For that it runs one step that counts no token.
     """
     cache, batch, axes, loader = running.cache, draw.done.shape[0], spec.axes, running.loader
-    draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
+    draw = (
+        settle_down(draw, axes)
+        if axes
+        else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
+    )
     out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)
     assert loader is not None
     if steps == 0:
         new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)
         uncounted = dataclasses.replace(loader, traffic=Traffic())
-        logits, cache = extend(flat, cache, new.token[:, None], new.fed * 0, spec=spec, loader=uncounted)
+        logits, cache = extend(
+            flat, cache, new.token[:, None], new.fed * 0, spec=spec, loader=uncounted
+        )
         jax.block_until_ready(logits)
     while ran < steps and ended.sum() <= idle:
         new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)

@@ -23,7 +23,12 @@ class _Sums(NamedTuple):
 
 
 def prompt_moments(
-    block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], asked: FutureQueries, *, size: int
+    block: Block,
+    x: Float[Array, "B S E"],
+    length: Int[Array, " B"],
+    asked: FutureQueries,
+    *,
+    size: int,
 ) -> QueryMoments:
     """Computes `QueryMoments` per prompt and head: query mean, optional covariance, at positions after the prompt.
 
@@ -47,7 +52,11 @@ def prompt_moments(
 
 
 def prompt_block_sums(
-    block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], table: Angles, asked: BlockAttention
+    block: Block,
+    x: Float[Array, "B S E"],
+    length: Int[Array, " B"],
+    table: Angles,
+    asked: BlockAttention,
 ) -> BlockSums:
     """Computes `BlockSums` from hidden states: attention that each key receives from the queries of its token block."""
     slots = x.shape[1]
@@ -84,7 +93,9 @@ def last_moments(
     return _turned(sums, seen, rope, asked)
 
 
-def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries) -> _Sums:
+def _sums_of(
+    q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries
+) -> _Sums:
     """Computes `_Sums` (count, mean, outer products summed about the mean) of the queries `q` in mask `counts`."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
     number = counts.sum(axis=1).astype(jnp.float32)
@@ -103,7 +114,9 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
     mean = one.mean + off * share
     if one.outer is None or other.outer is None:
         return _Sums(number, mean, None)
-    between = (one.number[:, None, None, None] * share)[..., None] * off[..., :, None] * off[..., None, :]
+    between = (
+        (one.number[:, None, None, None] * share)[..., None] * off[..., :, None] * off[..., None, :]
+    )
     return _Sums(number, mean, one.outer + other.outer + between)
 
 

@@ -43,7 +43,9 @@ def nearest(
         jnp.full(shape, -1, jnp.int32),
     )
     leaves = (rows, pos) if norm is None else (rows, pos, norm)
-    cosine, _, at = fold(body, carry, leaves, segments.start, segments.length, walk=walk, block=WALK_BLOCK)
+    cosine, _, at = fold(
+        body, carry, leaves, segments.start, segments.length, walk=walk, block=WALK_BLOCK
+    )
     return cosine, at
 
 
@@ -89,7 +91,9 @@ def nearest_of_products(
         wrong, products = state
         index = jnp.argmax(wrong.reshape(-1)).astype(jnp.int32)
         b, s = index // wrong.shape[1], index % wrong.shape[1]
-        keys = lax.dynamic_slice(pool.k, (b, first[b, s], 0), (1, width, pool.k.shape[2])).astype(jnp.float32)
+        keys = lax.dynamic_slice(pool.k, (b, first[b, s], 0), (1, width, pool.k.shape[2])).astype(
+            jnp.float32
+        )
         one = lax.dynamic_slice(of, (b, s, 0), (1, 1, of.shape[2]))
         product = _dots(one, keys[:, None])
         return wrong.at[b, s].set(False), lax.dynamic_update_slice(products, product, (b, s, 0))
@@ -98,16 +102,22 @@ def nearest_of_products(
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = inside_segments(row, segments.start, segments.length)
     pos, norm = (windows(leaf, first, width) for leaf in (pool.pos, norms))
-    cosine, _, found = _most(_cosines(products, of, norm), pos, row, inside & (row != but[..., None]))
+    cosine, _, found = _most(
+        _cosines(products, of, norm), pos, row, inside & (row != but[..., None])
+    )
     return cosine, found
 
 
-def _cosines(products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]) -> Array:
+def _cosines(
+    products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]
+) -> Array:
     """Cosines `[B, K, n]`: inner products of vectors `of` with n rows, divided by the norms of both."""
     return products / (row_norms(of)[..., None] * length)
 
 
-def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -> tuple[Array, Array, Array]:
+def _most(
+    cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]
+) -> tuple[Array, Array, Array]:
     """Triple `[B, K]` per segment: largest cosine in mask `counts`, its earliest position, its pool row (-1: none)."""
     cosine = jnp.where(counts, cosine, -jnp.inf)
     top = cosine.max(axis=-1)
@@ -118,7 +128,9 @@ def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -
 
 def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
     """Float32 inner products `[B, K, n]` of each head's vector with n rows, per head or shared by all heads."""
-    dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    dot = partial(
+        lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
     if rows.shape[1] == 1:
         return dot(q, rows[:, 0], (((2,), (2,)), ((0,), (0,))))
     return dot(q, rows, (((2,), (3,)), ((0, 1), (0, 1))))

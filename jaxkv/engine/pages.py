@@ -50,7 +50,9 @@ def with_bounds(
     return tuple(made)
 
 
-def with_new_rows(pool: Pool, segments: Segments, new: NewTokens, read: Float[Array, "B K"]) -> Pool:
+def with_new_rows(
+    pool: Pool, segments: Segments, new: NewTokens, read: Float[Array, "B K"]
+) -> Pool:
     """Copy of a pool, its page bounds (min/max keys) recomputed for the pages that the step's appended rows join.
 
     `segments` are those before the new rows, `read` numbers behind whose computation the bounds are written.
@@ -96,7 +98,9 @@ def chosen_pages(
     full = jnp.arange(pages, dtype=jnp.int32) < (length // page)[..., None]
     keys = jnp.where(full, sortable(scores), jnp.uint32(0)).reshape(-1, pages)
     width = max(1, min(pages, (spec.reading.width - 1) // page))
-    at = largest(keys, count.reshape(-1), width, by_sorting=spec.backend.few_launches).reshape(batch, heads, width)
+    at = largest(keys, count.reshape(-1), width, by_sorting=spec.backend.few_launches).reshape(
+        batch, heads, width
+    )
     rows = at[..., None] * page + jnp.arange(page, dtype=jnp.int32)
     rows = jnp.minimum(rows.reshape(batch, heads, -1), each - 1)
     return PageRows(rows=rows, held=count * page, rest=rest_from(length, page))
@@ -117,11 +121,17 @@ def over_pages(
     assert spec.page is not None
     (batch, heads), page = start.shape, spec.page
     slot = jnp.arange(chosen.rows.shape[2] + page, dtype=jnp.int32)
-    held, rest, rows = chosen.held[..., None], chosen.rest[..., None], jnp.pad(chosen.rows, ((0, 0), (0, 0), (0, page)))
+    held, rest, rows = (
+        chosen.held[..., None],
+        chosen.rest[..., None],
+        jnp.pad(chosen.rows, ((0, 0), (0, 0), (0, page))),
+    )
     count = chosen.held + length - chosen.rest
     offset = jnp.where(slot < held, rows, rest + slot - held)
     source = jnp.where(slot < count[..., None], start[..., None] + offset, -1)
     k, v, _ = spec.backend.packed(pool.k[:, None], pool.v[:, None], source.reshape(batch, -1))
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slot.shape[0], start.shape)
-    out, lse = spec.backend.attend(q[..., 0, :], k, v, first, count, walk=Walk.STRIDES, **spec.capping)
+    out, lse = spec.backend.attend(
+        q[..., 0, :], k, v, first, count, walk=Walk.STRIDES, **spec.capping
+    )
     return out[..., None, :], lse[..., None]

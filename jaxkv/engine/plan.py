@@ -83,7 +83,9 @@ class PrefillPlan:
         """Copy of the plan with its last prompt repeated `count` more times; its byte fields are not recomputed."""
         index = np.append(np.arange(len(self.budget)), np.full(count, -1))
         rows = None if self.rows is None else self.rows[:, index]
-        return dataclasses.replace(self, rows=rows, budget=self.budget[index], forced=self.forced[index])
+        return dataclasses.replace(
+            self, rows=rows, budget=self.budget[index], forced=self.forced[index]
+        )
 
     def in_pools(self, rows: tuple[int, ...]) -> "PrefillPlan":
         """Copy of the plan with pool sizes fixed to `rows` (on a mesh, per device's part); bytes are not recomputed."""
@@ -93,7 +95,9 @@ class PrefillPlan:
         """Tuple of pool sizes P in rows for `heads` kv heads; with `stretches` > 1, of one device's part of each."""
         if self.pools is not None:
             return self.pools
-        return _pools(self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches)
+        return _pools(
+            self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches
+        )
 
 
 @settled
@@ -142,12 +146,16 @@ def plan_prefill(
     away = () if reading is None else reading.offloaded
     if rows is not None:
         rows[list(away)] = 0
-    capacity = _capacity(parts, tuple(sorted({bucket(n) for n in length.tolist()})), config.windows, heads)
+    capacity = _capacity(
+        parts, tuple(sorted({bucket(n) for n in length.tolist()})), config.windows, heads
+    )
     # Pools of offloaded layers hold what comes after the prompt; no array is ever empty.
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
     groups, stretches, copies = (1, 1, 1) if mesh is None else (mesh.shape[name] for name in NAMES)
-    pool_rows = _pools(parts.layout, capacity_of(parts.heads), capacity, slots, rooms, heads, stretches)
+    pool_rows = _pools(
+        parts.layout, capacity_of(parts.heads), capacity, slots, rooms, heads, stretches
+    )
     work = PrefillBytes(
         config=config.on_one_of(stretches, stretches * copies),
         parts=parts,
@@ -160,7 +168,9 @@ def plan_prefill(
         implementation=implementation,
     )
     near = sum(np.minimum(length, window or 0) for window in config.windows)
-    filled = config.windows.count(None) * numbers.budget + near if rows is None else rows.sum(axis=0)
+    filled = (
+        config.windows.count(None) * numbers.budget + near if rows is None else rows.sum(axis=0)
+    )
     promised = -(-int(heads * filled.sum()) * times // (groups * stretches))
     spare = work.batch * work.config.kv_heads * sum(rooms)
     uncompressed = sum(int(np.minimum(length, window or length).sum()) for window in config.windows)
@@ -176,7 +186,9 @@ def plan_prefill(
         forced=np.asarray(numbers.forced),
         cache_bytes=work.cache,
         full_bytes=-(-full_bytes // (groups * stretches)),
-        slack_bytes=max(0, sum(work.pools) - (promised + spare) * parts.row_bytes(config.head_dim, item)),
+        slack_bytes=max(
+            0, sum(work.pools) - (promised + spare) * parts.row_bytes(config.head_dim, item)
+        ),
         peak_bytes=work.peak,
         host_bytes=work.host,
         loaded_bytes=work.loaded,
@@ -191,11 +203,18 @@ def pools_for(
     On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
     capacity = _capacity(parts, (slots,), config.windows, config.kv_heads)
-    return _pools(parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches)
+    return _pools(
+        parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches
+    )
 
 
 def buffer_rows(
-    parts: Parts, capacity: tuple[int, ...], slots: int, windows: tuple[int | None, ...], heads: int, stretches: int = 1
+    parts: Parts,
+    capacity: tuple[int, ...],
+    slots: int,
+    windows: tuple[int | None, ...],
+    heads: int,
+    stretches: int = 1,
 ) -> int | None:
     """Rows of the buffer of candidates in a prefill whose layers share one budget; None if no buffer is used.
 
@@ -203,7 +222,10 @@ def buffer_rows(
     of it by layers' weights, where it weighs less than the rows of all layers but one. Mergers and second passes over
     the prompt need all of these, and `windows`, those of the model's layers, leave few to hold.
     """
-    needs_all, layers = parts.merge is not None or parts.needs.replay is not None or any(windows), len(windows)
+    needs_all, layers = (
+        parts.merge is not None or parts.needs.replay is not None or any(windows),
+        len(windows),
+    )
     if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, stretches)):
         return None
     share, mine = capacity_of(parts.heads), layers * (heads // stretches)
@@ -233,7 +255,9 @@ def _pools(
 
 
 @lru_cache(maxsize=256)
-def _capacity(parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, ...], heads: int) -> tuple[int, ...]:
+def _capacity(
+    parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, ...], heads: int
+) -> tuple[int, ...]:
     """Cached tuple: most rows per kv head that prompts of buckets `sizes` keep, by layer; a shared pool's one total.
 
     A pool shared by all layers has the total over layers and heads.
@@ -291,7 +315,9 @@ def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
     spare = memory.allocator_bytes(placed.addressable_shards[0].device)
     if spare is None:
         return 0
-    return max(0, min(_MOST_AHEAD, (spare - needed.peak_bytes) // (needed.peak_bytes - needed.cache_bytes)))
+    return max(
+        0, min(_MOST_AHEAD, (spare - needed.peak_bytes) // (needed.peak_bytes - needed.cache_bytes))
+    )
 
 
 def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:

@@ -84,7 +84,9 @@ def run_layer(
     )
 
 
-def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
+def read_layers(
+    flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs
+) -> Iterator[LayerOut]:
     """Generator: runs right-padded prompts through the model, no compression, and yields each layer's `LayerOut`.
 
     A layer's hidden states are donated to the next one; `needs` adds to keys and values of layers without a window.
@@ -94,7 +96,9 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = angles_by_rope(flat, tokens.shape[1])
     for index, window in enumerate(flat.config.windows):
-        out = run_layer(flat, index, x, length, tables, needs if window is None else Needs(), Implementation.XLA)
+        out = run_layer(
+            flat, index, x, length, tables, needs if window is None else Needs(), Implementation.XLA
+        )
         x = out.x
         yield out
         # One layer at a time: the caller must drop its reference, too.
@@ -102,7 +106,13 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
 
 
 def observed(
-    flat: Flat, out: LayerOut, scorer: Scorer, length: Array, index: int, key: Array, implementation: Implementation
+    flat: Flat,
+    out: LayerOut,
+    scorer: Scorer,
+    length: Array,
+    index: int,
+    key: Array,
+    implementation: Implementation,
 ) -> Observed:
     """Makes a scorer's `Observed` input (last queries, keys, values, attention sums, norms) from one layer's output."""
     # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
@@ -135,7 +145,9 @@ def observed(
 def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, ...], int | None]:
     """Pair: tuple of pool sizes P in rows, and rows of a joint budget's buffer or None; on a mesh, of one device."""
     config, split = flat.config, 1 if flat.axes is None else flat.axes.size("K")
-    buffer = buffer_rows(parts, needed.capacity, needed.slots, config.windows, config.kv_heads, split)
+    buffer = buffer_rows(
+        parts, needed.capacity, needed.slots, config.windows, config.kv_heads, split
+    )
     return needed.pool_rows(config.kv_heads, split), buffer
 
 
@@ -149,7 +161,18 @@ def signature_of(
     parts = policy.parts()
     reading = parts.reading(flat.config.windows, needed.slots)
     page = None if reading is None else reading.page
-    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, parts.scored, page))
+    key = typed(
+        (
+            parts.scorer,
+            parts.layers,
+            parts.heads,
+            parts.needs,
+            parts.merge,
+            parts.store,
+            parts.scored,
+            page,
+        )
+    )
     sizes = sizes_of(flat, parts, needed)
     return flat.graphs, flat.ends[0].dtype, batch, needed.slots, sizes, key, implementation
 
@@ -173,7 +196,11 @@ def prefill(
     read_parts = policy.parts().read
     if read_parts is not None and read_parts.by_chunks:
         # Each chunk goes through the whole model.
-        return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, implementation=implementation))
+        return (
+            yield from chunked.prefill(
+                flat, tokens, lengths, policy, needed, implementation=implementation
+            )
+        )
     numbers = by_length(policy.parts(), lengths, flat.config.windows, strict=strict)
     lengths = np.asarray(lengths, np.int64)
     prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
@@ -189,7 +216,9 @@ def prefill(
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
     logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
-    flat.compiled.add(signature_of(flat, len(lengths), policy, needed, implementation=implementation))
+    flat.compiled.add(
+        signature_of(flat, len(lengths), policy, needed, implementation=implementation)
+    )
     return cache, logits
 
 
@@ -213,9 +242,13 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
         state = reading_state(prompts.length, numbers.reads, made.length, tuple(prompts.rings))
     seen = jnp.copy(prompts.length)
     centre = jnp.stack(prompts.centres) if prompts.centres else None
-    tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state, centre=centre)
+    tables = Tables(
+        start=made.start, length=made.length, limit=limit, seen=seen, state=state, centre=centre
+    )
     cache = KVCache(
-        arrays=Cache(pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables),
+        arrays=Cache(
+            pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables
+        ),
         moved=made.tally.moved,
         cut=made.tally.cut,
         layout=needed.layout,
@@ -256,15 +289,24 @@ class Prompts(Source):
         """
         layers, parts = flat.config.layers, policy.parts()
         self.flat, self.needed, self.lengths, self.numbers = flat, needed, lengths, numbers
-        self.policy, self.parts, self.merge_key, self.implementation = policy, parts, key, implementation
+        self.policy, self.parts, self.merge_key, self.implementation = (
+            policy,
+            parts,
+            key,
+            implementation,
+        )
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes, self.windows = range(layers), flat.axes, flat.config.windows
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
         # Rows of a layer that is not scored yet; and rows of a layer that keeps all.
         self.unscored = of_prompt(None, self.forced, self.length)
-        heads = flat.config.kv_heads // (flat.axes.size("K") if flat.axes is not None and inside() else 1)
-        everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, needed.slots))
+        heads = flat.config.kv_heads // (
+            flat.axes.size("K") if flat.axes is not None and inside() else 1
+        )
+        everything = jnp.broadcast_to(
+            self.unscored.inside, (*self.length.shape, heads, needed.slots)
+        )
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.reading = parts.reading(self.windows, needed.slots)
         self.remembered = remembered(parts.ongoing, self.reading, self.windows)
@@ -275,7 +317,12 @@ class Prompts(Source):
         self.kept_rows, self.recents = numbers.rows, numbers.recent
         self.pool_sizes, self.buffer = sizes_of(flat, parts, needed)
         self.held, self.ran = dict[int, Unpacked](), dict[int, LayerOut]()
-        self.banked, self.rings, self.nans, self.checked = list[Array](), list[Array](), list[Array](), 0
+        self.banked, self.rings, self.nans, self.checked = (
+            list[Array](),
+            list[Array](),
+            list[Array](),
+            0,
+        )
         self.transforms, self.centres = transforms(parts), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
@@ -286,14 +333,18 @@ class Prompts(Source):
             self.ran[index] = self._run(index)
             yield _FIRST_PASS
         worth = (1 - _FIRST_PASS) * len(self.indices)
-        peaks = yield from replayed(self.flat, self.ran, padded, asked, implementation=self.implementation, worth=worth)
+        peaks = yield from replayed(
+            self.flat, self.ran, padded, asked, implementation=self.implementation, worth=worth
+        )
         for index in self.indices:
             self.ran[index] = dataclasses.replace(self.ran[index], replayed=peaks[index])
 
     def _run(self, index: int) -> LayerOut:
         """Runs a layer on the hidden states of the one below; returns its `LayerOut`, whose hidden states it stores."""
         needs = self.parts.needs if self.windows[index] is None else Needs()
-        out = run_layer(self.flat, index, self.x, self.length, self.angles, needs, self.implementation)
+        out = run_layer(
+            self.flat, index, self.x, self.length, self.angles, needs, self.implementation
+        )
         self.x = out.x
         return out
 
@@ -307,7 +358,9 @@ class Prompts(Source):
             self.centres.append(centre_of(k, length, axes=self.axes))
         if count := self.remembered[index]:
             last, rows_of = out.q[..., out.q.shape[3] - count :, :], ring_rows(count)
-            self.rings.append(ring_of(last, length, rows=rows_of, transforms=self.transforms, axes=self.axes))
+            self.rings.append(
+                ring_of(last, length, rows=rows_of, transforms=self.transforms, axes=self.axes)
+            )
         if self.reading is not None and index in self.reading.offloaded:
             # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
@@ -320,12 +373,16 @@ class Prompts(Source):
             self.held[index], found = within_window(*given, cut=cut, axes=self.axes)
             return found
         seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
-        scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
+        scores, mass, claim = observe(
+            seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes
+        )
         self.nans.append(unordered(scores, length, axes=self.axes))
         self.held[index] = rows._replace(mass=mass, score=mass if parts.scored else None)
         norms = out.norms if parts.heads.needs_norms else None
         first = ranked_first(seen, scorer=scorer, axes=self.axes)
-        return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim, first=first)
+        return dataclasses.replace(
+            self.unscored, scores=scores, norms=norms, claim=claim, first=first
+        )
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
@@ -335,16 +392,23 @@ class Prompts(Source):
             self.kept_rows, self.recents = rows_by_claims(self.parts, numbers.budget, *of)
         assert self.kept_rows is not None and self.recents is not None
         part = slice(group[0], group[-1] + 1)
-        rows, recents = (place(table[part], "n B", self.axes, jnp.int32) for table in (self.kept_rows, self.recents))
+        rows, recents = (
+            place(table[part], "n B", self.axes, jnp.int32)
+            for table in (self.kept_rows, self.recents)
+        )
         return rows, recents
 
     def at_most(self, claims: list[Array | None]) -> tuple[Array, Array]:
         """Pair of counts `[L, B]`: upper bounds of rows per kv head, most recent rows in these; 0 for later layers."""
         numbers, layers = self.numbers, len(self.indices)
         weights = self._weights(claims)
-        found = most_by_claims(self.parts, numbers.budget, self.lengths, numbers.forced, weights, layers)
+        found = most_by_claims(
+            self.parts, numbers.budget, self.lengths, numbers.forced, weights, layers
+        )
         xp, beyond = namespace(weights), ((0, layers - len(claims)), (0, 0))
-        rows, recents = (place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in found)
+        rows, recents = (
+            place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in found
+        )
         return rows, recents
 
     def _weights(self, claims: list[Array | None]) -> Any:
@@ -388,7 +452,12 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     A limit is the number of rows kept; the budget if the prompt is shorter and there is no threshold; a number never
     reached for layers that grow without end; or what head budgets with limits of their own say.
     """
-    parts, lengths, numbers, rows = prompts.parts, prompts.lengths, prompts.numbers, prompts.kept_rows
+    parts, lengths, numbers, rows = (
+        prompts.parts,
+        prompts.lengths,
+        prompts.numbers,
+        prompts.kept_rows,
+    )
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
     assert rows is not None and prompts.recents is not None
     short = numbers.most > lengths
@@ -407,4 +476,6 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
         return limit, state
     short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
-    return limits_of(parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes, prompts.windows), state
+    return limits_of(
+        parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes, prompts.windows
+    ), state

@@ -21,7 +21,9 @@ from jaxkv.policies.scorer import Replay
 WORKSPACE = 1 << 25
 
 
-def bound_bytes(reading: Reading | None, config: ModelConfig, batch: int, item: int, pool_rows: tuple[int, ...]) -> int:
+def bound_bytes(
+    reading: Reading | None, config: ModelConfig, batch: int, item: int, pool_rows: tuple[int, ...]
+) -> int:
     """Bytes of the minimum and maximum key of every page of the layers that choose pages (Quest); 0 without pages.
 
     `pool_rows` is P of each layer's pool, and `config` the model's shape, on one device.
@@ -29,8 +31,16 @@ def bound_bytes(reading: Reading | None, config: ModelConfig, batch: int, item: 
     if reading is None or reading.page is None:
         return 0
     page, heads = reading.page, config.kv_heads
-    sparse = (rows for rows, source in zip(pool_rows, reading.sources, strict=True) if source != WHOLE)
-    return sum(heads * -(-rows // heads // page) for rows in sparse) * batch * 2 * config.head_dim * item
+    sparse = (
+        rows for rows, source in zip(pool_rows, reading.sources, strict=True) if source != WHOLE
+    )
+    return (
+        sum(heads * -(-rows // heads // page) for rows in sparse)
+        * batch
+        * 2
+        * config.head_dim
+        * item
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +81,9 @@ class PrefillBytes:
         # Rows of window layers, which are never chosen from, have no scores.
         apart = self.parts.scored and not self.parts.layout.one_pool
         less = [4 * (apart and width is not None) for width in windows[: len(self.pool_rows)]]
-        return [rows * self.batch * (each - off) for rows, off in zip(self.pool_rows, less, strict=True)]
+        return [
+            rows * self.batch * (each - off) for rows, off in zip(self.pool_rows, less, strict=True)
+        ]
 
     @property
     def cache(self) -> int:
@@ -102,7 +114,9 @@ class PrefillBytes:
         elif self.buffer is not None:
             # The pool is made behind the last layer, from a copy of the buffer; masks of all layers are there, too.
             packing = self._buffered + self._scores_of_all()
-            beside = self._buffered + max(2 * layer + self._activations() - sum(self.pools), packing)
+            beside = self._buffered + max(
+                2 * layer + self._activations() - sum(self.pools), packing
+            )
         else:
             held = self._held(self.config.layers) if self.parts.layers.from_scores else 1
             held = self.config.layers if self.replay else held
@@ -130,7 +144,9 @@ class PrefillBytes:
             return 0
         asked, chunk = self.replay, min(self.replay.chunk, self.slots)
         # Text becomes tokens in the model's tokenizer, fewer than its letters; a block of queries is the least.
-        first, following, closing = (len(each or ()) for each in (asked.first, asked.following, asked.closing))
+        first, following, closing = (
+            len(each or ()) for each in (asked.first, asked.following, asked.closing)
+        )
         before = max(first, following + min(asked.tail, self.slots)) + closing
         config, tokens = self.config, self.batch * (chunk + max(QUERY_BLOCK, before))
         each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
@@ -139,7 +155,9 @@ class PrefillBytes:
         logits = 12 * config.group * 2 * QUERY_BLOCK * (chunk + sinks)
         # Of a window layer's tokens, of one head, over the window and the tokens of the pass.
         width = min(self.slots, max(width or 0 for width in config.windows))
-        logits = max(logits, bool(width) * 8 * config.group * 2 * QUERY_BLOCK * (width + chunk + before))
+        logits = max(
+            logits, bool(width) * 8 * config.group * 2 * QUERY_BLOCK * (width + chunk + before)
+        )
         waiting = config.layers * self._looked()
         return self._rows_of(4 * config.layers) + waiting + tokens * (each + inner) + logits
 
@@ -165,7 +183,11 @@ class PrefillBytes:
         """Bytes of the float32 ring buffers of last queries that the cache keeps for scoring or choosing rows."""
         ongoing, reading, queries = self.parts.ongoing, self.reading, 0
         if ongoing is not None:
-            queries = self.config.windows.count(None) * ring_rows(ongoing.queries) if ongoing.queries else 0
+            queries = (
+                self.config.windows.count(None) * ring_rows(ongoing.queries)
+                if ongoing.queries
+                else 0
+            )
         elif reading is not None and reading.ring:
             queries = len(reading.filters) * ring_rows(reading.ring)
         return 4 * self.batch * self.config.heads * queries * self.config.head_dim
@@ -177,7 +199,9 @@ class PrefillBytes:
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments
         if ongoing is not None:
-            numbers += 2 + layers + segments * (0 if ongoing.merge is None else ongoing.merge.thresholds)
+            numbers += (
+                2 + layers + segments * (0 if ongoing.merge is None else ongoing.merge.thresholds)
+            )
         elif self.reading is not None:
             numbers += 2 + layers + segments
         numbers += segments * self.config.head_dim * transforms(self.parts)
@@ -189,7 +213,10 @@ class PrefillBytes:
         # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
-        found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
+        found += (
+            4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks))
+            + self._moments()
+        )
         found += max(self._projected(), self._in_blocks())
         found += self._hidden + self._scores_of_all()
         # Merging compares float32 copies of one layer's rows.
@@ -208,7 +235,11 @@ class PrefillBytes:
     def _buffered(self) -> int:
         """Bytes of a joint budget's buffer of candidate rows: keys, values, indices, kept scores; 0 without one."""
         ongoing = self.parts.ongoing
-        row = 2 * self.config.head_dim * self.item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
+        row = (
+            2 * self.config.head_dim * self.item
+            + 4
+            + (4 if ongoing is not None and ongoing.scored else 0)
+        )
         return self.batch * (self.buffer or 0) * row
 
     def stages(self) -> dict[str, int]:
@@ -222,12 +253,22 @@ class PrefillBytes:
             found[name] = there + hidden + rows + self._looked() + self._layer(top)
             # The top layer returns the hidden state of one token alone.
             there += rows + (0 if top else hidden)
-            found |= {f"{name}, {each}": there + more for each, more in self._afterwards(index, top).items()}
+            found |= {
+                f"{name}, {each}": there + more
+                for each, more in self._afterwards(index, top).items()
+            }
         if self.replay is not None:
             # All layers below the top one have run, and wait, while its neighbour runs.
-            found["first pass"] = self._always() + hidden + (layers - 1) * (rows + self._looked()) + self._layer(False)
+            found["first pass"] = (
+                self._always()
+                + hidden
+                + (layers - 1) * (rows + self._looked())
+                + self._layer(False)
+            )
             found["second pass"] = self._always() + layers * rows + self._again()
-        found["logits"] = self._always() + sum(self.pools) + self.bounds + 4 * self.batch * self.config.vocab
+        found["logits"] = (
+            self._always() + sum(self.pools) + self.bounds + 4 * self.batch * self.config.vocab
+        )
         return found
 
     def _afterwards(self, index: int, top: bool) -> dict[str, int]:
@@ -235,7 +276,9 @@ class PrefillBytes:
         parts, found = self.parts, dict[str, int]()
         scored = parts.ongoing is not None and parts.ongoing.scored
         # Scores that rows are ordered by, the observed attention that is kept for later, and norms of keys.
-        scores = self._rows_of(4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms)
+        scores = self._rows_of(
+            4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
+        )
         mask = self._rows_of(1)
         if parts.scorer is not None:
             found["score"] = self._looked() + self._rows_of(4 * (2 + self.config.group))
@@ -258,7 +301,11 @@ class PrefillBytes:
     def _always(self) -> int:
         """Bytes allocated during all of prefill: masks of slots, the table of rotary angles, remembered queries."""
         cells = self.batch * self.slots
-        return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self._remembered
+        return (
+            cells * (3 + self.config.kv_heads)
+            + 4 * self.slots * (1 + self.config.head_dim)
+            + self._remembered
+        )
 
     def _kept(self, index: int) -> int:
         """Bytes held of the layers below `index`: their pools; for a shared pool their rows and scores, or a buffer."""
@@ -272,12 +319,18 @@ class PrefillBytes:
         if not parts.layout.one_pool:
             return sum(self.pools[:index])
         scores = self._rows_of(4 * (1 + (parts.merge is not None)) + 4 * parts.needs.norms)
-        return int(self._held(index) * self._rows()) + self.config.windows[:index].count(None) * scores
+        return (
+            int(self._held(index) * self._rows()) + self.config.windows[:index].count(None) * scores
+        )
 
     def _held(self, index: int) -> float:
         """Rows of the layers below `index` while they wait for the last one, in prompts: window layers hold windows."""
         return sum(
-            (1.0 if width is None else min(1.0, width / self.slots) for width in self.config.windows[:index]), 0.0
+            (
+                1.0 if width is None else min(1.0, width / self.slots)
+                for width in self.config.windows[:index]
+            ),
+            0.0,
         )
 
     def _rows_of(self, size: int) -> int:
@@ -297,7 +350,14 @@ class PrefillBytes:
     def _projected(self) -> int:
         """Bytes of a block of values after the output projection; 0 unless the policy needs their norms."""
         config = self.config
-        return 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * self.parts.needs.norms
+        return (
+            4
+            * self.batch
+            * config.heads
+            * min(self.slots, 512)
+            * config.embed
+            * self.parts.needs.norms
+        )
 
     @property
     def _hidden(self) -> int:
@@ -319,7 +379,11 @@ class PrefillBytes:
 
     def _layer(self, top: bool) -> int:
         """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""
-        config, needs, tokens = self.config, self.parts.needs, self.batch * long_block(self.slots, self.batch)
+        config, needs, tokens = (
+            self.config,
+            self.parts.needs,
+            self.batch * long_block(self.slots, self.batch),
+        )
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
         # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
         backend = backend_of(self.implementation)
@@ -334,7 +398,11 @@ class PrefillBytes:
             # The weights of one expert, sliced out of the stacked ones.
             weights = (2 + config.gated) * config.hidden * config.embed * self.item
         # Inner products of the MLP, and its output and the residual stream, are float32.
-        inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
+        inner = (
+            rows * (4 * (1 + config.gated) + self.item) * config.hidden
+            + tokens * sums * config.embed
+            + weights
+        )
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
         norms = max(self._projected(), self._in_blocks())
         if top and not needs.sums:

@@ -79,7 +79,9 @@ def layer(
     batch, slots, _ = x.shape
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
-    window = block.queries(block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at))
+    window = block.queries(
+        block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at)
+    )
     size = block_size(slots, _BLOCKS)
     moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
     blocks = tuple(prompt_block_sums(block, x, length, table, asked) for asked in needs.blocks)
@@ -130,7 +132,11 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
     """
     batch, heads, slots, dim = v.shape
     size = block_size(slots, _BLOCKS)
-    weight = float_weight(block.attention, "out").astype(v.dtype).reshape(-1, heads, block.config.group, dim)
+    weight = (
+        float_weight(block.attention, "out")
+        .astype(v.dtype)
+        .reshape(-1, heads, block.config.group, dim)
+    )
 
     def norms(part: Array) -> Array:
         seen = jnp.einsum("bksd,ekgd->bkgse", part, weight, preferred_element_type=jnp.float32)
@@ -162,12 +168,16 @@ def _by_sequence(
             by = table.block(first, size)
             normed = block.normed(take(x, (row, first, 0), (1, size, width)))
             new = _keys_values(block, normed, by, needs.unrotated)
-            buffers = tuple(put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
+            buffers = tuple(
+                put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True)
+            )
             return buffers, put(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
-        k_row, v_row = (from_bits(as_bits(each, backend.cpu_forms)[row], x.dtype) for each in buffers[:2])
+        k_row, v_row = (
+            from_bits(as_bits(each, backend.cpu_forms)[row], x.dtype) for each in buffers[:2]
+        )
 
         def attend(index, carry):
             x, sums = carry
@@ -191,9 +201,15 @@ def _by_sequence(
             x, sums = lax.fori_loop(0, blocks[row], attend, (x, sums))
         return buffers, x, sums, q
 
-    sums = jnp.zeros((batch, config.kv_heads, config.group, slots), jnp.float32) if needs.sums else None
+    sums = (
+        jnp.zeros((batch, config.kv_heads, config.group, slots), jnp.float32)
+        if needs.sums
+        else None
+    )
     # One sequence's queries: made with its keys and values, from one norm.
-    q = jnp.zeros((config.kv_heads, config.group, slots if attends else 0, config.head_dim), x.dtype)
+    q = jnp.zeros(
+        (config.kv_heads, config.group, slots if attends else 0, config.head_dim), x.dtype
+    )
     carry = (_buffers(block, x, needs.unrotated), x, sums, q)
     (k, v, *unrotated), x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
     return x, k, v, unrotated[0] if unrotated else None, sums
@@ -215,7 +231,9 @@ def _at_once(
 
     def project(index, buffers):
         new = _keys_values(block, normed(index), table.block(index * size, size), needs.unrotated)
-        return tuple(put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
+        return tuple(
+            put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True)
+        )
 
     # Every row of them is written before it is read; zeros take a TPU 2 of a layer's 62 ms, by the estimates.
     unset = jnp.zeros if backend.cpu_forms else lax.empty
@@ -225,7 +243,11 @@ def _at_once(
     )
 
     def queries(index, q):
-        return put(q, block.queries(normed(index), table.block(index * size, size)), (0, 0, 0, index * size, 0))
+        return put(
+            q,
+            block.queries(normed(index), table.block(index * size, size)),
+            (0, 0, 0, index * size, 0),
+        )
 
     def finish(index, x):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
@@ -241,7 +263,11 @@ def _at_once(
         if block.sink_logits is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, block.sink_logits)
-        sums = backend.column_sums(q, k, lse, length, **spec.capping) if needs.sums and lse is not None else None
+        sums = (
+            backend.column_sums(q, k, lse, length, **spec.capping)
+            if needs.sums and lse is not None
+            else None
+        )
     if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
     return x, k, v, unrotated[0] if unrotated else None, sums

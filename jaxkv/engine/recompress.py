@@ -78,11 +78,16 @@ def recompress(
     """
     parts, state = cache.policy.parts(), cache.state
     assert state is not None
-    held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed)
+    held = _Held(
+        flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed
+    )
     now = place(due(cache), "B", flat.axes)
     made = finished(compress(held, parts, key=key, room=held.room, due=now))
     target = limits_of(parts.heads, made.length, made.length, flat.axes, flat.config.windows)
-    again = now[:, None] & ~np.asarray([width is not None for width in flat.config.windows])[:, None, None]
+    again = (
+        now[:, None]
+        & ~np.asarray([width is not None for width in flat.config.windows])[:, None, None]
+    )
     if parts.heads.uniform:
         wants = namespace(held.wants).broadcast_to(held.wants[..., None], target.shape)
         target = place(wants, "L B K", flat.axes, jnp.int32)
@@ -95,7 +100,9 @@ def recompress(
     )
     tally = Tally(cache.moved, cache.cut).plus(made.tally)
     # A head that competes with others may now hold more rows than the prompt had.
-    made_anew = dataclasses.replace(made_anew, moved=tally.moved, cut=tally.cut, extended=not parts.heads.uniform)
+    made_anew = dataclasses.replace(
+        made_anew, moved=tally.moved, cut=tally.cut, extended=not parts.heads.uniform
+    )
     return settle_down(made_anew, flat.axes)
 
 
@@ -141,15 +148,29 @@ class _Layer:
 class _Held(Source):
     """Source of layers for `compress` that reads rows from an existing cache, to compress it again."""
 
-    def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None):
+    def __init__(
+        self,
+        flat: Flat,
+        cache: KVCache,
+        key: PRNGKeyArray,
+        room: Int[np.ndarray, " L"],
+        fixed: Fixed | None,
+    ):
         """Makes the source; computes counts of rows and of recent rows to keep by layer, most rows of a segment."""
         parts, state = cache.policy.parts(), cache.state
         assert parts.scorer is not None and parts.ongoing is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
-        self.indices, self.wants, self.axes = range(len(room)), _wanted_rows(parts, cache), flat.axes
+        self.indices, self.wants, self.axes = (
+            range(len(room)),
+            _wanted_rows(parts, cache),
+            flat.axes,
+        )
         self.windows = flat.config.windows
         self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
-        forced, xp = parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)), namespace(self.wants)
+        forced, xp = (
+            parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)),
+            namespace(self.wants),
+        )
         # Rows that other protected rows leave to the most recent ones in each layer.
         left = xp.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
         # For a prompt below its budget they were a share of the budget: a layer with a smaller schedule holds fewer.
@@ -173,7 +194,11 @@ class _Held(Source):
 
         Of a window layer the rows within the window stay.
         """
-        window, layer, static = self.flat.config.windows[index], self._layer(index), self._static(index)
+        window, layer, static = (
+            self.flat.config.windows[index],
+            self._layer(index),
+            self._static(index),
+        )
         if window is not None:
             return last_rows(_everything(layer, static=static), window)
         return _candidates(self.flat.blocks[index], layer, static=static)
@@ -181,7 +206,9 @@ class _Held(Source):
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
         part = slice(group[0], group[-1] + 1)
-        rows, recents = (place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
+        rows, recents = (
+            place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents)
+        )
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
@@ -236,7 +263,9 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
     Of window layers the rows of their windows.
     """
     windows = cache.config.windows
-    rows = _wanted_of_whole(parts, cache, [layer for layer, width in enumerate(windows) if width is None])
+    rows = _wanted_of_whole(
+        parts, cache, [layer for layer, width in enumerate(windows) if width is None]
+    )
     return beside_windows(rows, _numbers(cache.seen), windows)
 
 
@@ -249,7 +278,9 @@ def _wanted_of_whole(parts: Parts, cache: KVCache, layers: list[int]) -> Any:
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
         if parts.layers.joint:
-            each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (of_all.shape[0] * of_all.shape[2])
+            each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (
+                of_all.shape[0] * of_all.shape[2]
+            )
             return namespace(each).broadcast_to(each, of_all.shape[:2])
         each = of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
         if parts.evicts or cache.state is None:
@@ -274,9 +305,15 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
     last = jnp.iinfo(jnp.int32).max
     pos = jnp.where(inside, jnp.take_along_axis(pool.pos, row, axis=1).reshape(inside.shape), last)
     order = jnp.argsort(pos, axis=-1)
-    row = jnp.take_along_axis(row.reshape(inside.shape), order, axis=-1).reshape(batch, heads * slots)
+    row = jnp.take_along_axis(row.reshape(inside.shape), order, axis=-1).reshape(
+        batch, heads * slots
+    )
     k, v = pool.store.take(row).view()
-    score = None if pool.score is None else jnp.take_along_axis(pool.score, row, axis=1).reshape(inside.shape)
+    score = (
+        None
+        if pool.score is None
+        else jnp.take_along_axis(pool.score, row, axis=1).reshape(inside.shape)
+    )
     return Unpacked(
         k=k.reshape(*inside.shape, -1),
         v=v.reshape(*inside.shape, -1),
@@ -309,7 +346,13 @@ def _everything(layer: _Layer, *, static: _Static) -> Candidates:
     rows, segments = _taken(layer, static), layer.segments
     assert rows.positions is not None
     nothing = jnp.zeros_like(rows.inside)
-    return Candidates(scores=None, inside=rows.inside, forced=nothing, positions=rows.positions, seen=segments.seen)
+    return Candidates(
+        scores=None,
+        inside=rows.inside,
+        forced=nothing,
+        positions=rows.positions,
+        seen=segments.seen,
+    )
 
 
 @program(static=("static",), on="static")
@@ -329,11 +372,15 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
         forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
         positions=pos,
         seen=segments.seen,
-        norms=value_norms(static.graphs.block(leaves), rows.v) if static.heads.needs_norms else None,
+        norms=value_norms(static.graphs.block(leaves), rows.v)
+        if static.heads.needs_norms
+        else None,
     )
 
 
-def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
+def _observed(
+    leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static
+) -> tuple[Array, Array]:
     """Pair `f32[B, K, S]` for one layer's rows: new scores and attention mass, computed from the remembered queries."""
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
     k = rows.k

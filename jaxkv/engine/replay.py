@@ -57,20 +57,33 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
     if closing is None:
         closing = "" if text is None else text.turns.closing if text.has_template else "\n"
     found = []
-    for name, given in (("first", asked.first), ("following", asked.following), ("closing", closing)):
+    for name, given in (
+        ("first", asked.first),
+        ("following", asked.following),
+        ("closing", closing),
+    ):
         if isinstance(given, str) and given:
-            require(text is not None, name, given, "the checkpoint has no tokenizer: give token ids")
+            require(
+                text is not None, name, given, "the checkpoint has no tokenizer: give token ids"
+            )
             assert text is not None
             given = tuple(text.encode(given, bos=False))
         ids = tuple(int(each) for each in given)
-        require(all(each < config.vocab for each in ids), name, ids, f"token ids lie in [0, {config.vocab})")
+        require(
+            all(each < config.vocab for each in ids),
+            name,
+            ids,
+            f"token ids lie in [0, {config.vocab})",
+        )
         found.append(ids)
     return Texts(*found)
 
 
 def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
     """Number N of tokens that a second pass reads per chunk of prompts of bucket `slots`: texts, chunk, padding."""
-    before = max(len(texts.first), len(texts.following) + min(asked.tail, slots)) + len(texts.closing)
+    before = max(len(texts.first), len(texts.following) + min(asked.tail, slots)) + len(
+        texts.closing
+    )
     tokens = before + min(asked.chunk, slots)
     blocks = -(-tokens // MOST)
     return blocks * -(-tokens // blocks)
@@ -83,7 +96,10 @@ def chunks(
     batch, slots = tokens.shape
     size = min(asked.chunk, slots)
     for first in range(0, int(lengths.max()), size):
-        ids, count = np.zeros((batch, tokens_of(asked, texts, slots)), np.int32), np.zeros(batch, np.int32)
+        ids, count = (
+            np.zeros((batch, tokens_of(asked, texts, slots)), np.int32),
+            np.zeros(batch, np.int32),
+        )
         for row in np.flatnonzero(lengths > first):
             before = [*texts.first]
             if first:
@@ -111,7 +127,9 @@ def replayed(
     length = place(lengths, "B", axes, jnp.int32)
     shape = ran[0].k.shape[:3]
     # Each device makes its own part.
-    peaks = [jnp.zeros(shape, jnp.float32, device=where("B K S", shape, axes)) for _ in range(layers)]
+    peaks = [
+        jnp.zeros(shape, jnp.float32, device=where("B K S", shape, axes)) for _ in range(layers)
+    ]
     share = worth / (layers * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
     for first, ids, count in chunks(tokens, lengths, asked, texts):
         x = embed(flat.ends, place(ids, "B N", axes), graphs=flat.graphs)
@@ -152,7 +170,12 @@ def _layer_again(
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
     Of a window layer `peaks` stay as they are.
     """
-    block, (keys, values), softcap, window = graphs.block(leaves), rows, graphs.spec.softcap, graphs.spec.window
+    block, (keys, values), softcap, window = (
+        graphs.block(leaves),
+        rows,
+        graphs.spec.softcap,
+        graphs.spec.window,
+    )
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
     size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
@@ -167,7 +190,9 @@ def _layer_again(
     there = begin + jnp.arange(chunk, dtype=jnp.int32)
     mine = (there >= jnp.maximum(first, few)) & (there < length[:, None])
     inside = jnp.concatenate([jnp.arange(few, dtype=jnp.int32) < length[:, None], mine], axis=1)
-    read, shown = (jnp.concatenate([each[:, :, :few], _rows_from(each, begin, chunk)], axis=2) for each in rows)
+    read, shown = (
+        jnp.concatenate([each[:, :, :few], _rows_from(each, begin, chunk)], axis=2) for each in rows
+    )
     by_row = _projected_norms(block, shown) if asked.weighted else None
 
     def attend(part: Array) -> tuple[Array, Array]:
@@ -187,13 +212,17 @@ def _layer_again(
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
         k, v = put(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
         if window is not None:
-            out = _within_window(q, k, v, rows, length, at, window=window, sinks=block.sink_logits, softcap=softcap)
+            out = _within_window(
+                q, k, v, rows, length, at, window=window, sinks=block.sink_logits, softcap=softcap
+            )
             return put(x, block.finish(part, out), (0, at, 0)), k, v, most
         out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
         own, own_lse = attention.with_sinks(out, lse, block.sink_logits)
         x = put(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
         weights = None if by_row is None else (1 / _norm(normed), by_row)
-        found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights, softcap=softcap)
+        found = attention.chunk_peaks(
+            q, own_lse, read, count - at, inside, weights, softcap=softcap
+        )
         return x, k, v, jnp.maximum(most, found)
 
     buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)
@@ -226,7 +255,9 @@ def _within_window(
 
         def of_head(given: tuple[Any, ...]) -> Float[Array, "G n D"]:
             q, k, v, keys, values, sinks = given
-            keys, values = (jnp.concatenate([old[last], new]) for old, new in ((keys, k), (values, v)))
+            keys, values = (
+                jnp.concatenate([old[last], new]) for old, new in ((keys, k), (values, v))
+            )
             return masked(q, keys, values, seen & (back >= -length), sinks, softcap)
 
         return lax.map(of_head, (q, k, v, keys, values, sinks))
@@ -234,7 +265,9 @@ def _within_window(
     return lax.map(of_sequence, (q, k, v, *rows, length))
 
 
-def _rows_from(array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int) -> Shaped[Array, "B K C ..."]:
+def _rows_from(
+    array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int
+) -> Shaped[Array, "B K C ..."]:
     """Slice of `size` rows of each kv head, from row `begin` on."""
     return lax.dynamic_slice_in_dim(array, begin, size, axis=2)
 

@@ -10,16 +10,26 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
 
-def remembered(ongoing: Ongoing | None, reading: Reading | None, windows: tuple[int | None, ...]) -> list[int]:
+def remembered(
+    ongoing: Ongoing | None, reading: Reading | None, windows: tuple[int | None, ...]
+) -> list[int]:
     """List with the number of last queries that the cache keeps for each layer; 0 for window layers."""
     if ongoing is not None:
         return [0 if width else ongoing.queries for width in windows]
-    return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(len(windows))]
+    return [
+        reading.ring if reading is not None and layer in reading.filters else 0
+        for layer in range(len(windows))
+    ]
 
 
 @program(static=("rows", "transforms", "axes"))
 def ring_of(
-    q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, transforms: bool, axes: Axes | None
+    q: Float[Array, "B K G w D"],
+    length: Int[Array, " B"],
+    *,
+    rows: int,
+    transforms: bool,
+    axes: Axes | None,
 ) -> Float[Array, "B K G R D"]:
     """Compiled: float32 ring `[B, K, G, R, D]` of the prompt's last queries, position p at slot p % `rows`.
 

@@ -56,7 +56,9 @@ def in_window(
     return start + beyond, length - beyond
 
 
-def window_mask(first: Any, queries: int, older: int, tokens: int, window: int) -> Bool[Array, "N m"]:
+def window_mask(
+    first: Any, queries: int, older: int, tokens: int, window: int
+) -> Bool[Array, "N m"]:
     """Mask of the keys within the window of each of N queries, which are new tokens from index `first` on.
 
     Keys are `older` rows from before the new tokens, then the new tokens: index 0 is that of the first of these.
@@ -93,7 +95,10 @@ def fold(
         case Walk.WHOLE:
             row = jnp.arange(pool_rows, dtype=jnp.int32)
             return body(
-                carry, row[None, None], inside_segments(row, start, length), *(leaf[:, None] for leaf in leaves)
+                carry,
+                row[None, None],
+                inside_segments(row, start, length),
+                *(leaf[:, None] for leaf in leaves),
             )
         case Walk.WINDOWS:
             block = min(block, pool_rows)

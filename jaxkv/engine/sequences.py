@@ -64,5 +64,7 @@ def sequences_of(
         ends=jnp.asarray(np.tile(ends, (batch, 1))),
     )
     written = jnp.asarray(np.zeros(batch, np.int32))
-    made = Sequences(cache=cache.arrays, draw=draw, sampling=mixed([sampling] * batch), written=written)
+    made = Sequences(
+        cache=cache.arrays, draw=draw, sampling=mixed([sampling] * batch), written=written
+    )
     return settle_down(made, cache.axes)

@@ -80,9 +80,13 @@ class Session:
             TypeError: for an argument of the wrong kind, with what to give instead.
         """
         self.params = arguments.as_model(params)
-        fitted = policy_for(policy, self.params.config, self.params.filter_layers, dtype=self.params.dtype)
+        fitted = policy_for(
+            policy, self.params.config, self.params.filter_layers, dtype=self.params.dtype
+        )
         self.policy = fitted
-        self.implementations = implementations_for(params, self.policy, arguments.as_implementation(implementation))
+        self.implementations = implementations_for(
+            params, self.policy, arguments.as_implementation(implementation)
+        )
         self.texts = texts_of(self.policy.parts().needs.replay, params.text, params.config)
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
@@ -104,14 +108,18 @@ class Session:
             MemoryError: if the plan's bytes, which it names, are not free.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        needed = self.planned(lengths, first_room(policy.parts(), config.windows, lengths, new) if new else 0)
+        needed = self.planned(
+            lengths, first_room(policy.parts(), config.windows, lengths, new) if new else 0
+        )
         mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
         with self.clocks.prefill, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # The cache grows to that size on the way, where a MemoryError would lose the answer.
                 grown = self._share(self.planned(lengths, bucket(new)), lengths)
-                memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
+                memory.check_bytes(
+                    grown.cache_bytes, f"the cache behind max_new_tokens={new}", device
+                )
         return needed
 
     def planned(
@@ -132,7 +140,13 @@ class Session:
         """
         config, dtype, chosen = self.params.config, self.params.dtype, self.implementations.prefill
         return plan_prefill(
-            config, self.policy, lengths.tolist(), dtype=dtype, room=room, mesh=mesh, implementation=chosen
+            config,
+            self.policy,
+            lengths.tolist(),
+            dtype=dtype,
+            room=room,
+            mesh=mesh,
+            implementation=chosen,
         )
 
     def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
@@ -208,11 +222,20 @@ class Session:
             self._check(encoded.lengths, new)
             needed = self.plan(encoded.lengths, new) if needed is None else needed
             copies = missing(len(encoded.ids), params.axes)
-            every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
+            every, needed = (
+                (encoded.with_copies(copies), needed.with_copies(copies))
+                if copies
+                else (encoded, needed)
+            )
             padded = Padded(every.padded(needed.slots), every.lengths, self.texts)
             key = self.key if given is None else given
             walk = prefilling.prefill(
-                params.flat, padded, self.policy, needed, key=key, implementation=self.implementations.prefill
+                params.flat,
+                padded,
+                self.policy,
+                needed,
+                key=key,
+                implementation=self.implementations.prefill,
             )
         while True:
             try:
@@ -224,7 +247,9 @@ class Session:
             yield layers
         with own_settings(), self.clocks.prefill:
             jax.block_until_ready((logits, cache))
-        return dataclasses.replace(cache, model=params.fingerprint, turn=encoded.turn, logits=logits, padding=copies)
+        return dataclasses.replace(
+            cache, model=params.fingerprint, turn=encoded.turn, logits=logits, padding=copies
+        )
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
@@ -239,19 +264,33 @@ class Session:
             copies = missing(batch, params.axes)
             batch, needed = batch + copies, needed.with_copies(copies) if copies else needed
             tokens = np.arange(batch * needed.slots, dtype=np.int32) % params.config.vocab
-            signature = prefilling.signature_of(params.flat, batch, self.policy, needed, implementation=chosen)
+            signature = prefilling.signature_of(
+                params.flat, batch, self.policy, needed, implementation=chosen
+            )
             if signature in params.flat.compiled:
                 return
             padded = Padded(tokens.reshape(batch, -1), np.full(batch, needed.slots), self.texts)
             # Spans may protect more rows of prompts that fill a bucket than of those planned: refuse none.
             walk = prefilling.prefill(
-                params.flat, padded, self.policy, needed, key=self.key, implementation=chosen, strict=False
+                params.flat,
+                padded,
+                self.policy,
+                needed,
+                key=self.key,
+                implementation=chosen,
+                strict=False,
             )
             jax.block_until_ready(finished(walk))
 
     @settled
     def extend(
-        self, cache: KVCache, ids: Prompt | Encoded, *, new: int = 0, chunk: int | None = None, donate: bool = False
+        self,
+        cache: KVCache,
+        ids: Prompt | Encoded,
+        *,
+        new: int = 0,
+        chunk: int | None = None,
+        donate: bool = False,
     ) -> KVCache:
         """Runs prompts on top of a cache; returns a cache with rows added; `new` recompresses sequences over limit.
 
@@ -323,7 +362,15 @@ class Session:
             ValueError: for a cache without logits, or of another policy or model; for too many steps.
         """
         self._require_same(
-            "draw", None, cache=cache, steps=steps, new=new, sampling=sampling, eos=eos, key=key, donate=donate
+            "draw",
+            None,
+            cache=cache,
+            steps=steps,
+            new=new,
+            sampling=sampling,
+            eos=eos,
+            key=key,
+            donate=donate,
         )
         steps = whole("steps", steps, "draw at least 1 token")
         self._check(np.zeros(cache.batch, np.int32), steps, cache)
@@ -363,7 +410,9 @@ class Session:
         self._check(np.zeros(cache.batch, np.int32), 0, cache)
         sampling, given = arguments.as_sampling(sampling), arguments.as_key(key)
         keyed = isinstance(sampling, Greedy) or self._keyed or given is not None
-        require(keyed, "key", key, f"{sampling} draws at random: give key=jax.random.key(0), or key=0")
+        require(
+            keyed, "key", key, f"{sampling} draws at random: give key=jax.random.key(0), or key=0"
+        )
         remedy = "give what a session's prefill, extend or draw returned"
         require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key if given is None else given
@@ -398,12 +447,18 @@ class Session:
         if not due(cache).any():
             return cache
         with self.clocks.decode:
-            return jax.block_until_ready(recompress(self.params.flat, cache, key=self.key, room=room))
+            return jax.block_until_ready(
+                recompress(self.params.flat, cache, key=self.key, room=room)
+            )
 
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
         """Raises an error if arguments differ between a mesh's processes; encoded prompts were compared before."""
         if not isinstance(ids, Encoded):
-            mine = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
+            mine = {
+                "policy": self.policy,
+                "session.key": self.key,
+                "implementation": self.implementations,
+            }
             hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
@@ -413,7 +468,9 @@ class Session:
         turn = Turn.START if cache is None else cache.turn
         return encode(ids, self.params.text, self.params.config, raw=True, close=False, turn=turn)
 
-    def _check(self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None) -> None:
+    def _check(
+        self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None
+    ) -> None:
         """Raises an error for a cache of another model or policy, or more tokens than the model has positions."""
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)

@@ -16,11 +16,17 @@ from jaxkv.engine.tokens import Token, pool_attention, readable
 
 
 def over_window(
-    q: Float[Array, "B K G N D"], pool: Pool, start: Int[Array, "B K"], length: Int[Array, "B K"], spec: Spec
+    q: Float[Array, "B K G N D"],
+    pool: Pool,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    spec: Spec,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention to the rows of a pool's segments from any first row on: output and log-sum-exp."""
     # Segments begin where their window does, no longer at strides; a walk in windows reads these rows alone.
-    return pool_attention(q, *readable(spec, pool), start, length, dataclasses.replace(spec, layout=Layout.SHARED))
+    return pool_attention(
+        q, *readable(spec, pool), start, length, dataclasses.replace(spec, layout=Layout.SHARED)
+    )
 
 
 def several_in_window(
@@ -31,7 +37,10 @@ def several_in_window(
     start, length = in_window(segments.start, segments.length, window)
     size = min(window, k.shape[1])
     offset = jnp.arange(size, dtype=jnp.int32)
-    index, seen = jnp.arange(-size, tokens, dtype=jnp.int32), window_mask(0, tokens, size, tokens, window)
+    index, seen = (
+        jnp.arange(-size, tokens, dtype=jnp.int32),
+        window_mask(0, tokens, size, tokens, window),
+    )
     rows = jnp.clip((start + length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
     def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Float[Array, "G N D"]:
@@ -44,6 +53,8 @@ def several_in_window(
     def of_sequence(given: tuple[Array, ...]) -> Float[Array, "K G N D"]:
         """Output of one sequence, kv head by kv head."""
         q, k_new, v_new, at, held, real, k, v = given
-        return lax.map(lambda each: of_head(each, real, k, v), (q, k_new, v_new, at, held, token.sink_logits))
+        return lax.map(
+            lambda each: of_head(each, real, k, v), (q, k_new, v_new, at, held, token.sink_logits)
+        )
 
     return lax.map(of_sequence, (q, token.k, token.v, rows, length, count, k, v))

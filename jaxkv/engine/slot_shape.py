@@ -42,17 +42,27 @@ class SlotShape:
         lengths = {(question, max(SHORT, size) if question else size) for question, size in found}
         return sorted(lengths, key=lambda each: (each[0], abs(math.log2(each[1] / FEW))))
 
-    def require_fits(self, parts: Parts, cache: KVCache, rows: int, sliding: Bool[np.ndarray, " L"]) -> None:
+    def require_fits(
+        self, parts: Parts, cache: KVCache, rows: int, sliding: Bool[np.ndarray, " L"]
+    ) -> None:
         """Raises ValueError for a cache with pools of other sizes or another store, or with fewer than `rows` free.
 
         Layers in the mask `sliding` are not asked for free rows.
         """
         sizes = tuple(pool.rows // cache.stretches for pool in cache.pools)
-        require(sizes == self.rows, "cache", f"pools of {sizes} rows", "give what prefill of these slots returned")
+        require(
+            sizes == self.rows,
+            "cache",
+            f"pools of {sizes} rows",
+            "give what prefill of these slots returned",
+        )
         # A policy's own class may have another store by now than when its cache was saved.
         stores, mine = {type(pool.store).__name__ for pool in cache.pools}, parts.store.__name__
         require(
-            stores == {mine}, "cache", f"rows held by {stores}", f"these slots have {mine}: prefill the prompt anew"
+            stores == {mine},
+            "cache",
+            f"rows held by {stores}",
+            f"these slots have {mine}: prefill the prompt anew",
         )
         plain = "rows as they are" if cache.tables.centre is None else "transformed rows"
         remedy = "these slots hold others, as caches of another version of jaxkv do: prefill the prompt anew"
@@ -77,10 +87,19 @@ def slot_shape(
     """
     by_length(parts, np.asarray([prompt]), config.windows)
     reading = parts.reading(config.windows, bucket(prompt))
-    remedy = "slots keep every row on the device: leave offload out, or answer one batch after the other"
+    remedy = (
+        "slots keep every row on the device: leave offload out, or answer one batch after the other"
+    )
     require(reading is None or not reading.offloaded, "policy", "rows wait in host memory", remedy)
-    remedy = "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
-    require(parts.read is None or not parts.read.by_chunks, "policy", "prompts are read in chunks", remedy)
+    remedy = (
+        "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
+    )
+    require(
+        parts.read is None or not parts.read.by_chunks,
+        "policy",
+        "prompts are read in chunks",
+        remedy,
+    )
     # A policy that compresses again spreads a longer text over layers as it would a longer prompt.
     more = question + new
     longest = prompt + (more if parts.every else 0)
@@ -88,7 +107,9 @@ def slot_shape(
     for shortest, size in buckets(longest):
         # The shortest prompt of a bucket grows furthest towards a limit in rows.
         short = np.asarray([shortest])
-        given = first_room(parts, config.windows, short, more, most=more, slides=slides(parts), least=asked)
+        given = first_room(
+            parts, config.windows, short, more, most=more, slides=slides(parts), least=asked
+        )
         room = np.asarray(given)
         # A question goes beyond a limit before the policy compresses it.
         room = room + (asked if question and parts.ongoing is not None else 0)

@@ -89,25 +89,50 @@ class Slots:
         self._ends = whole("ends", ends, "give room for at least 1 end token")
         max_prompt = whole("max_prompt", max_prompt, "take prompts of at least 1 token")
         max_new_tokens = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
-        max_question = whole("max_question", max_question, "give 0 for none, or at least 1 token", least=0)
+        max_question = whole(
+            "max_question", max_question, "give 0 for none, or at least 1 token", least=0
+        )
         config, parts, self._axes = params.config, session.policy.parts(), params.axes
-        self._groups, stretches = (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
-        require(count % self._groups == 0, "count", count, f"give a multiple of the mesh's {self._groups} groups")
+        self._groups, stretches = (
+            (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
+        )
+        require(
+            count % self._groups == 0,
+            "count",
+            count,
+            f"give a multiple of the mesh's {self._groups} groups",
+        )
         tokens = max_prompt + max_question + max_new_tokens
-        remedy = f"the model was made for {config.max_positions}: lower max_prompt or max_new_tokens"
-        require(parts.rolling or tokens <= config.max_positions, "max_prompt", f"{tokens} tokens in all", remedy)
+        remedy = (
+            f"the model was made for {config.max_positions}: lower max_prompt or max_new_tokens"
+        )
+        require(
+            parts.rolling or tokens <= config.max_positions,
+            "max_prompt",
+            f"{tokens} tokens in all",
+            remedy,
+        )
         self.shape = slot_shape(
-            parts, config, prompt=max_prompt, question=max_question, new=max_new_tokens, stretches=stretches
+            parts,
+            config,
+            prompt=max_prompt,
+            question=max_question,
+            new=max_new_tokens,
+            stretches=stretches,
         )
         mine = config.kv_heads // stretches
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
-        self.needed = count * sum(self.shape.rows) * parts.row_bytes(config.head_dim, params.dtype.itemsize)
+        self.needed = (
+            count * sum(self.shape.rows) * parts.row_bytes(config.head_dim, params.dtype.itemsize)
+        )
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         memory.check_bytes(self.needed // self._groups, f"count={count} slots", device)
         self._parts, self._every = parts, parts.every
         # Layers whose rows are dropped as they leave the window.
-        self._sliding = np.asarray([width is not None and slides(parts) for width in config.windows])
+        self._sliding = np.asarray(
+            [width is not None and slides(parts) for width in config.windows]
+        )
         self._spec = specialise(
             params.flat,
             parts,
@@ -147,9 +172,16 @@ class Slots:
             session.policy = self.session.policy if policy is None else policy
             encoded = session.encoded(ids)
             longest, most = int(encoded.lengths.max()), self.shape.prompt
-            require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_prompt={most}")
+            require(
+                longest <= most,
+                "ids",
+                f"{longest} tokens",
+                f"these slots take up to max_prompt={most}",
+            )
             many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
-            require(len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many)
+            require(
+                len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many
+            )
             needed = session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
         cache = yield from session.prefilling(encoded, needed=needed, key=key)
         # Limits of segments are arrays of the cache: how decoding goes on does not depend on the budget.
@@ -157,7 +189,12 @@ class Slots:
 
     @settled
     def extend(
-        self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None, donate: bool = False
+        self,
+        cache: KVCache,
+        ids: Prompt,
+        *,
+        key: PRNGKeyArray | int | None = None,
+        donate: bool = False,
     ) -> KVCache:
         """Copy of a prompt's cache with a question appended to each sequence, compressed again if over its row limit.
 
@@ -166,7 +203,12 @@ class Slots:
         """
         encoded, params = self.session.encoded(ids), self.session.params
         longest, most = int(encoded.lengths.max()), self.shape.question
-        require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_question={most}")
+        require(
+            longest <= most,
+            "ids",
+            f"{longest} tokens",
+            f"these slots take up to max_question={most}",
+        )
         self._require_fits(cache, longest + (self.shape.new if self._parts.ongoing is None else 0))
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
@@ -217,7 +259,9 @@ class Slots:
         """Id of the first token that a sequence will draw in a slot; the sequence itself is unchanged."""
         arrays = sequence.arrays
         seen = arrays.cache.tables.seen
-        return int(host(loop.next_tokens(arrays.draw, seen, arrays.sampling, axes=self._axes).token)[0])
+        return int(
+            host(loop.next_tokens(arrays.draw, seen, arrays.sampling, axes=self._axes).token)[0]
+        )
 
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
@@ -234,7 +278,9 @@ class Slots:
         self._settle(np.arange(self.count) == slot)
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
         over, left = (np.full(self._groups, each[slot]) for each in (self._beyond, self._left))
-        return Paused(arrays=arrays, key=self._keys[slot], beyond=over, left=left, done=bool(self.done[slot]))
+        return Paused(
+            arrays=arrays, key=self._keys[slot], beyond=over, left=left, done=bool(self.done[slot])
+        )
 
     @settled
     def release(self, slots: Iterable[int]) -> None:
@@ -256,7 +302,10 @@ class Slots:
         """
         require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
         steps = whole("steps", steps, "draw at least 1 token")
-        idle, parts = self.count - 1 if until == "all" else int(self.done.sum()), [np.zeros((self.count, 0), np.int32)]
+        idle, parts = (
+            self.count - 1 if until == "all" else int(self.done.sum()),
+            [np.zeros((self.count, 0), np.int32)],
+        )
         while steps and self.done.sum() <= idle:
             parts.append(self._run(steps, idle))
             steps -= parts[-1].shape[1]
@@ -282,7 +331,14 @@ class Slots:
             steps = min(steps, self.size - int(self._waiting[~self.done].max(initial=0)))
         before, now, flat = self.done, self._all, self.session.params.flat
         running, draw, out, ran = loop.decode(
-            flat, self._running(), now.draw, steps, spec=self._spec, sampling=now.sampling, size=self.size, idle=idle
+            flat,
+            self._running(),
+            now.draw,
+            steps,
+            spec=self._spec,
+            sampling=now.sampling,
+            size=self.size,
+            idle=idle,
         )
         self._tails, written = running.beside or ((), now.written)
         self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=written)
@@ -304,7 +360,9 @@ class Slots:
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
 
     @settled
-    def compile(self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True) -> None:
+    def compile(
+        self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True
+    ) -> None:
         """Allocates all slots; compiles the programs of all `lengths`, or one, by running them; ticks `PARTS` times."""
         tick("prefill")
         cache = None
@@ -406,7 +464,9 @@ class Slots:
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
         """Copy of a cache with sequences over their row limit compressed again, in pools of the slots' fixed size."""
-        return recompress(self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed)
+        return recompress(
+            self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed
+        )
 
     def _handle(self, arrays: Cache) -> KVCache:
         """Makes a `KVCache` from the device arrays of a sequence taken out of a slot."""

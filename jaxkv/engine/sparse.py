@@ -37,7 +37,11 @@ def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"
 
 
 def new_tokens(
-    spec: Spec, tables: Tables, count: Int[Array, " B"], tokens: int, written: Int[Array, " B"] | None = None
+    spec: Spec,
+    tables: Tables,
+    count: Int[Array, " B"],
+    tokens: int,
+    written: Int[Array, " B"] | None = None,
 ) -> NewTokens:
     """Makes the `NewTokens` of a step: positions of N tokens, and positions that filter layers may choose from.
 
@@ -49,14 +53,20 @@ def new_tokens(
         if tokens > 1:
             candidates = Choosable(tables.seen, jnp.full_like(tables.seen, reading.width))
         else:
-            candidates = Choosable(tables.seen if reading.include_generated else state.prompt, state.budget)
+            candidates = Choosable(
+                tables.seen if reading.include_generated else state.prompt, state.budget
+            )
     ahead = jnp.arange(tokens, dtype=jnp.int32) if written is None else written[:, None]
-    return NewTokens(positions=tables.seen[:, None] + ahead, count=count, written=written, candidates=candidates)
+    return NewTokens(
+        positions=tables.seen[:, None] + ahead, count=count, written=written, candidates=candidates
+    )
 
 
 def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
     """Offset in each segment, `i32[L, B, K]`, of the row from which on sparse layers read all rows, chosen or not."""
-    assert spec.reading is not None and tables.state is not None and tables.state.choosable is not None
+    assert (
+        spec.reading is not None and tables.state is not None and tables.state.choosable is not None
+    )
     # If generated tokens must be chosen too, no row before the new one is read without being chosen.
     return tables.length if spec.reading.include_generated else tables.state.choosable
 
@@ -78,14 +88,18 @@ def asking(
     if ring is None or tokens > 1:
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
         positions, weights = jnp.where(real, new.positions, -1), real.astype(jnp.float32)
-        return Asking(q=q, positions=positions, weights=weights, sink_logits=sink_logits, softcap=softcap)
+        return Asking(
+            q=q, positions=positions, weights=weights, sink_logits=sink_logits, softcap=softcap
+        )
     rows, now = ring.shape[3], new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
     mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
     weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
     mine = mine.astype(q.dtype)
-    return Asking(q=mine, positions=stands, weights=weights, sink_logits=sink_logits, softcap=softcap)
+    return Asking(
+        q=mine, positions=stands, weights=weights, sink_logits=sink_logits, softcap=softcap
+    )
 
 
 def chosen_at(
@@ -105,7 +119,9 @@ def chosen_at(
     if reading.every_row:
         scores = by_row(asked, pool.k, below, spec.axes)
     else:
-        scores = by_position(asked, pool.k, pool.pos, segments.start, choosable, reading.slots, spec.axes)
+        scores = by_position(
+            asked, pool.k, pool.pos, segments.start, choosable, reading.slots, spec.axes
+        )
     now = new.positions[:, 0] if q.shape[3] == 1 else None
     return choose(scores, new.candidates, reading, now=now, by_sorting=spec.backend.few_launches)
 
@@ -135,7 +151,9 @@ def choose(
     return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
 
 
-def largest(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int, *, by_sorting: bool) -> Int[Array, "B T"]:
+def largest(
+    keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int, *, by_sorting: bool
+) -> Int[Array, "B T"]:
     """Indices of the `count` largest sort keys, ascending, ties to the lowest; T = `width`, later ones unused."""
     return (_sorted if by_sorting else _counted)(keys, count, width)
 
@@ -144,7 +162,9 @@ def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> I
     """Indices of the `count` largest sort keys, ascending, found by a threshold and not by sorting; for a CPU."""
     running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
-    return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
+    return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(
+        jnp.int32
+    )
 
 
 def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
@@ -179,13 +199,17 @@ def rows_of(
         low, high = bounds
         middle = (low + high) // 2
         enough = position_at(middle) >= positions
-        return jnp.where(enough | (low >= high), low, middle + 1), jnp.where(enough & (low < high), middle, high)
+        return jnp.where(enough | (low >= high), low, middle + 1), jnp.where(
+            enough & (low < high), middle, high
+        )
 
     # Rows of a segment ascend in position: bisect for each.
     row, _ = lax.fori_loop(0, pool.rows.bit_length(), halve, (low, high))
     held = real & (row < end) & (position_at(row) == positions)
     order = jnp.argsort(~held, axis=-1, stable=True)
-    return jnp.take_along_axis(jnp.where(held, row, -1), order, axis=-1), held.sum(axis=-1, dtype=jnp.int32)
+    return jnp.take_along_axis(jnp.where(held, row, -1), order, axis=-1), held.sum(
+        axis=-1, dtype=jnp.int32
+    )
 
 
 def picks_of(
@@ -220,7 +244,9 @@ def over_chosen(
         batch, *_, dim = loaded.shape
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
         count = jnp.broadcast_to(chosen.count[:, None], (batch, heads))
-    start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
+    start = jnp.broadcast_to(
+        jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape
+    )
     attend, how = spec.backend.attend, spec.capping
     return in_blocks(lambda part: attend(part, k, v, start, count, walk=Walk.STRIDES, **how), q)
 
@@ -228,7 +254,9 @@ def over_chosen(
 def rest_segments(spec: Spec, segments: Segments) -> Segments:
     """`Segments` without the rows that filter layers choose from: first rows and lengths of what is read unchosen."""
     first = _first_unchosen(spec, segments)
-    return dataclasses.replace(segments, start=segments.start + first, length=segments.length - first)
+    return dataclasses.replace(
+        segments, start=segments.start + first, length=segments.length - first
+    )
 
 
 def _first_unchosen(spec: Spec, segments: Segments) -> Int[Array, "B K"]:

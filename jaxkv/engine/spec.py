@@ -147,8 +147,12 @@ class Spec:
         if self.gate is None:
             return flat.blocks
         abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.gate
-        weights = [gate_weights(flat, gate, layer, abstract=abstract) for layer in range(len(flat.blocks))]
-        return tuple((*own, *jax.tree.leaves(more)) for own, more in zip(flat.blocks, weights, strict=True))
+        weights = [
+            gate_weights(flat, gate, layer, abstract=abstract) for layer in range(len(flat.blocks))
+        ]
+        return tuple(
+            (*own, *jax.tree.leaves(more)) for own, more in zip(flat.blocks, weights, strict=True)
+        )
 
     def parted(self, leaves: Leaves) -> tuple[Leaves, Any]:
         """Splits a block's leaves from `blocks_of` into its parameters and its gate's weights (None without one)."""
@@ -174,12 +178,20 @@ class Spec:
 
     def chooses(self, layer: int, tokens: int) -> bool:
         """True if it is a filter layer and chooses positions: in steps of one token, or if `reading.several`."""
-        return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.reading.several)
+        return (
+            self.reading is not None
+            and layer in self.reading.filters
+            and (tokens == 1 or self.reading.several)
+        )
 
     def sparse(self, layer: int, tokens: int) -> bool:
         """True if the layer reads chosen rows only: in steps of 1 token, in longer ones if `reading.several`."""
         reading = self.reading
-        return reading is not None and reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
+        return (
+            reading is not None
+            and reading.sources[layer] != WHOLE
+            and (tokens == 1 or reading.several)
+        )
 
     def ring_of(self, layer: int) -> int | None:
         """Index of the layer's ring of last queries in the cache's tuple of rings; None if it has none."""
@@ -204,11 +216,15 @@ class Spec:
 
         That reads the keys once, not twice.
         """
-        known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
+        known = (
+            self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
+        )
         return self.knows_norms and known
 
 
-def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Spec:
+def spec_for(
+    flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA
+) -> Spec:
     """Makes the `Spec` (static config) of decode programs on a cache from the cache's static fields; reads no array."""
     return specialise(
         flat,
@@ -262,7 +278,9 @@ def specialise(
     )
 
 
-def implementations_for(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
+def implementations_for(
+    params: LanguageModel, policy: Method, asked: Implementation
+) -> Implementations:
     """Chooses `Implementations` (prefill, decode attention backends) for a model's devices; chunks use decode's.
 
     Raises:

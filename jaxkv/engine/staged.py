@@ -43,7 +43,9 @@ class Stretch:
 
 
 @lru_cache(maxsize=64)
-def stretches(reading: Reading, windows: tuple[int | None, ...], *, whole: bool) -> tuple[Stretch, ...]:
+def stretches(
+    reading: Reading, windows: tuple[int | None, ...], *, whole: bool
+) -> tuple[Stretch, ...]:
     """Splits a step's layers into a cached tuple of `Stretch`es, cut at filter and offloaded layers; `whole` reads all.
 
     Filters then choose nothing. `windows` are `ModelConfig.windows`: window layers join the layer below.
@@ -77,7 +79,12 @@ def stretches(reading: Reading, windows: tuple[int | None, ...], *, whole: bool)
 
 @program(static=("graphs",), on="graphs")
 def _finish(
-    ends: Leaves, x: Float[Array, "B N E"], tables: Tables, count: Int[Array, " B"], *, graphs: Graphs
+    ends: Leaves,
+    x: Float[Array, "B N E"],
+    tables: Tables,
+    count: Int[Array, " B"],
+    *,
+    graphs: Graphs,
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
     """Compiled: triple of logits after each sequence's last real token, and `seen` and `length` tables, advanced."""
     x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
@@ -118,9 +125,15 @@ def run_stretch(
     mine = tables.of_layers(given.layers)
     new = new_tokens(spec, tables, count, x.shape[1])
     turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=mine))
-    blocks = [spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)]
+    blocks = [
+        spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)
+    ]
     # Where rows are loaded, they are those of all layers but window layers.
-    away = [index for index in range(len(pools)) if given.loaded is not None and kinds[index].window is None]
+    away = [
+        index
+        for index in range(len(pools))
+        if given.loaded is not None and kinds[index].window is None
+    ]
     rows = (
         LayerRows(
             pool=pool,
@@ -128,7 +141,9 @@ def run_stretch(
             by=turned[index],
             ring=given.rings[index],
             sparse=index in away,
-            loaded=given.loaded[:, away.index(index)] if given.loaded is not None and index in away else None,
+            loaded=given.loaded[:, away.index(index)]
+            if given.loaded is not None and index in away
+            else None,
         )
         for index, pool in enumerate(pools)
     )
@@ -166,7 +181,10 @@ def step(
     reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
     assert reading is not None and state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
-    pools, rings = list(cache.pools), dict[int, Ring | None](zip(reading.filters, state.rings, strict=False))
+    pools, rings = (
+        list(cache.pools),
+        dict[int, Ring | None](zip(reading.filters, state.rings, strict=False)),
+    )
     there = spec.axes or next(iter(tables.seen.devices()))
     x, chosen = embed(flat.ends, tokens, graphs=graphs), None
     cut = stretches(reading, spec.config.windows, whole=whole)
@@ -194,17 +212,24 @@ def step(
             loaded=loaded,
             chosen=chosen if part.loaded else None,
         )
-        mine, kinds = tuple(pools[layer] for layer in part.layers), tuple(map(spec.config.spec_of, every))
+        mine, kinds = (
+            tuple(pools[layer] for layer in part.layers),
+            tuple(map(spec.config.spec_of, every)),
+        )
         x, mine, kept, choice = run_stretch(mine, given, tables, x, count, spec=spec, kinds=kinds)
         chosen = chosen if choice is None else choice
         for layer, pool, ring in zip(part.layers, mine, kept, strict=True):
             pools[layer], rings[layer] = pool, ring
     logits, seen, length = _finish(flat.ends, x, tables, count, graphs=graphs)
-    state = dataclasses.replace(state, rings=tuple(ring for _, ring in sorted(rings.items()) if ring is not None))
+    state = dataclasses.replace(
+        state, rings=tuple(ring for _, ring in sorted(rings.items()) if ring is not None)
+    )
     return logits, cache.updated(pools=tuple(pools), state=state, seen=seen, length=length)
 
 
-def _loaded_ahead(loader: Loader, layers: list[int], like: Int[Array, " B"], ahead: int) -> Iterator[Array]:
+def _loaded_ahead(
+    loader: Loader, layers: list[int], like: Int[Array, " B"], ahead: int
+) -> Iterator[Array]:
     """Yields the device arrays of whole offloaded layers in order; starts the transfers of `ahead` further ones."""
     coming: list[Array] = []
     while layers or coming:

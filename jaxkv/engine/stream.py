@@ -37,7 +37,9 @@ def first_stream(x: Float[Array, "B N E"], spec: Spec, block: Leaves) -> Stream:
     return Stream(x=x)
 
 
-def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
+def attention_input(
+    block: Block, stream: Stream, spec: Spec
+) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
     """Pair: hidden states with any pending sums added, and the same normalised as the input of attention."""
     norm = block.attention_norm
     if stream.added is None:
@@ -45,7 +47,9 @@ def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Arr
     return _joined(stream.x, stream.added, norm, norm.scale[...].dtype, spec)
 
 
-def block_output(block: Block, x: Float[Array, "M N E"], attended: Float[Array, "B K G N D"], spec: Spec) -> Stream:
+def block_output(
+    block: Block, x: Float[Array, "M N E"], attended: Float[Array, "B K G N D"], spec: Spec
+) -> Stream:
     """`Stream` after a block's output projection and MLP; fused steps leave the MLP's output as partial sums."""
     if not spec.streams(x.shape[1]):
         return Stream(x=block.finish(x, attended))
@@ -64,7 +68,9 @@ def logits(outer: Ends, stream: Stream, batch: int, spec: Spec) -> Float[Array, 
     return outer.logits_of(normed[:, 0])[:batch]
 
 
-def _added(module: Any, name: str, x: Float[Array, "M N F"], axes: Axes | None) -> Float[Array, "n M N E"]:
+def _added(
+    module: Any, name: str, x: Float[Array, "M N F"], axes: Axes | None
+) -> Float[Array, "n M N E"]:
     """Linear map of `x` by a module's weight as split-K partial sums; one summed part with a bias or on a mesh."""
     if axes is None or axes.size("H") == 1:
         return linear_parts(module, name, x)
@@ -77,6 +83,8 @@ def _padded(a: Array, rows: int) -> Array:
     return jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))) if more else a
 
 
-def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, spec: Spec) -> tuple[Array, Array]:
+def _joined(
+    x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, spec: Spec
+) -> tuple[Array, Array]:
     """Pair by one fused kernel: hidden states plus partial sums, and the same RMS-normalised."""
     return spec.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)

@@ -62,7 +62,9 @@ class Token:
     def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
         """Token for caches of transformed rows, whose keys are less `centre`."""
         k = stored_keys(self.k, centre)
-        return dataclasses.replace(self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k)
+        return dataclasses.replace(
+            self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k
+        )
 
     def with_sinks(
         self, out: Float[Array, "B K G N D"], lse: Float[Array, "B K G N"]
@@ -75,11 +77,15 @@ class Token:
         """Argument `sink_logits` of a backend's functions; empty without, for backends that know none."""
         return {} if self.sink_logits is None else {"sink_logits": self.sink_logits}
 
-    def parts(self, sequences: int) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
+    def parts(
+        self, sequences: int
+    ) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
         """Queries, and keys and values, of one new token each, as a fused step takes them; zeros up to `sequences`."""
         q, kv = self.q[..., 0, :], jnp.stack([self.k[:, :, 0], self.v[:, :, 0]], axis=1)
         wide = ((0, sequences - q.shape[0]), *((0, 0),) * 3)
-        return jnp.pad(q.astype(jnp.float32), wide)[None], jnp.pad(kv.astype(jnp.float32), wide)[None]
+        return jnp.pad(q.astype(jnp.float32), wide)[None], jnp.pad(kv.astype(jnp.float32), wide)[
+            None
+        ]
 
 
 def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
@@ -87,7 +93,9 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     stored = raw.astype(normed.dtype) if spec.rolling else k
-    return Token(q=block.queries(normed, by), k=k, v=v, stored=stored, sink_logits=block.sink_logits)
+    return Token(
+        q=block.queries(normed, by), k=k, v=v, stored=stored, sink_logits=block.sink_logits
+    )
 
 
 def token_of_parts(
@@ -97,7 +105,9 @@ def token_of_parts(
     batch = by.cos.shape[0]
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
     k = rotate(both[:, 0, :, None], by, dtype)
-    return Token(q=rotate(query[..., None, :], by, dtype), k=k, v=both[:, 1, :, None].astype(dtype), stored=k)
+    return Token(
+        q=rotate(query[..., None, :], by, dtype), k=k, v=both[:, 1, :, None].astype(dtype), stored=k
+    )
 
 
 def in_blocks(
@@ -126,7 +136,9 @@ def pool_attention(
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
     attend, how = spec.backend.attend, spec.capping
-    return in_blocks(lambda part: attend(part, keys, values, start, length, walk=spec.layout.walk, **how), q)
+    return in_blocks(
+        lambda part: attend(part, keys, values, start, length, walk=spec.layout.walk, **how), q
+    )
 
 
 def reads_codes(spec: Spec, pool: Pool) -> bool:
@@ -170,7 +182,9 @@ def angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
     """Dict from each rotary embedding of the model to its angles at positions 0 to `slots` - 1, on the model's mesh."""
     ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
     dim = flat.config.head_dim
-    return {rope: settle_down(_angles_of(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
+    return {
+        rope: settle_down(_angles_of(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes
+    }
 
 
 class StepAngles(NamedTuple):
@@ -182,7 +196,12 @@ class StepAngles(NamedTuple):
 
 
 def step_angles(
-    spec: Spec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: Cache, *, tail: int = 0
+    spec: Spec,
+    kinds: Sequence[LayerSpec],
+    positions: Int[Array, "B N"],
+    cache: Cache,
+    *,
+    tail: int = 0,
 ) -> list[StepAngles]:
     """List of each layer's `StepAngles`; layers with equal RoPE share arrays.
 
@@ -197,12 +216,18 @@ def step_angles(
     tables, heads = cache.tables, cache.tables.start.shape[2]
     sizes = [pool.rows // heads for pool in cache.pools]
     distinct = dict.fromkeys(zip(sizes, ropes, strict=True))
-    of_rows = {(size, rope): made(jnp.arange(size, dtype=jnp.int32)[None], rope) for size, rope in distinct}
+    of_rows = {
+        (size, rope): made(jnp.arange(size, dtype=jnp.int32)[None], rope) for size, rope in distinct
+    }
     # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
     lengths = [length[:, :1] for length in tables.length]
     ahead, behind = positions - tables.seen[:, None], jnp.arange(tail, dtype=jnp.int32)
     return [
-        StepAngles(made(length + ahead, rope), of_rows[size, rope], made(length + behind, rope) if tail else None)
+        StepAngles(
+            made(length + ahead, rope),
+            of_rows[size, rope],
+            made(length + behind, rope) if tail else None,
+        )
         for length, size, rope in zip(lengths, sizes, ropes, strict=True)
     ]
 

@@ -40,14 +40,20 @@ def apart(lines: Sequence[Line], unit: float) -> list[Float[np.ndarray, " n"]]:
     slots: dict[int, int] = {}
     for at, line in enumerate(lines):
         if line.horizontal:
-            slots[at] = _free([slots[n] for n in slots if abs(lines[n].y[0] - line.y[0]) * unit < _HIDES], 1)[0]
+            slots[at] = _free(
+                [slots[n] for n in slots if abs(lines[n].y[0] - line.y[0]) * unit < _HIDES], 1
+            )[0]
     ends = [end for line in lines if not line.horizontal for end in (line.x[0], line.x[-1])]
     reach = _MARKER * (max(ends, default=0.0) - min(ends, default=0.0))
     found = []
     for at, line in enumerate(lines):
         near = abs(np.stack([each.at(line.x, reach) for each in lines]) - line.y) * unit < _HIDES
         near[at] = True  # of two points of one x, interpolation knows one
-        places = [slots[at]] * len(line.x) if line.horizontal else [_place(at, each, slots) for each in near.T]
+        places = (
+            [slots[at]] * len(line.x)
+            if line.horizontal
+            else [_place(at, each, slots) for each in near.T]
+        )
         found.append(np.asarray(places))
     step = min(_STEP, _FARTHEST / max(1, *(abs(places).max() for places in found)))
     return [line.y + places * step / unit for line, places in zip(lines, found, strict=True)]
@@ -62,5 +68,11 @@ def _place(at: int, near: Bool[np.ndarray, " lines"], slots: Mapping[int, int]) 
 
 def _free(taken: Sequence[int], count: int) -> list[int]:
     """Descending list of the `count` integers nearest to 0 that are not in `taken`."""
-    nearest = (sign * distance for distance in itertools.count() for sign in ((-1, 1) if distance else (1,)))
-    return sorted(itertools.islice((each for each in nearest if each not in taken), count), reverse=True)
+    nearest = (
+        sign * distance
+        for distance in itertools.count()
+        for sign in ((-1, 1) if distance else (1,))
+    )
+    return sorted(
+        itertools.islice((each for each in nearest if each not in taken), count), reverse=True
+    )

@@ -20,7 +20,9 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
 
-def at_budgets(names: Iterable[str], budgets: Iterable[int | float | str] = ()) -> dict[str, Method]:
+def at_budgets(
+    names: Iterable[str], budgets: Iterable[int | float | str] = ()
+) -> dict[str, Method]:
     """Dict {row name, such as "adakv@128": policy} of each named policy at each budget; once if it takes no budget.
 
     Args:
@@ -45,7 +47,12 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float | str] = ()) 
         if not takes_budget(cls):
             rows[known] = cls()
             continue
-        require(bool(budgets), "budgets", None, f"{known} keeps a part of each prompt: say which, such as 128 or 0.2")
+        require(
+            bool(budgets),
+            "budgets",
+            None,
+            f"{known} keeps a part of each prompt: say which, such as 128 or 0.2",
+        )
         for budget in budgets:
             try:
                 rows[f"{known}@{budget}"] = cls(budget=budget)
@@ -60,7 +67,9 @@ def as_task(task: Task | str) -> Task:
     if isinstance(task, Task):
         return task
     if not isinstance(task, str):
-        raise TypeError(f"task={type(task).__name__}: give a task such as TwoStage(count=100), or the name of one")
+        raise TypeError(
+            f"task={type(task).__name__}: give a task such as TwoStage(count=100), or the name of one"
+        )
     near = difflib.get_close_matches(task, TASKS, n=2)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}{meant}")
@@ -85,10 +94,21 @@ def described(task: type[Task]) -> str:
 def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
     """Dict {row name: policy fitted to the model's layers} from policies, classes or names; raises for odd names."""
     if not isinstance(policies, Mapping):
-        raise TypeError(f"policies={type(policies).__name__}: give them by name, {{'snapkv': SnapKV(budget=128)}}")
+        raise TypeError(
+            f"policies={type(policies).__name__}: give them by name, {{'snapkv': SnapKV(budget=128)}}"
+        )
     require(bool(policies), "policies", {}, "give at least one")
-    odd = [name for name in policies if not (isinstance(name, str) and name.strip() == name and name.isprintable())]
-    require(not any(odd) and all(policies), "policies", odd, "rows have names of one line, such as 'adakv@128'")
+    odd = [
+        name
+        for name in policies
+        if not (isinstance(name, str) and name.strip() == name and name.isprintable())
+    ]
+    require(
+        not any(odd) and all(policies),
+        "policies",
+        odd,
+        "rows have names of one line, such as 'adakv@128'",
+    )
     config, filters = params.config, params.filter_layers
     fields = {name: f"policies[{name!r}]" for name in policies}
     fitted = functools.partial(policy_for, config=config, filters=filters, dtype=params.dtype)
@@ -97,30 +117,51 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
 
 def seed_of(seed: int, name: str) -> int:
     """32-bit int, a seed hashed from `seed` and a name such as a sample's id; the same in every process."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:4], "big")
+    return int.from_bytes(
+        hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:4], "big"
+    )
 
 
 def settings_of(task: Task) -> dict[str, Any]:
     """Dict of a task's fields as JSON values."""
-    return {field.name: as_json(getattr(task, field.name), field.name) for field in dataclasses.fields(task)}
+    return {
+        field.name: as_json(getattr(task, field.name), field.name)
+        for field in dataclasses.fields(task)
+    }
 
 
 def require_how(task: Task, how: How) -> None:
     """Raises TypeError for an argument other than a `How`, ValueError for a question-agnostic run without questions."""
     if not isinstance(how, How):
         raise TypeError(f"how={how!r}: give How(agnostic=True), say")
-    require(task.asks or not how.agnostic, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")
+    require(
+        task.asks or not how.agnostic,
+        "agnostic",
+        how.agnostic,
+        f"{name_of(task)} asks nothing: leave it out",
+    )
 
 
 def require_budgets(
-    params: LanguageModel, task: Task, rows: Mapping[str, Method], samples: Sequence[Sample], how: How
+    params: LanguageModel,
+    task: Task,
+    rows: Mapping[str, Method],
+    samples: Sequence[Sample],
+    how: How,
 ) -> None:
     """Raises ValueError if a budget given as a share of prompts is too small for one of a `QuestionTask`'s prompts."""
-    shares = {name: policy.parts() for name, policy in rows.items() if isinstance(policy.parts().budget, float)}
+    shares = {
+        name: policy.parts()
+        for name, policy in rows.items()
+        if isinstance(policy.parts().budget, float)
+    }
     if not shares or not isinstance(task, QuestionTask):
         return
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
-    compressed = [len(context) + (0 if how.agnostic and question else len(question)) for context, question in pairs]
+    compressed = [
+        len(context) + (0 if how.agnostic and question else len(question))
+        for context, question in pairs
+    ]
     lengths = np.asarray(compressed, np.int64)
     for name, parts in shares.items():
         try:

@@ -50,7 +50,9 @@ class QuestionTask(Task):
             The score, a share in [0, 1].
         """
 
-    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
         """Generates the answers to a batch of samples; returns an `Outcome` per sample: score, text, rows and bytes."""
         drawn = asked(params, policy, samples, how, shared=self.shares_contexts)
         return [
@@ -105,19 +107,32 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     """
     text = require_text(text)
     if raw or sample.raw or not text.has_template:
-        return text.encode(sample.context, bos=True), text.encode(sample.question + sample.prefix, bos=False)
+        return text.encode(sample.context, bos=True), text.encode(
+            sample.question + sample.prefix, bos=False
+        )
     context = user_text(sample.context, text, turn=Turn.START, close=False)
-    question = user_text(sample.question, text, turn=Turn.USER, close=True, parted=False) + sample.prefix
-    return text.encode(context, bos=False, shielded=True), text.encode(question, bos=False, shielded=True)
+    question = (
+        user_text(sample.question, text, turn=Turn.USER, close=True, parted=False) + sample.prefix
+    )
+    return text.encode(context, bos=False, shielded=True), text.encode(
+        question, bos=False, shielded=True
+    )
 
 
-def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
+def answers(
+    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+) -> list[str]:
     """Answers a batch of samples over compressed caches, greedily; returns a list of one text for each."""
     return [answer.text for answer in asked(params, policy, samples, how)]
 
 
 def asked(
-    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How, *, shared: bool = False
+    params: LanguageModel,
+    policy: Method,
+    samples: Sequence[Sample],
+    how: How,
+    *,
+    shared: bool = False,
 ) -> list[Answer]:
     """Draws a model's answers to a batch of samples over compressed caches; returns a list of one `Answer` per sample.
 
@@ -134,14 +149,25 @@ def asked(
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
     # A sample without a question runs the same whether or not the run is question-agnostic.
     # Answers of equal `new_tokens` are drawn together, so that no sample draws more tokens than it asks for.
-    kinds = [(bool(ids[1]) and how.agnostic, one.new_tokens) for ids, one in zip(pairs, samples, strict=True)]
+    kinds = [
+        (bool(ids[1]) and how.agnostic, one.new_tokens)
+        for ids, one in zip(pairs, samples, strict=True)
+    ]
     found: dict[int, Answer] = {}
     for kind in dict.fromkeys(kinds):
         at = [number for number, each in enumerate(kinds) if each == kind]
         shown = next((n for n in at if samples[n].id == how.shown), None)
-        watch = None if shown is None else Watch(pairs[shown][0] if kind[0] else sum(pairs[shown], []))
-        group = _Group(params, policy, [samples[n] for n in at], [pairs[n] for n in at], how.seed, watch)
-        drawn = group.by_context() if shared and kind[0] else group.together(len(samples), agnostic=kind[0])
+        watch = (
+            None if shown is None else Watch(pairs[shown][0] if kind[0] else sum(pairs[shown], []))
+        )
+        group = _Group(
+            params, policy, [samples[n] for n in at], [pairs[n] for n in at], how.seed, watch
+        )
+        drawn = (
+            group.by_context()
+            if shared and kind[0]
+            else group.together(len(samples), agnostic=kind[0])
+        )
         if shown is not None and watch is not None:
             drawn[at.index(shown)] = dataclasses.replace(drawn[at.index(shown)], held=watch.held)
         found |= zip(at, drawn, strict=True)
@@ -168,7 +194,9 @@ class _Group(NamedTuple):
         at += at[-1:] * (size - len(at))
         pairs = [self.pairs[n] for n in at]
         if agnostic:
-            return self._draw(at, self._prefilled([context for context, _ in pairs]))[: len(self.samples)]
+            return self._draw(at, self._prefilled([context for context, _ in pairs]))[
+                : len(self.samples)
+            ]
         whole = [context + question for context, question in pairs]
         return self._answers(at, self._generated(whole), whole)[: len(self.samples)]
 
@@ -217,10 +245,14 @@ class _Group(NamedTuple):
     def _draw(self, at: Sequence[int], cache: KVCache) -> list[Answer]:
         """List of an `Answer` for each sample index in `at`: its question, answered over its context in `cache`."""
         questions, new = [self.pairs[n][1] for n in at], self.samples[0].new_tokens
-        out = generate(self.params, questions, cache=cache, max_new_tokens=new, key=self.key, progress=False)
+        out = generate(
+            self.params, questions, cache=cache, max_new_tokens=new, key=self.key, progress=False
+        )
         return self._answers(at, out, [self.pairs[n][0] for n in at])
 
-    def _answers(self, at: Sequence[int], out: Generation, compressed: Sequence[Sequence[int]]) -> list[Answer]:
+    def _answers(
+        self, at: Sequence[int], out: Generation, compressed: Sequence[Sequence[int]]
+    ) -> list[Answer]:
         """List of an `Answer` for each sample index in `at`: drawn text, cut at stop strings, with rows and bytes kept.
 
         `compressed` are the token ids that each was compressed of.
@@ -233,7 +265,11 @@ class _Group(NamedTuple):
         for row, (number, tokens) in enumerate(zip(at, out.tokens, strict=True)):
             text = tokenizer.decode([each for each in tokens.tolist() if each not in ends])
             answer = Answer(
-                text=min((text.split(stop)[0] for stop in self.samples[number].stop), key=len, default=text),
+                text=min(
+                    (text.split(stop)[0] for stop in self.samples[number].stop),
+                    key=len,
+                    default=text,
+                ),
                 tokens=sum(map(len, self.pairs[number])),
                 rows=float(kept[:, row].mean()),
                 nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,

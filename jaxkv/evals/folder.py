@@ -19,19 +19,33 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     require(bool(str(out).strip()), name, str(out), "give a folder")
     path = Path(os.path.expanduser(out))
     try:
-        inside = {each.name for each in path.iterdir() if not each.name.startswith(".")} if path.exists() else set()
+        inside = (
+            {each.name for each in path.iterdir() if not each.name.startswith(".")}
+            if path.exists()
+            else set()
+        )
         above = next(each for each in (path, *path.absolute().parents) if each.exists())
     except NotADirectoryError:
         require(False, name, str(out), "it is a file, or lies in one: give a folder")
     except OSError as error:
         require(False, name, str(out), f"{error.strerror or error}: give another folder")
     require(above.is_dir(), name, str(out), f"{above} is a file: give a folder")
-    require(os.access(above, os.W_OK | os.X_OK), name, str(out), f"{above} cannot be written to: give another folder")
+    require(
+        os.access(above, os.W_OK | os.X_OK),
+        name,
+        str(out),
+        f"{above} cannot be written to: give another folder",
+    )
     other = "it holds something else than an evaluation: give a new folder"
     require(not inside or RUN in inside, name, str(out), other)
     for each in (path / RUN, path / SAMPLES):
         # Reading a pipe would block.
-        require(not each.exists() or each.is_file(), name, str(out), f"{each.name} there is no file: give a new folder")
+        require(
+            not each.exists() or each.is_file(),
+            name,
+            str(out),
+            f"{each.name} there is no file: give a new folder",
+        )
     return path
 
 
@@ -52,9 +66,13 @@ def locked(folder: Path) -> Iterator[None]:
         raise ValueError(f"out={str(folder)!r}: {remedy}") from None
     except (OSError, NotImplementedError) as error:
         reason = f"{getattr(error, 'strerror', None) or error}: it cannot be locked, and two runs would mix their lines"
-        raise OSError(f"out={str(folder)!r}: {reason}; give another folder, perhaps on another file system") from error
+        raise OSError(
+            f"out={str(folder)!r}: {reason}; give another folder, perhaps on another file system"
+        ) from error
     try:
-        for left in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp"):  # of a process that was killed while it wrote one
+        for left in folder.glob(
+            f".*.{'[0-9a-f]' * 16}.tmp"
+        ):  # of a process that was killed while it wrote one
             left.unlink(missing_ok=True)
         yield
     finally:
@@ -67,7 +85,9 @@ class Lines:
     def __init__(self, folder: Path):
         self._path = folder / SAMPLES
         whole = whole_lines(folder)
-        self.records = [read_record(line, f"{self._path}:{at}") for at, line in enumerate(whole, start=1)]
+        self.records = [
+            read_record(line, f"{self._path}:{at}") for at, line in enumerate(whole, start=1)
+        ]
         self._ends = [0, *itertools.accumulate(map(len, whole))]
 
     def keep(self, count: int) -> None:

@@ -42,18 +42,30 @@ class InfiniteBench(StoredTask):
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Dict {placeholder: text} for the prompt template from a row: question, options, call; checks the format."""
         asked, options = str(row["input"]), row.get("options") or ()
-        fields = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
+        fields = {
+            f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)
+        }
         fields |= {"question": asked, "input": asked}
         if name in _CHOICES:
             four = isinstance(options, list) and len(options) == len(_OPTIONS)
             require(four, "data", options, f"{name} has four options: is it the official file?")
         if name == "code_run":
             call = re.findall(r"func_[0-9]+\(\-?[0-9]+\)", asked)
-            require(bool(call), "data", asked, "code_run asks for a call such as func_1(2): is it the official file?")
+            require(
+                bool(call),
+                "data",
+                asked,
+                "code_run asks for a call such as func_1(2): is it the official file?",
+            )
             fields |= {"func": call[0].split("(")[0], "func_call": call[0]}
         if name == "math_find":
             found = re.findall(r"The .+ of", asked)
-            require(bool(found), "data", asked, 'math_find asks for "The ... of": is it the official file?')
+            require(
+                bool(found),
+                "data",
+                asked,
+                'math_find asks for "The ... of": is it the official file?',
+            )
             fields["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
         return fields
 
@@ -62,11 +74,24 @@ class InfiniteBench(StoredTask):
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
         sound = bool(several) and all(isinstance(each, (str, int, float, list)) for each in several)
-        require(sound, "data", right, f"{name} has an answer, or a list of some: is it the official file?")
+        require(
+            sound,
+            "data",
+            right,
+            f"{name} has an answer, or a list of some: is it the official file?",
+        )
         if name in _CHOICES:
             known = len(several) == 2 or several[0] in row["options"]
-            require(known, "data", right, f"{name} answers with one of its options: is it the official file?")
-            return (several[0], several[1] if len(several) == 2 else _OPTIONS[row["options"].index(several[0])])
+            require(
+                known,
+                "data",
+                right,
+                f"{name} answers with one of its options: is it the official file?",
+            )
+            return (
+                several[0],
+                several[1] if len(several) == 2 else _OPTIONS[row["options"].index(several[0])],
+            )
         if name == "math_calc":
             return (json.dumps(several[0] if isinstance(several[0], list) else several),)
         if name in _NUMBERS:

@@ -46,7 +46,9 @@ class Held:
     def __post_init__(self):
         require(len(self.ids) > 0, "ids", self.ids, "a prompt has at least one token")
         if self.counts is not None:
-            fits = len(self.counts) == len(self.ids) and all(0 <= each <= self.heads for each in self.counts)
+            fits = len(self.counts) == len(self.ids) and all(
+                0 <= each <= self.heads for each in self.counts
+            )
             remedy = f"give a number from 0 to {self.heads} for each of the {len(self.ids)} tokens"
             require(fits, "counts", shortened(repr(self.counts)), remedy)
 
@@ -114,11 +116,17 @@ class Kept:
 
     def share(self, entry: Entry) -> float:
         """Share in [0, 1] of all (token, kv head) pairs whose row a policy keeps."""
-        return 1.0 if entry.counts is None else (sum(entry.counts) + entry.between) / (self.heads * self.tokens)
+        return (
+            1.0
+            if entry.counts is None
+            else (sum(entry.counts) + entry.between) / (self.heads * self.tokens)
+        )
 
     def tally(self, entry: Entry) -> tuple[int, int, int]:
         """Three ints: numbers of shown tokens that all kv heads hold, that some hold, and that none holds."""
-        counts = np.asarray([self.heads] * len(self.pieces) if entry.counts is None else entry.counts)
+        counts = np.asarray(
+            [self.heads] * len(self.pieces) if entry.counts is None else entry.counts
+        )
         every, none = int((counts == self.heads).sum()), int((counts == 0).sum())
         return every, len(counts) - every - none, none
 
@@ -141,7 +149,9 @@ def read_kept(folder: Path) -> Kept | None:
         rows = {name: _entry(**each) for name, each in found.pop("policies").items()}
         kept = Kept(**{**found, "pieces": tuple(found["pieces"]), "policies": rows})
         fits = fits and all(isinstance(each, str) for each in (kept.sample, *kept.pieces))
-        fits = fits and all(is_whole(each, 1) for each in (kept.heads, len(kept.pieces), kept.left_out + 1))
+        fits = fits and all(
+            is_whole(each, 1) for each in (kept.heads, len(kept.pieces), kept.left_out + 1)
+        )
         fits = fits and all(_fits(entry, kept) for entry in rows.values())
     except (KeyError, TypeError, AttributeError):
         fits = False
@@ -158,17 +168,27 @@ def _fits(entry: Entry, kept: Kept) -> bool:
     """True if an entry of `kept.json` has a valid number of kv heads for each token that is shown."""
     if entry.counts is None:
         return True
-    numbers = len(entry.counts) == len(kept.pieces) and all(is_whole(each) for each in (*entry.counts, entry.between))
+    numbers = len(entry.counts) == len(kept.pieces) and all(
+        is_whole(each) for each in (*entry.counts, entry.between)
+    )
     return numbers and max(entry.counts) <= kept.heads
 
 
 def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> None:
     """Adds one policy's entry to the folder's `kept.json`, or replaces the one of that name; returns None."""
     there, count = read_kept(folder), len(held.ids)
-    ends = [slice(count)] if count <= 2 * _EITHER_END else [slice(_EITHER_END), slice(count - _EITHER_END, count)]
-    counts = None if held.counts is None else tuple(each for end in ends for each in held.counts[end])
+    ends = (
+        [slice(count)]
+        if count <= 2 * _EITHER_END
+        else [slice(_EITHER_END), slice(count - _EITHER_END, count)]
+    )
+    counts = (
+        None if held.counts is None else tuple(each for end in ends for each in held.counts[end])
+    )
     between = 0 if held.counts is None or counts is None else sum(held.counts) - sum(counts)
-    entry = Entry(counts=counts, between=between, chooses=held.chooses, later=held.later, merges=held.merges)
+    entry = Entry(
+        counts=counts, between=between, chooses=held.chooses, later=held.later, merges=held.merges
+    )
     if there is None:
         pieces = tuple(piece for end in ends for piece in pieces_of(held.ids[end], text).texts)
         there = Kept(sample=sample, heads=held.heads, tokens=count, pieces=pieces, policies={})
@@ -177,4 +197,6 @@ def add_kept(folder: Path, name: str, sample: str, held: Held, text: Text) -> No
 
 def write_kept(folder: Path, kept: Kept) -> None:
     """Writes a `Kept` to the folder's `kept.json`, atomically; returns None."""
-    write_whole(folder / KEPT, (dumped({"format": _FORMAT, **dataclasses.asdict(kept)}) + "\n").encode())
+    write_whole(
+        folder / KEPT, (dumped({"format": _FORMAT, **dataclasses.asdict(kept)}) + "\n").encode()
+    )

@@ -47,13 +47,27 @@ class LongBench(StoredTask):
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of all right answers of a row as texts; ValueError for a row of another format."""
         right = row["answers"]
-        texts = isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
-        require(texts, "data", right, f"{name} has a list of texts as its answers: is it the official file?")
+        texts = (
+            isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
+        )
+        require(
+            texts,
+            "data",
+            right,
+            f"{name} has a list of texts as its answers: is it the official file?",
+        )
         metric = table(self.benchmark)[name]["metric"]
         if metric == "one_class":
-            require(bool(row["all_classes"]), "data", row["all_classes"], f"{name} names its classes in all_classes")
+            require(
+                bool(row["all_classes"]),
+                "data",
+                row["all_classes"],
+                f"{name} names its classes in all_classes",
+            )
         if metric == "paragraph":
-            remedy = f'{name} answers with paragraphs such as "Paragraph 7": is it the official file?'
+            remedy = (
+                f'{name} answers with paragraphs such as "Paragraph 7": is it the official file?'
+            )
             require(all(metrics.PARAGRAPH.search(each) for each in right), "data", right, remedy)
         return tuple(right)
 

@@ -60,19 +60,40 @@ def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
     for folder, run in shards:
         # Policies may have been added in another order.
         if run.policies.keys() == first.policies.keys():
-            run = dataclasses.replace(run, policies={name: run.policies[name] for name in first.policies})
-        found = differences(_compared(first), _compared(run), ("in the first", "in the second"), but=("shard",))
+            run = dataclasses.replace(
+                run, policies={name: run.policies[name] for name in first.policies}
+            )
+        found = differences(
+            _compared(first), _compared(run), ("in the first", "in the second"), but=("shard",)
+        )
         where = f"{first_folder} and {folder}"
-        require(not found, "folders", where, f"they are no shards of one evaluation ({'; '.join(found)})")
+        require(
+            not found,
+            "folders",
+            where,
+            f"they are no shards of one evaluation ({'; '.join(found)})",
+        )
     pairs = [run.shard for _, run in shards if run.shard is not None]
     count, here = pairs[0][1], [index for index, _ in pairs]
-    require(all(each == count for _, each in pairs), "folders", pairs, "they are shards of different numbers")
+    require(
+        all(each == count for _, each in pairs),
+        "folders",
+        pairs,
+        "they are shards of different numbers",
+    )
     twice = sorted({index for index in here if here.count(index) > 1})
-    require(not twice, "folders", f"shard {twice} of {count}", "it is there more than once: give each once")
+    require(
+        not twice,
+        "folders",
+        f"shard {twice} of {count}",
+        "it is there more than once: give each once",
+    )
     missing = sorted(set(range(count)) - set(here))
     remedy = "it is missing: run it with --shard, and give it, too"
     require(not missing, "folders", f"shard {missing} of {count}", remedy)
-    devices = {name: ", ".join(dict.fromkeys(run.made_with[name] for _, run in shards)) for name in _OWN}
+    devices = {
+        name: ", ".join(dict.fromkeys(run.made_with[name] for _, run in shards)) for name in _OWN
+    }
     return dataclasses.replace(first, shard=None, made_with={**first.made_with, **devices})
 
 

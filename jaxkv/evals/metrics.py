@@ -62,11 +62,15 @@ def _flat(text: str) -> str:
 
 def _place(said: str, right: str) -> int:
     """Index of the first place where `right` occurs in `said`, not inside of a word or number; -1 without one."""
-    inside = {at for number in _NUMBER.finditer(said) for at in range(number.start() + 1, number.end())}
+    inside = {
+        at for number in _NUMBER.finditer(said) for at in range(number.start() + 1, number.end())
+    }
     at = said.find(right)
     while right and at >= 0:
         end = at + len(right)
-        joined = (at > 0 and _joined(said[at - 1], right[0])) or (end < len(said) and _joined(right[-1], said[end]))
+        joined = (at > 0 and _joined(said[at - 1], right[0])) or (
+            end < len(said) and _joined(right[-1], said[end])
+        )
         if not joined and inside.isdisjoint((at, end)):
             return at
         at = said.find(right, at + 1)
@@ -82,7 +86,11 @@ def exact(prediction: str, answer: str) -> float:
     """1 if prediction and answer are equal word by word, without case, punctuation and articles (SQuAD), else 0."""
     said, right = words_of(prediction), words_of(answer)
     # An answer of an article or of signs alone has no words.
-    return float(said == right) if right else float(prediction.strip().casefold() == answer.strip().casefold())
+    return (
+        float(said == right)
+        if right
+        else float(prediction.strip().casefold() == answer.strip().casefold())
+    )
 
 
 def choice(prediction: str, choices: Sequence[str], right: int) -> float:
@@ -99,13 +107,19 @@ def choice(prediction: str, choices: Sequence[str], right: int) -> float:
     if found is not None:
         return float(ord(found[1].upper()) - ord("A") == right)
     said, texts = _flat(prediction), [_flat(each) for each in choices]
-    places = [(at, -len(each), number) for number, each in enumerate(texts) if (at := _place(said, each)) >= 0]
+    places = [
+        (at, -len(each), number)
+        for number, each in enumerate(texts)
+        if (at := _place(said, each)) >= 0
+    ]
     return float(bool(places) and min(places)[2] == right)
 
 
 def chinese_f1(prediction: str, answer: str) -> float:
     """F1 of the characters that prediction and answer share, in [0, 1]; case, spaces and punctuation do not count."""
-    said, right = ("".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer))
+    said, right = (
+        "".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer)
+    )
     return f1(said, right)
 
 
@@ -120,7 +134,9 @@ def rouge_l(prediction: str, answer: str) -> float:
     if not said or not right:
         return 0.0
     common = {word for theirs in right for ours in said for word in _common(theirs, ours)}
-    precision, recall = (len(common) / len({word for each in of for word in each}) for of in (said, right))
+    precision, recall = (
+        len(common) / len({word for each in of for word in each}) for of in (said, right)
+    )
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
@@ -156,7 +172,11 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise ImportError("this metric needs rouge-score: pip install 'jaxkv[eval]'") from None
-    return float(RougeScorer(["rougeLsum"], use_stemmer=False).score(answer, prediction)["rougeLsum"].fmeasure)
+    return float(
+        RougeScorer(["rougeLsum"], use_stemmer=False)
+        .score(answer, prediction)["rougeLsum"]
+        .fmeasure
+    )
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
@@ -225,7 +245,9 @@ def found_number(prediction: str, answer: str) -> float:
     found, right = re.search(r"\d+\.\d+|\d+", prediction), json.loads(answer)
     if found is None:
         return 0.0
-    return float((float(found.group()) if isinstance(right, float) else _number(found.group())) == right)
+    return float(
+        (float(found.group()) if isinstance(right, float) else _number(found.group())) == right
+    )
 
 
 def values_in_a_row(prediction: str, answer: str) -> float:
@@ -248,7 +270,9 @@ def faulty_function(prediction: str, answers: Sequence[str]) -> float:
         return 1.0
     for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
         said = said.replace(mark, " ")
-    behind = _behind(re.sub(" +", " ", said), ("answer is:", "is:", "answer:", "correct option is:"))
+    behind = _behind(
+        re.sub(" +", " ", said), ("answer is:", "is:", "answer:", "correct option is:")
+    )
     return float(behind is not None and behind.startswith((letter, name)))
 
 

@@ -111,7 +111,12 @@ class Needle(QuestionTask):
         super().__post_init__()
         check_grid(self)
         require(bool(self.depths), "depths", self.depths, "name at least one, from 0 to 1")
-        require(all(0 <= each <= 1 for each in self.depths), "depths", self.depths, "give shares from 0 to 1")
+        require(
+            all(0 <= each <= 1 for each in self.depths),
+            "depths",
+            self.depths,
+            "give shares from 0 to 1",
+        )
         require(len(set(self.depths)) == len(self.depths), "depths", self.depths, "name each once")
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1")
         for name in ("needle", "question", "prefix", "answer"):
@@ -121,7 +126,12 @@ class Needle(QuestionTask):
             mine = self.wording == "official" or value == default
             require(mine, name, value, "the small wording has its own: take wording='official'")
             its = self.needle == NEEDLE or value != default
-            require(its, name, value, f"it belongs to another needle than {self.needle!r}: give that one's")
+            require(
+                its,
+                name,
+                value,
+                f"it belongs to another needle than {self.needle!r}: give that one's",
+            )
 
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,8 +149,15 @@ class Needle(QuestionTask):
                 cell = Cell(self._recipe(wording, depth), length, count, size)
                 rng = np.random.default_rng([self.seed, length, at])
                 for index in range(self.count):
-                    name, tags = f"{length}-{depth:g}-{index:04d}", {"length": length, "depth": depth}
-                    made.append(as_sample(name, "needle", cell.make(rng, index), cell.recipe.new_tokens, **tags))
+                    name, tags = (
+                        f"{length}-{depth:g}-{index:04d}",
+                        {"length": length, "depth": depth},
+                    )
+                    made.append(
+                        as_sample(
+                            name, "needle", cell.make(rng, index), cell.recipe.new_tokens, **tags
+                        )
+                    )
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:

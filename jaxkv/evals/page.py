@@ -39,7 +39,9 @@ def report(folder: str | os.PathLike[str], *, samples: int = 200) -> Path:
         ValueError: if the folder holds no evaluation, or one without a finished policy.
         OSError: if the page cannot be written; an older page then stays unchanged.
     """
-    samples = checks.whole("samples", samples, "give how many to show of each policy; 0 for none", least=0)
+    samples = checks.whole(
+        "samples", samples, "give how many to show of each policy; 0 for none", least=0
+    )
     evaluation, missing = _finished(folder)
     path = evaluation.folder / PAGE
     write_whole(path, _page(evaluation, samples, missing).encode())
@@ -55,7 +57,9 @@ def _finished(folder: str | os.PathLike[str]) -> tuple[Evaluation, list[str]]:
     if not done or done == names:
         return Evaluation.read(folder), []
     policies = {name: run.policies[name] for name in done}
-    run = dataclasses.replace(run, policies=policies, budgets={name: run.budgets[name] for name in done})
+    run = dataclasses.replace(
+        run, policies=policies, budgets={name: run.budgets[name] for name in done}
+    )
     finished = dataclasses.replace(found, run=run, records=found.records[: len(done) * each])
     return finished, names[len(done) :]
 
@@ -103,13 +107,18 @@ def _visible(value: Any) -> Any:
     """Text of `value` with unprintable characters escaped, for HTML templates; markup is returned unchanged."""
     if hasattr(value, "__html__"):
         return value
-    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in str(value))
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in str(value)
+    )
 
 
 def _pictures(evaluation: Evaluation) -> list[tuple[str, str]]:
     """List of (caption, base64 text of the SVG) pairs, one for each plot of the evaluation."""
     drawn = draw(evaluation, ("svg",)).items()
-    return [(name.removesuffix(".svg").replace("_", " "), base64.b64encode(data).decode()) for name, data in drawn]
+    return [
+        (name.removesuffix(".svg").replace("_", " "), base64.b64encode(data).decode())
+        for name, data in drawn
+    ]
 
 
 def _tags(record: Record) -> str:
@@ -124,6 +133,10 @@ def _asked(evaluation: Evaluation) -> dict[str, str]:
     unused = TASKS[run["task"]].unused(run["settings"]) if run["task"] in TASKS else ()
     run["settings"] = {name: value for name, value in run["settings"].items() if name not in unused}
     policies = {f"policy {name}": policy for name, policy in run.pop("policies").items()}
-    kept = {name: value for name, value in run.items() if name not in ("format", "budgets") and value is not None}
+    kept = {
+        name: value
+        for name, value in run.items()
+        if name not in ("format", "budgets") and value is not None
+    }
     both = (kept | policies).items()
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in both}

@@ -71,13 +71,17 @@ class Perplexity(Task):
         """Number of a text's tokens to prefill: `prefix`; subclasses also use `length` and the model's `positions`."""
         return self.prefix
 
-    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
         """Reads texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
         tokenizer = tokenizer_of(params)
         ids = [tokenizer.encode(each.context, bos=True) for each in samples]
         ends = [self.prefix_of(len(each), params.config.max_positions) for each in ids]
         prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
-        after = np.asarray([each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)], np.int32)
+        after = np.asarray(
+            [each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)], np.int32
+        )
         shown = next((at for at, each in enumerate(samples) if each.id == how.shown), None)
         watch = None if shown is None else Watch(prefixes[shown])
         found = losses_of(params, policy, prefixes, after, seed=how.seed, watch=watch)
@@ -142,7 +146,12 @@ class OwnTexts(Perplexity):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per text, longest first; ValueError for texts of under twice `tokens` tokens."""
         texts, most = texts_of(self.data, self.count), params.config.max_positions
-        require(2 * self.tokens <= most, "tokens", self.tokens, f"more than half of the model's {most} positions")
+        require(
+            2 * self.tokens <= most,
+            "tokens",
+            self.tokens,
+            f"more than half of the model's {most} positions",
+        )
         lengths = _lengths(params, texts)
         short = {title: length for title, length in lengths.items() if length < 2 * self.tokens}
         remedy = f"more than half of {short}, the number of tokens of these texts: lower it, or leave them out"
@@ -158,7 +167,9 @@ class OwnTexts(Perplexity):
 
 def _lengths(params: LanguageModel, texts: Mapping[str, str]) -> dict[str, int]:
     """Dict {title: number of the text's tokens, bos included}."""
-    return {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
+    return {
+        title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()
+    }
 
 
 def _of_texts(texts: Mapping[str, str]) -> list[Sample]:

@@ -35,7 +35,9 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     of `Record.figures` that are lists of numbers, with `_curve` appended if one is named as one of these. `kinds` are
     file formats: svg, png and pdf. Without matplotlib, an error names the extra that installs it.
     """
-    makers: dict[str, Callable[[], Any]] = {"scores": functools.partial(_scores, evaluation, (None,))}
+    makers: dict[str, Callable[[], Any]] = {
+        "scores": functools.partial(_scores, evaluation, (None,))
+    }
     if len(set(_megabytes(evaluation).values())) > 1:
         makers["bytes"] = functools.partial(_bytes, evaluation)
     if 1 < len(evaluation.groups) <= _MOST_PANELS:
@@ -46,10 +48,14 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
         makers["map"] = functools.partial(_map, evaluation)
     for name in _curves(evaluation):
         file = re.sub(r"[^\w.-]", "_", name)
-        makers[f"{file}_curve" if file in _NAMES else file] = functools.partial(_curve, evaluation, name)
+        makers[f"{file}_curve" if file in _NAMES else file] = functools.partial(
+            _curve, evaluation, name
+        )
     # A "$" in a row's name must not start a formula.
     with drawing().rc_context({"text.parse_math": False}):
-        return {f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds}
+        return {
+            f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds
+        }
 
 
 def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
@@ -91,7 +97,9 @@ def _score_axis(axes: Any, evaluation: Evaluation) -> None:
         axes.set_ylim(min(-3, *drawn) - 1, max(103, *drawn) + 1)
 
 
-def _apart(lines: Sequence[Line], height: float, *, percent: bool = False) -> tuple[list[np.ndarray], float]:
+def _apart(
+    lines: Sequence[Line], height: float, *, percent: bool = False
+) -> tuple[list[np.ndarray], float]:
     """Arrays of y values that draw coinciding lines side by side, one per line, and the largest shift of a value."""
     ends = [end for line in lines for end in (line.y.min(), line.y.max())]
     # Axes have a margin of a twentieth at either end.
@@ -102,7 +110,9 @@ def _apart(lines: Sequence[Line], height: float, *, percent: bool = False) -> tu
 
 def _note(off: float) -> str:
     """Text below a title that says how far lines are drawn from their values at most; empty if none is moved."""
-    return f"\nequal lines are drawn side by side, at most {off:.2g} from their values" if off else ""
+    return (
+        f"\nequal lines are drawn side by side, at most {off:.2g} from their values" if off else ""
+    )
 
 
 class _Curve(NamedTuple):
@@ -125,10 +135,16 @@ def _curves_of(evaluation: Evaluation) -> list[_Curve]:
             # Several of one line, OmniKV's at its budgets say, are told apart by their names and dashes.
             alone = len(free) == 1
             dashes = {} if alone else {"linestyle": (0, (1 + 2 * number, 1))}
-            found.append(_Curve(label if alone else policy, at, [policy], None, {"marker": "", **dashes}))
+            found.append(
+                _Curve(label if alone else policy, at, [policy], None, {"marker": "", **dashes})
+            )
         points = sorted((size, policy) for policy, size in sizes.items() if size is not None)
         if points:
-            found.append(_Curve(label, at, [policy for _, policy in points], [size for size, _ in points], {}))
+            found.append(
+                _Curve(
+                    label, at, [policy for _, policy in points], [size for size, _ in points], {}
+                )
+            )
     return found
 
 
@@ -141,7 +157,11 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
     figure, panels = _panels(len(groups), width=width, height=height)
     curves, off = _curves_of(evaluation), 0.0
     marks = _marks({size for curve in curves for size in curve.sizes or ()})
-    ends = (marks[0] / 1.4, max(size for curve in curves for size in curve.sizes or ()) * 1.4) if marks else (1.0, 2.0)
+    ends = (
+        (marks[0] / 1.4, max(size for curve in curves for size in curve.sizes or ()) * 1.4)
+        if marks
+        else (1.0, 2.0)
+    )
     beside = _beside(curves, marks, math.log2(ends[1] / ends[0]) / (72 * (width - 2.5)))
     for axes, group in zip(panels, groups, strict=True):
         cells = [[evaluation.cell(policy, group) for policy in curve.policies] for curve in curves]
@@ -152,14 +172,18 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
         if len(marks) > 1:
             axes.set_xscale("log", base=2)
             axes.set_xlim(*ends)
-            axes.set_xticks(marks, [f"{size:,.0f}" for size in marks], rotation=45, ha="right", fontsize=8)
+            axes.set_xticks(
+                marks, [f"{size:,.0f}" for size in marks], rotation=45, ha="right", fontsize=8
+            )
             axes.minorticks_off()
             axes.set_xlabel("budget, rows per kv head and layer")
         axes.grid(alpha=0.3)
         if group is not None:
             axes.set_title(group, fontsize=9)
         _score_axis(axes, evaluation)
-    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}; bars are 95% intervals{_note(off)}", fontsize=10)
+    figure.suptitle(
+        f"{evaluation.title}\n{evaluation.scale}; bars are 95% intervals{_note(off)}", fontsize=10
+    )
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", fontsize=8)
@@ -172,9 +196,14 @@ def _beside(curves: Sequence[_Curve], marks: Sequence[float], point: float) -> l
     `point` is the length of 1/72 inch on the axis of budgets, in octaves.
     """
     sized = [number for number, curve in enumerate(curves) if curve.sizes is not None]
-    nearest = min((math.log2(after / before) for before, after in itertools.pairwise(marks)), default=math.inf)
+    nearest = min(
+        (math.log2(after / before) for before, after in itertools.pairwise(marks)), default=math.inf
+    )
     step = min(_BAR * point, 0.8 * nearest / max(1, len(sized)))
-    return [2 ** (step * (sized.index(at) - (len(sized) - 1) / 2)) if at in sized else 1.0 for at in range(len(curves))]
+    return [
+        2 ** (step * (sized.index(at) - (len(sized) - 1) / 2)) if at in sized else 1.0
+        for at in range(len(curves))
+    ]
 
 
 def _panel(
@@ -200,14 +229,18 @@ def _panel(
             axes.axhline(ys[0], **look)
             continue
         errors = _errors(mine, ys, scale)
-        axes.errorbar(factor * np.asarray(curve.sizes), ys, yerr=errors, markersize=4, capsize=2, **look)
+        axes.errorbar(
+            factor * np.asarray(curve.sizes), ys, yerr=errors, markersize=4, capsize=2, **look
+        )
     return off
 
 
 def _errors(cells: Sequence[Cell], ys: np.ndarray, scale: int) -> np.ndarray:
     """Lengths `[2, n]` of error bars, which end at the interval's ends, wherever their middle is drawn."""
     low = ys - scale * np.asarray([cell.mean if cell.low is None else cell.low for cell in cells])
-    high = scale * np.asarray([cell.mean if cell.high is None else cell.high for cell in cells]) - ys
+    high = (
+        scale * np.asarray([cell.mean if cell.high is None else cell.high for cell in cells]) - ys
+    )
     return np.maximum([low, high], 0)
 
 
@@ -232,7 +265,9 @@ def _bytes(evaluation: Evaluation) -> Any:
     sizes, scale = _megabytes(evaluation), _percent(evaluation)
     named, lines = dict[str, int](), list[Line]()
     for at, (label, policies) in enumerate(_lines(evaluation).items()):
-        points = sorted((sizes[name], scale * evaluation.cell(name).mean) for name in policies if name in sizes)
+        points = sorted(
+            (sizes[name], scale * evaluation.cell(name).mean) for name in policies if name in sizes
+        )
         if points:
             named[label] = at
             lines.append(Line(*np.asarray(points).T))
@@ -243,7 +278,9 @@ def _bytes(evaluation: Evaluation) -> Any:
     if most > _WIDE * least > 0:
         axes.set_xscale("log", base=2)
         marks = _marks({size for line in lines for size in line.x})
-        axes.set_xticks(marks, [f"{size:.3g}" for size in marks], rotation=45, ha="right", fontsize=8)
+        axes.set_xticks(
+            marks, [f"{size:.3g}" for size in marks], rotation=45, ha="right", fontsize=8
+        )
         axes.minorticks_off()
     else:
         axes.set_xlim(left=0)
@@ -261,9 +298,14 @@ def _lengths(evaluation: Evaluation) -> Any:
     axes, lengths = figure.subplots(), evaluation.lengths
     scale = _percent(evaluation)
     means = scale * np.asarray(
-        [[evaluation.cell(policy, length=length).mean for length in lengths] for policy in evaluation.policies]
+        [
+            [evaluation.cell(policy, length=length).mean for length in lengths]
+            for policy in evaluation.policies
+        ]
     )
-    drawn, off = _apart([Line(np.asarray(lengths, float), each) for each in means], 3.3, percent=scale == 100)
+    drawn, off = _apart(
+        [Line(np.asarray(lengths, float), each) for each in means], 3.3, percent=scale == 100
+    )
     for at, (policy, ys) in enumerate(zip(evaluation.policies, drawn, strict=True)):
         axes.plot(lengths, ys, label=policy, markersize=4, linewidth=1.2, **style(at))
     axes.set_xscale("log", base=2)
@@ -293,7 +335,12 @@ def _has_map(evaluation: Evaluation) -> bool:
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))
-    return both and evaluation.run.unit == "%" and len(lengths) <= _MOST_BINS and len(lengths) * len(depths) > 1
+    return (
+        both
+        and evaluation.run.unit == "%"
+        and len(lengths) <= _MOST_BINS
+        and len(lengths) * len(depths) > 1
+    )
 
 
 def _map(evaluation: Evaluation) -> Any:
@@ -315,14 +362,28 @@ def _map(evaluation: Evaluation) -> Any:
             axes.remove()
         for axes, policy in zip(row, policies, strict=False):
             shares = _shares(evaluation.of(policy), lengths, depths)
-            image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto", origin="upper")
-            across_at, down_at = (list(range(0, len(each), _step(each))) for each in (lengths, depths))
-            axes.set_xticks(across_at, [f"{lengths[at]:,}" for at in across_at], rotation=45, ha="right", fontsize=7)
+            image = axes.imshow(
+                100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto", origin="upper"
+            )
+            across_at, down_at = (
+                list(range(0, len(each), _step(each))) for each in (lengths, depths)
+            )
+            axes.set_xticks(
+                across_at,
+                [f"{lengths[at]:,}" for at in across_at],
+                rotation=45,
+                ha="right",
+                fontsize=7,
+            )
             axes.set_yticks(down_at, [f"{100 * depths[at]:.0f}" for at in down_at], fontsize=7)
-            axes.set_title(f"{policy}: {evaluation.shown(evaluation.cell(policy).mean)}", fontsize=9)
+            axes.set_title(
+                f"{policy}: {evaluation.shown(evaluation.cell(policy).mean)}", fontsize=9
+            )
         row[0].set_ylabel("depth, %", fontsize=8)
     for column in range(across):
-        last = [row[column] for row, policies in zip(grid, lines, strict=True) if len(policies) > column][-1]
+        last = [
+            row[column] for row, policies in zip(grid, lines, strict=True) if len(policies) > column
+        ][-1]
         last.set_xlabel("tokens of the prompt", fontsize=8)
     figure.colorbar(image, ax=figure.axes, label="%", shrink=0.8)
     figure.suptitle(evaluation.title, fontsize=10)
@@ -347,8 +408,14 @@ def _is_curve(value: Any) -> bool:
 
 def _curves(evaluation: Evaluation) -> list[str]:
     """List of the names in `Record.figures` that are lists of at least two numbers in every record; not "positions"."""
-    names = dict.fromkeys(name for record in evaluation.records for name in record.figures if name != "positions")
-    return [name for name in names if all(_is_curve(record.figures.get(name)) for record in evaluation.records)]
+    names = dict.fromkeys(
+        name for record in evaluation.records for name in record.figures if name != "positions"
+    )
+    return [
+        name
+        for name in names
+        if all(_is_curve(record.figures.get(name)) for record in evaluation.records)
+    ]
 
 
 def _curve(evaluation: Evaluation, name: str) -> Any:

@@ -70,7 +70,9 @@ class DocumentQuestions(QuestionTask):
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "give 1 or more")
         once = all(self.prompt.count(each) == 1 for each in _FIELDS)
         ordered = once and self.prompt.index(_FIELDS[0]) < self.prompt.index(_FIELDS[1])
-        require(ordered, "prompt", self.prompt, "name {document}, and {question} behind it, once each")
+        require(
+            ordered, "prompt", self.prompt, "name {document}, and {question} behind it, once each"
+        )
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """List of one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
@@ -87,7 +89,10 @@ class DocumentQuestions(QuestionTask):
                     answers=asked.answers,
                     new_tokens=self.new_tokens,
                     prefix=self.prefix,
-                    tags={"document": document.name, **({"choices": asked.choices} if asked.choices else {})},
+                    tags={
+                        "document": document.name,
+                        **({"choices": asked.choices} if asked.choices else {}),
+                    },
                 )
                 made.append(sample)
         self._check_lengths(params, made)
@@ -106,12 +111,25 @@ class DocumentQuestions(QuestionTask):
         for sample in samples:
             context, question = ids_of(params.text, sample)
             length = len(context) + len(question)
-            unknown = [each for each in context + question if params.text and each == params.text.unknown_id]
+            unknown = [
+                each
+                for each in context + question
+                if params.text and each == params.text.unknown_id
+            ]
             if 10 * len(unknown) > length:
                 remedy = "the tokenizer does not know their text, so that this compares nothing: give another model"
-                warn_once(UserWarning, params.name, f"model={params.name}: unknown tokens in prompts: {remedy}")
+                warn_once(
+                    UserWarning,
+                    params.name,
+                    f"model={params.name}: unknown tokens in prompts: {remedy}",
+                )
             remedy = f"its prompt of {length} tokens and {self.new_tokens} of the answer exceed the model's {most}"
-            require(length + self.new_tokens <= most, "data", sample.id, f"{remedy} positions: shorten the document")
+            require(
+                length + self.new_tokens <= most,
+                "data",
+                sample.id,
+                f"{remedy} positions: shorten the document",
+            )
 
 
 class _Asked(NamedTuple):
@@ -158,7 +176,9 @@ def _documents(data: str, count: int) -> Iterator[_Document]:
 def _id(given: Any, where: str) -> str:
     """A document's id as text, from the text or whole number that its line gives; refuses other values."""
     fits = _is_text(given) or (isinstance(given, int) and not isinstance(given, bool))
-    require(fits, "data", where, f'its "id" is {shortened(repr(given))}: give a text or a whole number')
+    require(
+        fits, "data", where, f'its "id" is {shortened(repr(given))}: give a text or a whole number'
+    )
     return str(given)
 
 
@@ -172,7 +192,9 @@ def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
     keys = [key for key in ("document", "context", "file") if key in row]
     require(len(keys) == 1, "data", where, f'it needs one of "document" and "file": give {_FORM}')
     given = row[keys[0]]
-    require(_is_text(given), "data", where, f'its "{keys[0]}" is {shortened(repr(given))}: give a text')
+    require(
+        _is_text(given), "data", where, f'its "{keys[0]}" is {shortened(repr(given))}: give a text'
+    )
     if keys[0] != "file":
         return given
     path = folder / given
@@ -189,7 +211,10 @@ def _questions(row: Mapping[str, Any], where: str) -> tuple[_Asked, ...]:
     remedy = f'it needs "questions", a list of at least one: give {_FORM}'
     require(isinstance(given, list) and bool(given), "data", where, remedy)
     group = row.get("group", "questions")
-    return tuple(_asked(each, group, f"{where}, question {number}") for number, each in enumerate(given, start=1))
+    return tuple(
+        _asked(each, group, f"{where}, question {number}")
+        for number, each in enumerate(given, start=1)
+    )
 
 
 def _asked(given: Any, group: Any, where: str) -> _Asked:
@@ -199,24 +224,41 @@ def _asked(given: Any, group: Any, where: str) -> _Asked:
     right = given.get("answers", given.get("answer"))
     answers = _texts(right if isinstance(right, list) else [right], "answers", where)
     group = given.get("group", group)
-    require(isinstance(group, str) and bool(group), "data", where, f'its "group" is {group!r}: give a text')
+    require(
+        isinstance(group, str) and bool(group),
+        "data",
+        where,
+        f'its "group" is {group!r}: give a text',
+    )
     if "choices" not in given:
         return _Asked(given["question"], answers, (), group)
     raw = given["choices"]
     choices = _texts(raw if isinstance(raw, list) else [raw], "choices", where)
     fits = 2 <= len(choices) <= len(_LETTERS) and len(set(choices)) == len(choices)
-    require(fits, "data", where, f'its "choices" are {len(choices)}: give 2 to {len(_LETTERS)}, all different')
+    require(
+        fits,
+        "data",
+        where,
+        f'its "choices" are {len(choices)}: give 2 to {len(_LETTERS)}, all different',
+    )
     letters = dict(zip(_LETTERS, choices, strict=False))
     meant = tuple(each if each in choices else letters.get(each, each) for each in answers)
     fits = len(meant) == 1 and meant[0] in choices
-    require(fits, "data", where, f'its "answer" is {", ".join(answers)}: give one of the choices, or its letter')
+    require(
+        fits,
+        "data",
+        where,
+        f'its "answer" is {", ".join(answers)}: give one of the choices, or its letter',
+    )
     listed = "\n".join(f"{letter}. {text}" for letter, text in letters.items())
     return _Asked(f"{given['question']}\n{listed}\nAnswer with the letter.", meant, choices, group)
 
 
 def _texts(given: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
     """Tuple of texts from a list of texts and numbers, made texts; refuses other values and empty lists or texts."""
-    numbers = [str(each) if type(each) in (int, float) and math.isfinite(each) else each for each in given]
+    numbers = [
+        str(each) if type(each) in (int, float) and math.isfinite(each) else each for each in given
+    ]
     fits = bool(numbers) and all(map(_is_text, numbers))
     require(fits, "data", where, f'its "{name}" are {shortened(repr(given))}: give texts')
     return tuple(numbers)

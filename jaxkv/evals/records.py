@@ -75,7 +75,10 @@ class Run:
 
         Batches are the same in all shards, each of which takes every n-th: results may depend on the batch.
         """
-        every = [range(at, min(at + self.batch, self.samples)) for at in range(0, self.samples, self.batch)]
+        every = [
+            range(at, min(at + self.batch, self.samples))
+            for at in range(0, self.samples, self.batch)
+        ]
         return every if self.shard is None else every[self.shard[0] :: self.shard[1]]
 
     @property
@@ -148,7 +151,10 @@ class Record:
 
     def line(self) -> bytes:
         """The record as one line of JSON in UTF-8 bytes, with its line feed."""
-        return (dumped({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}) + "\n").encode()
+        return (
+            dumped({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+            + "\n"
+        ).encode()
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Record)}
@@ -179,7 +185,9 @@ def as_json(value: Any, name: str = "value") -> Any:
 def _key(key: Any, name: str) -> str:
     """Key of a mapping as text: a text unchanged, a number, bool or None as its JSON; TypeError for other types."""
     if not (key is None or isinstance(key, (str, int, float))):
-        raise TypeError(f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings")
+        raise TypeError(
+            f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings"
+        )
     return key if isinstance(key, str) else json.dumps(as_json(key, name))
 
 
@@ -212,14 +220,30 @@ def read_run(folder: Path) -> Run | None:
     found = read_json(path, _REMEDY)
     if found is None:
         return None
-    require(isinstance(found, dict) and found.pop("format", None) == _FORMAT, str(path), "format", _REMEDY)
+    require(
+        isinstance(found, dict) and found.pop("format", None) == _FORMAT,
+        str(path),
+        "format",
+        _REMEDY,
+    )
     names = {field.name for field in dataclasses.fields(Run)}
     require(found.keys() == names, str(path), ", ".join(sorted(found.keys() ^ names)), _REMEDY)
     shard = found.pop("shard")
-    mappings = all(isinstance(found[name], dict) for name in ("policies", "budgets", "settings", "made_with"))
-    fits = mappings and isinstance(found["unit"], str) and found["policies"].keys() == found["budgets"].keys() != set()
+    mappings = all(
+        isinstance(found[name], dict) for name in ("policies", "budgets", "settings", "made_with")
+    )
+    fits = (
+        mappings
+        and isinstance(found["unit"], str)
+        and found["policies"].keys() == found["budgets"].keys() != set()
+    )
     fits = fits and is_whole(found["batch"], 1) and is_whole(found["samples"], 1)
-    pair = isinstance(shard, list) and len(shard) == 2 and all(map(is_whole, shard)) and shard[0] < shard[1]
+    pair = (
+        isinstance(shard, list)
+        and len(shard) == 2
+        and all(map(is_whole, shard))
+        and shard[0] < shard[1]
+    )
     require(fits and (shard is None or pair), str(path), "changed", _REMEDY)
     return Run(**found, shard=None if shard is None else tuple(shard))
 
@@ -243,15 +267,22 @@ def differences(
         mine, theirs = one[name], other[name]
         if not (isinstance(mine, dict) and isinstance(theirs, dict)):
             if mine != theirs:
-                found.append(f"{name}: {shortened(dumped(mine))} {first}, {shortened(dumped(theirs))} {second}")
+                found.append(
+                    f"{name}: {shortened(dumped(mine))} {first}, {shortened(dumped(theirs))} {second}"
+                )
             continue
         keys = dict.fromkeys(mine if name in may_add else [*mine, *theirs])
-        if name == "policies" and ([*mine] != [*theirs] if name not in may_add else not keys.keys() <= theirs.keys()):
+        if name == "policies" and (
+            [*mine] != [*theirs] if name not in may_add else not keys.keys() <= theirs.keys()
+        ):
             found.append(f"{name}: {', '.join(mine)} {first}, {', '.join(theirs)} {second}")
             continue
         for key in keys:
             if (key in mine) != (key in theirs) or mine.get(key) != theirs.get(key):
-                shown = [shortened(dumped(each[key])) if key in each else "nothing" for each in (mine, theirs)]
+                shown = [
+                    shortened(dumped(each[key])) if key in each else "nothing"
+                    for each in (mine, theirs)
+                ]
                 found.append(f"{name}.{key}: {shown[0]} {first}, {shown[1]} {second}")
     return found
 

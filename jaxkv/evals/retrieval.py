@@ -47,10 +47,14 @@ def _found(answer: str, output: str) -> bool:
 def _check(count: int, sizes: tuple[int, ...]) -> None:
     """Raises ValueError for a `count` below 1, an empty `sizes`, and dictionaries of fewer than three entries."""
     require(count >= 1, "count", count, "make at least 1 case")
-    require(bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries")
+    require(
+        bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries"
+    )
 
 
-def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False) -> list[Question]:
+def two_stage(
+    count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False
+) -> list[Question]:
     """Makes a list of 2StageRetr questions: prompts with a dictionary and a sum; the answer is the sum's entry.
 
     Args:

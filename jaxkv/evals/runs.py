@@ -19,7 +19,15 @@ from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_model
 from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, seed_of, settings_of
+from jaxkv.evals.arguments import (
+    as_rows,
+    as_task,
+    name_of,
+    require_budgets,
+    require_how,
+    seed_of,
+    settings_of,
+)
 from jaxkv.evals.folder import Lines, locked, require_folder
 from jaxkv.evals.kept import add_kept
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
@@ -109,7 +117,12 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
     places = ("there", "asked for")
     found = differences(there.as_dict(), asked, places, may_add=("policies", "budgets"))
     remedy = "give it as it was, with further policies if you like, or another folder"
-    require(not found, "out", str(folder), f"another evaluation has begun there ({'; '.join(found)}): {remedy}")
+    require(
+        not found,
+        "out",
+        str(folder),
+        f"another evaluation has begun there ({'; '.join(found)}): {remedy}",
+    )
     return there
 
 
@@ -122,7 +135,9 @@ def begin(folder: Path, run: Run) -> Run:
     if there is not None:
         names = dict.fromkeys([*there.policies, *run.policies])
         policies = {name: run.policies[name] for name in names}
-        run = dataclasses.replace(there, policies=policies, budgets={name: run.budgets[name] for name in names})
+        run = dataclasses.replace(
+            there, policies=policies, budgets={name: run.budgets[name] for name in names}
+        )
     if there is None or len(there.policies) < len(run.policies):
         write_whole(folder / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
     return run
@@ -141,11 +156,20 @@ def _samples(params: LanguageModel, task: Task) -> list[Sample]:
     samples = list(task.samples(params))
     odd = next((each for each in samples if not isinstance(each, Sample)), None)
     if odd is not None:
-        raise TypeError(f"samples: {name_of(task)} makes {type(odd).__name__}: give instances of Sample")
+        raise TypeError(
+            f"samples: {name_of(task)} makes {type(odd).__name__}: give instances of Sample"
+        )
     require(bool(samples), "samples", 0, f"{name_of(task)} makes none of its settings: give others")
     ids = [sample.id for sample in samples]
-    twice = next((each for each in ids if ids.count(each) > 1), "") if len(set(ids)) < len(ids) else ""
-    require(not twice, "samples", twice, f"{name_of(task)} has two samples of this id: give each its own")
+    twice = (
+        next((each for each in ids if ids.count(each) > 1), "") if len(set(ids)) < len(ids) else ""
+    )
+    require(
+        not twice,
+        "samples",
+        twice,
+        f"{name_of(task)} has two samples of this id: give each its own",
+    )
     return samples
 
 
@@ -154,7 +178,11 @@ def _digest(samples: Sequence[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in samples:
         try:
-            digest.update(dumped(dataclasses.asdict(dataclasses.replace(sample, tags=dict(sample.tags)))).encode())
+            digest.update(
+                dumped(
+                    dataclasses.asdict(dataclasses.replace(sample, tags=dict(sample.tags)))
+                ).encode()
+            )
         except (TypeError, ValueError) as error:
             raise type(error)(f"sample {sample.id!r}: {error}") from None
     return digest.hexdigest()[:16]
@@ -167,7 +195,12 @@ def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
     pair = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else ()
     fits = len(pair) == 2 and all(is_whole(each) for each in pair) and pair[0] < pair[1]
     require(fits, "shard", shard, "give (i, n), with i from 0 to n - 1")
-    require(pair[1] <= batches, "shard", shard, f"there are {batches} batches: give as many shards at most")
+    require(
+        pair[1] <= batches,
+        "shard",
+        shard,
+        f"there are {batches} batches: give as many shards at most",
+    )
     return pair[0], pair[1]
 
 
@@ -215,7 +248,9 @@ class _Job:
             fingerprint=params.fingerprint,
             dtype=params.dtype.name,
             policies={name: repr(policy) for name, policy in self.policies.items()},
-            budgets={name: as_budget(policy.parts().budget) for name, policy in self.policies.items()},
+            budgets={
+                name: as_budget(policy.parts().budget) for name, policy in self.policies.items()
+            },
             agnostic=self.how.agnostic,
             raw=self.how.raw,
             seed=self.how.seed,
@@ -228,7 +263,11 @@ class _Job:
 
     def fill(self, lines: Lines, run: Run, progress: bool | None) -> None:
         """Runs all batches without lines in `samples.jsonl` and appends a line per sample, with a progress bar."""
-        todo = [(name, [self.samples[at] for at in batch]) for name in run.policies for batch in run.batches()]
+        todo = [
+            (name, [self.samples[at] for at in batch])
+            for name in run.policies
+            for batch in run.batches()
+        ]
         skipped = self._skip(lines, todo)
         shown = sys.stderr.isatty() if progress is None else progress
         with tqdm(
@@ -248,19 +287,34 @@ class _Job:
                     _free_programs()
                 before = name
                 # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
-                more = 0 if self.policies[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
-                lines.add(self._records(run, name, [*batch, *batch[-1:] * more], len(lines.records))[: len(batch)])
+                more = (
+                    0
+                    if self.policies[name].parts().draws or run.samples <= run.batch
+                    else run.batch - len(batch)
+                )
+                lines.add(
+                    self._records(run, name, [*batch, *batch[-1:] * more], len(lines.records))[
+                        : len(batch)
+                    ]
+                )
                 bar.update(len(batch))
 
     def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
         """Number of batches whose lines are all in the file; truncates it after these; ValueError for wrong lines."""
         expected = [(name, sample.id) for name, batch in todo for sample in batch]
-        for at, (record, (name, sample)) in enumerate(zip(lines.records, expected, strict=False), start=1):
+        for at, (record, (name, sample)) in enumerate(
+            zip(lines.records, expected, strict=False), start=1
+        ):
             remedy = f"the line of {name}, {sample} is expected: remove it and those behind it, or give another folder"
             same = (record.policy, record.id) == (name, sample)
             require(same, f"{self.folder}, line {at}", f"{record.policy}, {record.id}", remedy)
         there, all_of = len(lines.records), len(expected)
-        require(there <= all_of, str(self.folder), f"{there} lines", f"{all_of} are all: remove the others")
+        require(
+            there <= all_of,
+            str(self.folder),
+            f"{there} lines",
+            f"{all_of} are all: remove the others",
+        )
         count = whole = 0
         for _, batch in todo:
             if count + len(batch) > there:
@@ -271,15 +325,23 @@ class _Job:
 
     def _records(self, run: Run, name: str, batch: Sequence[Sample], done: int) -> list[Record]:
         """Runs one batch under one policy and returns a list of `Record`; raises `Failed`, naming its samples."""
-        ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
+        ids = (
+            f"sample {batch[0].id}"
+            if len(batch) == 1
+            else f"samples {batch[0].id} to {batch[-1].id}"
+        )
         kept = f"{done} lines are in {self.folder}, and the same call goes on from there"
         try:
             outcomes = list(self._outcomes(self.policies[name], batch))
         except Exception as error:
-            message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            message = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
             raise Failed(f"{name}, {ids}: {message}; {kept}") from error
         if len(outcomes) != len(batch):
-            raise Failed(f"{name}, {ids}: {run.task} gave {len(outcomes)} outcomes for {len(batch)}; {kept}")
+            raise Failed(
+                f"{name}, {ids}: {run.task} gave {len(outcomes)} outcomes for {len(batch)}; {kept}"
+            )
         records = []
         for sample, outcome in zip(batch, outcomes, strict=True):
             try:
@@ -296,15 +358,25 @@ class _Job:
         how = dataclasses.replace(self.how, shown=self.samples[0].id)
         if not policy.parts().draws:
             return self.task.run(self.params, policy, batch, how)
-        own = {sample.id: dataclasses.replace(how, seed=seed_of(how.seed, sample.id)) for sample in batch}
-        return [each for one in batch for each in self.task.run(self.params, policy, [one], own[one.id])]
+        own = {
+            sample.id: dataclasses.replace(how, seed=seed_of(how.seed, sample.id))
+            for sample in batch
+        }
+        return [
+            each for one in batch for each in self.task.run(self.params, policy, [one], own[one.id])
+        ]
 
 
 def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
     """Makes the `Record` of one sample's outcome; ValueError for a score not finite, or for shares not in [0, 1]."""
     score, shares = float(outcome.score), run.unit == "%"
     fits = math.isfinite(score) and (not shares or -_ROUNDING <= score <= 1 + _ROUNDING)
-    require(fits, "score", score, f"{run.task} owes {'a share in [0, 1]' if shares else 'a finite number'}")
+    require(
+        fits,
+        "score",
+        score,
+        f"{run.task} owes {'a share in [0, 1]' if shares else 'a finite number'}",
+    )
     return Record(
         task=run.task,
         policy=name,

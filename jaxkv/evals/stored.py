@@ -88,7 +88,11 @@ class StoredTask(QuestionTask):
         names = self.tasks or tuple(table(self.benchmark))
         # Missing files are reported before hours of tokenizing.
         rows = {name: rows_of(name, self.data, self.hub, self.keys, self.count) for name in names}
-        return [self._sample(params, name, number, row) for name in names for number, row in enumerate(rows[name])]
+        return [
+            self._sample(params, name, number, row)
+            for name in names
+            for number, row in enumerate(rows[name])
+        ]
 
     @abc.abstractmethod
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -102,12 +106,20 @@ class StoredTask(QuestionTask):
         """True if the prompts of benchmark part `name` get no chat template; by default always True."""
         return True
 
-    def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
+    def _sample(
+        self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
+    ) -> Sample:
         """Makes the `Sample` of row `number` of a benchmark part, its prompt cut to the model's length."""
         for key in ("context", "input"):
-            remedy = f"row {number + 1} of {name} has no text as its {key}: is it the official file?"
+            remedy = (
+                f"row {number + 1} of {name} has no text as its {key}: is it the official file?"
+            )
             require(isinstance(row[key], str), "data", row[key], remedy)
-        part, fields, classes = table(self.benchmark)[name], self.fields_of(name, row), row.get("all_classes")
+        part, fields, classes = (
+            table(self.benchmark)[name],
+            self.fields_of(name, row),
+            row.get("all_classes"),
+        )
         before, after = (_filled(text, fields) for text in part["prompt"].split("{context}"))
         new, raw = self.new_tokens or part["new_tokens"], self.raw(name)
         context, question, length = _fitted(
@@ -130,7 +142,9 @@ def _filled(prompt: str, fields: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda name: fields[name[1]], prompt)
 
 
-def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, data: str | None, hub: Hub, keys: Sequence[str], count: int = 0
+) -> list[dict[str, Any]]:
     """List of the first `count` rows (0: all), as dicts, of `<name>.jsonl` in folder `data`, or on the hub if None.
 
     A missing file is a FileNotFoundError that says what to put where; rows without one of `keys` are refused.
@@ -140,7 +154,9 @@ def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: i
     else:
         path = Path(os.path.expanduser(data)) / f"{name}.jsonl"
         if not path.is_file():
-            raise FileNotFoundError(f"data={data!r}: no {path.name} in it; put the files of {hub.url} there")
+            raise FileNotFoundError(
+                f"data={data!r}: no {path.name} in it; put the files of {hub.url} there"
+            )
     if data is None and hub.member:
         with zipfile.ZipFile(path) as archive, archive.open(hub.member.format(name=name)) as file:
             return _rows(file, f"{path.name}, {name}", keys, count)
@@ -167,7 +183,9 @@ def json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str
         return _rows(file, str(path), keys, count)
 
 
-def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -> list[dict[str, Any]]:
+def _rows(
+    lines: Iterable[bytes], where: str, keys: Sequence[str], count: int
+) -> list[dict[str, Any]]:
     """Parses JSON lines to a list of dicts, `count` of them (0: all); ValueError for bad JSON or missing `keys`.
 
     Lines end with a line feed alone; empty lines are skipped, a leading byte order mark too.
@@ -181,10 +199,22 @@ def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"data={where!r}: line {number} is no JSON ({error}); download the file again") from None
-        require(isinstance(row, dict), "data", where, f"line {number} is no object of JSON: is it the right file?")
+            raise ValueError(
+                f"data={where!r}: line {number} is no JSON ({error}); download the file again"
+            ) from None
+        require(
+            isinstance(row, dict),
+            "data",
+            where,
+            f"line {number} is no object of JSON: is it the right file?",
+        )
         missing = [key for key in keys if key not in row]
-        require(not missing, "data", where, f"line {number} lacks {', '.join(missing)}: is it the right file?")
+        require(
+            not missing,
+            "data",
+            where,
+            f"line {number} lacks {', '.join(missing)}: is it the right file?",
+        )
         rows.append(row)
     return rows
 

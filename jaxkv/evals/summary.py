@@ -86,12 +86,20 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
         Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
     """
     scores = np.asarray(scores, np.float64)
-    require(scores.ndim == 1 and scores.size > 0, "scores", f"of shape {scores.shape}", "give a list of at least 1")
+    require(
+        scores.ndim == 1 and scores.size > 0,
+        "scores",
+        f"of shape {scores.shape}",
+        "give a list of at least 1",
+    )
     inside = not shares or bool(((scores >= 0) & (scores <= 1)).all())
     require(inside, "scores", scores.tolist(), "shares lie in [0, 1]: give shares=False for others")
     n, mean = len(scores), float(scores.mean())
     if shares and (np.isin(scores, (0.0, 1.0)).all() or (scores == scores[0]).all()):
-        middle, width = mean + _Z**2 / (2 * n), _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n * n))
+        middle, width = (
+            mean + _Z**2 / (2 * n),
+            _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n * n)),
+        )
         scale = 1 + _Z**2 / n
         return max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale)
     found = _student(scores)
@@ -119,14 +127,22 @@ def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[fl
     return first - others * (1 + first), first + others * (1 - first)
 
 
-def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+def _of_mean(
+    means: Sequence[float], ends: Sequence[tuple[float, float] | None]
+) -> tuple[float, float] | None:
     """95% interval (low, high) of the mean of independent means, from their intervals (MOVER); None if one has none."""
     known = [each for each in ends if each is not None]
     if len(known) < len(ends):
         return None
     middle, count = sum(means) / len(means), len(means)
-    down = math.sqrt(sum((mean - low) ** 2 for mean, (low, _) in zip(means, known, strict=True))) / count
-    up = math.sqrt(sum((high - mean) ** 2 for mean, (_, high) in zip(means, known, strict=True))) / count
+    down = (
+        math.sqrt(sum((mean - low) ** 2 for mean, (low, _) in zip(means, known, strict=True)))
+        / count
+    )
+    up = (
+        math.sqrt(sum((high - mean) ** 2 for mean, (_, high) in zip(means, known, strict=True)))
+        / count
+    )
     return middle - down, middle + up
 
 
@@ -170,13 +186,17 @@ class Evaluation:
         run, records = found.run, found.records
         if len(records) != run.lines:
             remedy = "run the same command again, and it goes on from there"
-            raise ValueError(f"{folder} holds {len(records)} of the evaluation's {run.lines} lines: {remedy}")
+            raise ValueError(
+                f"{folder} holds {len(records)} of the evaluation's {run.lines} lines: {remedy}"
+            )
         ids = [record.id for record in records[: len(records) // len(run.policies)]]
         expected = [(name, each) for name in run.policies for each in ids]
         for record, (name, each) in zip(records, expected, strict=True):
             remedy = "they are not those of the others: the file was changed; remove them and those behind them, and "
             same = (record.policy, record.id) == (name, each)
-            require(same, "folder", f"{folder}, lines of {name}", remedy + "run the same command again")
+            require(
+                same, "folder", f"{folder}, lines of {name}", remedy + "run the same command again"
+            )
         return found
 
     @classmethod
@@ -203,7 +223,9 @@ class Evaluation:
             run, lines = None, []
         if run is None:
             raise refusal(field, str(folder), "no evaluation lies there: give what --out was")
-        records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
+        records = [
+            read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)
+        ]
         return cls(folder=path, run=run, records=tuple(records))
 
     @property
@@ -246,10 +268,17 @@ class Evaluation:
             ValueError: for an unknown row or group, and for tags that no sample has.
         """
         require(policy in self.policies, "policy", policy, f"there are {', '.join(self.policies)}")
-        require(group is None or group in self.groups, "group", group, f"there are {', '.join(self.groups)}")
+        require(
+            group is None or group in self.groups,
+            "group",
+            group,
+            f"there are {', '.join(self.groups)}",
+        )
         found = [record for record in self._by[policy] if group is None or record.group == group]
         for name, value in tags.items():
-            found = [record for record in found if name in record.tags and record.tags[name] == value]
+            found = [
+                record for record in found if name in record.tags and record.tags[name] == value
+            ]
             require(bool(found), name, value, "no sample has this tag")
         return found
 
@@ -274,7 +303,10 @@ class Evaluation:
         records, shares = self.of(policy, group, **tags), self.run.unit == "%"
         parts = _by_group(records, [record.score for record in records])
         means = [float(part.mean()) for part in parts]
-        low, high = _of_mean(means, [interval(part, shares=shares) for part in parts]) or (None, None)
+        low, high = _of_mean(means, [interval(part, shares=shares) for part in parts]) or (
+            None,
+            None,
+        )
         return Cell(
             policy=policy,
             group="mean" if group is None else group,
@@ -302,16 +334,25 @@ class Evaluation:
             ValueError: for an unknown row or group.
         """
         ones, others = self.of(first, group), self.of(second, group)
-        parts = _by_group(ones, [one.score - other.score for one, other in zip(ones, others, strict=True)])
+        parts = _by_group(
+            ones, [one.score - other.score for one, other in zip(ones, others, strict=True)]
+        )
         means, shares = [float(part.mean()) for part in parts], self.run.unit == "%"
-        low, high = _of_mean(means, [_of_differences(part, shares=shares) for part in parts]) or (None, None)
+        low, high = _of_mean(means, [_of_differences(part, shares=shares) for part in parts]) or (
+            None,
+            None,
+        )
         apart = np.concatenate(parts)
         above, below = int((apart > 0).sum()), int((apart < 0).sum())
-        return Difference(mean=sum(means) / len(means), low=low, high=high, above=above, below=below, n=len(apart))
+        return Difference(
+            mean=sum(means) / len(means), low=low, high=high, above=above, below=below, n=len(apart)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Dict of JSON values: the run, and a cell for each policy and group and each policy's mean."""
-        cells = [self.cell(policy, group) for policy in self.policies for group in (*self.groups, None)]
+        cells = [
+            self.cell(policy, group) for policy in self.policies for group in (*self.groups, None)
+        ]
         return {"run": self.run.as_dict(), "cells": [dataclasses.asdict(cell) for cell in cells]}
 
     def table(self) -> str:
@@ -330,7 +371,9 @@ class Evaluation:
                 lines.append("|---|---:|" + ":---:|" * len(block))
                 for name, filters in rows.items():
                     cells = [self.cell(policy, **filters) for policy in block]
-                    scores = [f"{self.shown(cell.mean)} ({self.shown_interval(cell)})" for cell in cells]
+                    scores = [
+                        f"{self.shown(cell.mean)} ({self.shown_interval(cell)})" for cell in cells
+                    ]
                     label = _escaped(name) if filters else "**mean**"
                     lines.append(f"| {label} | {cells[0].n} | {' | '.join(scores)} |")
         return "\n".join(lines)
@@ -341,13 +384,19 @@ class Evaluation:
         if len(self.groups) > 1:
             tables["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
         if self.lengths:
-            tables["length"] = {**{f"{length:,}": {"length": length} for length in self.lengths}, "mean": {}}
+            tables["length"] = {
+                **{f"{length:,}": {"length": length} for length in self.lengths},
+                "mean": {},
+            }
         return tables
 
     @property
     def raised(self) -> str:
         """One line of text: per policy, number of samples whose budget was raised to sinks and window; "" for none."""
-        counts = {policy: sum(RAISED in each.figures for each in self.of(policy)) for policy in self.policies}
+        counts = {
+            policy: sum(RAISED in each.figures for each in self.of(policy))
+            for policy in self.policies
+        }
         told = ", ".join(f"{policy} {count}" for policy, count in counts.items() if count)
         about = "Samples so short that their budget, a share, was raised to what must stay (sinks, window)"
         return told and f"{about}: {told}."
@@ -365,7 +414,11 @@ class Evaluation:
     def title(self) -> str:
         """One line of text: task, number of samples, model and settings."""
         run = self.run
-        said = [run.model, "question-agnostic" if run.agnostic else "", "no chat template" if run.raw else ""]
+        said = [
+            run.model,
+            "question-agnostic" if run.agnostic else "",
+            "no chat template" if run.raw else "",
+        ]
         part = "" if run.shard is None else f"shard {run.shard[0]} of {run.shard[1]}"
         return ", ".join(filter(None, [f"{run.task}: {run.samples} samples", *said, part]))
 
@@ -386,7 +439,9 @@ class Evaluation:
         """List of lists of row names, one per budget, as columns of score tables; rows without budget are in each."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
-        return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]
+        return [
+            free + [each for each in self.policies if _budget(each) == budget] for budget in budgets
+        ] or [free]
 
 
 def _budget(policy: str) -> str:

@@ -60,14 +60,18 @@ class Sample:
         for name in ("answers", "stop"):
             texts = getattr(self, name)
             # A str is a sequence of str too, so it is refused here.
-            if not isinstance(texts, (tuple, list)) or not all(isinstance(each, str) for each in texts):
+            if not isinstance(texts, (tuple, list)) or not all(
+                isinstance(each, str) for each in texts
+            ):
                 raise TypeError(f"{name}={texts!r}: give a tuple of texts")
             object.__setattr__(self, name, tuple(texts))
         if not isinstance(self.tags, Mapping):
             raise TypeError(f"tags={self.tags!r}: give a mapping")
         require(all(self.stop), "stop", self.stop, "every answer has the empty text: leave it out")
         require(bool(self.id), "id", self.id, "name the sample")
-        require(bool(self.context), "context", self.context, "a sample has at least one character of it")
+        require(
+            bool(self.context), "context", self.context, "a sample has at least one character of it"
+        )
         checks.field(self, "new_tokens", checks.whole, "draw at least 1 token")
         checks.field(self, "raw", checks.flag)
 
@@ -145,7 +149,9 @@ class Task(abc.ABC):
         except NameError:  # of a class inside a function, whose annotations are texts
             return
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _setting(hints[field.name], getattr(self, field.name), field.name))
+            object.__setattr__(
+                self, field.name, _setting(hints[field.name], getattr(self, field.name), field.name)
+            )
 
     @classmethod
     def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -175,7 +181,9 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
         """Runs a batch of samples under one policy and returns one Outcome, with its score, per sample.
 
         Args:
@@ -191,7 +199,11 @@ class Task(abc.ABC):
 
 def must_be_given(field: dataclasses.Field) -> bool:
     """True if a dataclass's field has no default, so that the task's maker or its command needs it."""
-    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    return (
+        field.init
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    )
 
 
 def tokenizer_of(params: LanguageModel) -> Text:
@@ -212,20 +224,35 @@ def _setting(hint: Any, value: Any, name: str) -> Any:
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):
         some = [kind for kind in args if kind is not type(None)]
-        return value if len(some) != 1 or (value is None and len(some) < len(args)) else _setting(some[0], value, name)
+        return (
+            value
+            if len(some) != 1 or (value is None and len(some) < len(args))
+            else _setting(some[0], value, name)
+        )
     if typing.get_origin(hint) is tuple and len(args) == 2 and args[1] is ...:
-        several = isinstance(value, (list, tuple, range)) or (isinstance(value, np.ndarray) and value.ndim == 1)
+        several = isinstance(value, (list, tuple, range)) or (
+            isinstance(value, np.ndarray) and value.ndim == 1
+        )
         require(several, name, value, "give a tuple")
         return tuple(_setting(args[0], each, name) for each in value)
     if hint is bool:
         return checks.flag(name, value)
     if hint is int and name == "seed":  # numpy's generators take no others, however large
-        require(isinstance(value, int) and not isinstance(value, bool), name, value, "give a whole number")
+        require(
+            isinstance(value, int) and not isinstance(value, bool),
+            name,
+            value,
+            "give a whole number",
+        )
         require(value >= 0, name, value, "give 0 or more")
     elif hint is int:
-        return checks.whole(name, value, f"give a whole number, from {-FARTHEST} on", least=-FARTHEST)
+        return checks.whole(
+            name, value, f"give a whole number, from {-FARTHEST} on", least=-FARTHEST
+        )
     elif hint is float:
-        return checks.real(name, value, "give a number", low=-sys.float_info.max, high=sys.float_info.max)
+        return checks.real(
+            name, value, "give a number", low=-sys.float_info.max, high=sys.float_info.max
+        )
     elif hint is str:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         require(isinstance(value, str), name, value, "give a text")
@@ -258,7 +285,12 @@ def task(name: str) -> Callable[[_Task], _Task]:
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: give a text")
     fits = re.fullmatch(r"\w[\w.+-]*", name) is not None and name not in _TAKEN
-    require(fits, "name", name, f"give one word, none of {', '.join(_TAKEN)}: the command line has those")
+    require(
+        fits,
+        "name",
+        name,
+        f"give one word, none of {', '.join(_TAKEN)}: the command line has those",
+    )
 
     def registered(cls: _Task) -> _Task:
         mine = TASKS.setdefault(name, cls)

@@ -25,7 +25,10 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
         read = json_lines(path, ("text",), count)
         odd = next((row["text"] for row in read if not isinstance(row["text"], str)), None)
         require(odd is None, "data", odd, 'give lines such as {"text": "..."}')
-        return {f"{number:03d} {row.get('title', '')}".strip(): row["text"] for number, row in enumerate(read)}
+        return {
+            f"{number:03d} {row.get('title', '')}".strip(): row["text"]
+            for number, row in enumerate(read)
+        }
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         remedy = "give a text, a .jsonl file of texts, or a folder of .txt files, such as PG-19's test set"

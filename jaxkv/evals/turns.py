@@ -35,17 +35,45 @@ class _Fact(NamedTuple):
 
 
 _FACTS = (
-    _Fact("My dog is called {}.", "What is my dog called?", ("Bramble", "Pixel", "Juno", "Otto", "Clover", "Biscuit")),
-    _Fact("My sister lives in {}.", "Where does my sister live?", ("Lisbon", "Oslo", "Kyoto", "Lima", "Turin", "Cork")),
-    _Fact("My meeting is on {}.", "On which day is my meeting?", ("Monday", "Tuesday", "Thursday", "Friday", "Sunday")),
-    _Fact("I keep the spare key in the {}.", "Where is my spare key?", ("teapot", "shed", "piano", "drawer", "boot")),
     _Fact(
-        "My front door is {}.", "Which colour is my front door?", ("turquoise", "crimson", "yellow", "violet", "grey")
+        "My dog is called {}.",
+        "What is my dog called?",
+        ("Bramble", "Pixel", "Juno", "Otto", "Clover", "Biscuit"),
     ),
-    _Fact("I work as a {}.", "What do I work as?", ("welder", "dentist", "botanist", "pilot", "tailor", "plumber")),
-    _Fact("My locker's code is {}.", "What is my locker's code?", ("4817", "2960", "7352", "6148", "9073", "3581")),
     _Fact(
-        "My train leaves from platform {}.", "From which platform does my train leave?", ("17", "23", "31", "46", "52")
+        "My sister lives in {}.",
+        "Where does my sister live?",
+        ("Lisbon", "Oslo", "Kyoto", "Lima", "Turin", "Cork"),
+    ),
+    _Fact(
+        "My meeting is on {}.",
+        "On which day is my meeting?",
+        ("Monday", "Tuesday", "Thursday", "Friday", "Sunday"),
+    ),
+    _Fact(
+        "I keep the spare key in the {}.",
+        "Where is my spare key?",
+        ("teapot", "shed", "piano", "drawer", "boot"),
+    ),
+    _Fact(
+        "My front door is {}.",
+        "Which colour is my front door?",
+        ("turquoise", "crimson", "yellow", "violet", "grey"),
+    ),
+    _Fact(
+        "I work as a {}.",
+        "What do I work as?",
+        ("welder", "dentist", "botanist", "pilot", "tailor", "plumber"),
+    ),
+    _Fact(
+        "My locker's code is {}.",
+        "What is my locker's code?",
+        ("4817", "2960", "7352", "6148", "9073", "3581"),
+    ),
+    _Fact(
+        "My train leaves from platform {}.",
+        "From which platform does my train leave?",
+        ("17", "23", "31", "46", "52"),
     ),
 )
 
@@ -88,20 +116,33 @@ class Turns(Task):
     def __post_init__(self):
         super().__post_init__()
         require(self.judge in JUDGES, "judge", self.judge, f"choose among {', '.join(JUDGES)}")
-        require(self.count >= (self.data is None), "count", self.count, "hold at least 1 conversation")
+        require(
+            self.count >= (self.data is None), "count", self.count, "hold at least 1 conversation"
+        )
         most = 3 * len(_FACTS)
-        require(2 <= self.turns <= most, "turns", self.turns, f"give 2 to {most}: something to tell, and to ask for")
+        require(
+            2 <= self.turns <= most,
+            "turns",
+            self.turns,
+            f"give 2 to {most}: something to tell, and to ask for",
+        )
         for name in ("words", "new_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per conversation, its turns joined in `context`; ValueError for one too long."""
         tokenizer = tokenizer_of(params)
-        talks = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
+        talks = (
+            _stored(self.data)
+            if self.data is not None
+            else _made(self.turns, self.words, self.seed)
+        )
         made, most = [], params.config.max_positions
         for talk in itertools.islice(talks, self.count or None):
             # A template writes a few words around each turn.
-            length = sum(len(tokenizer.encode(turn, bos=True)) + self.new_tokens + 32 for turn in talk.turns)
+            length = sum(
+                len(tokenizer.encode(turn, bos=True)) + self.new_tokens + 32 for turn in talk.turns
+            )
             remedy = f"they may take {length} tokens, and the model has {most} positions: give fewer or shorter ones"
             require(length <= most, "turns", len(talk.turns), remedy)
             sample = Sample(
@@ -115,7 +156,9 @@ class Turns(Task):
             made.append(sample)
         return made
 
-    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
         """Runs a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
         outcomes: dict[int, Outcome] = {}
         # Conversations with equally many turns run as one batch.
@@ -129,23 +172,39 @@ class Turns(Task):
                 rows = [each[:, row] for each in kept]
                 nbytes = int(rows[-1].sum()) * cache.entry_bytes
                 outcome = self._outcome(samples[number], spoken[row], rows)
-                outcomes[number] = dataclasses.replace(outcome, tokens=int(seen[row]), nbytes=nbytes)
+                outcomes[number] = dataclasses.replace(
+                    outcome, tokens=int(seen[row]), nbytes=nbytes
+                )
         return [outcomes[number] for number in range(len(samples))]
 
-    def _outcome(self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]) -> Outcome:
+    def _outcome(
+        self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]
+    ) -> Outcome:
         """`Outcome` of one conversation: mean score of its answers, and numbers of rows after each turn as figures."""
-        scores = [self._score(text, right) for text, right in zip(spoken, sample.answers, strict=True) if right]
+        scores = [
+            self._score(text, right)
+            for text, right in zip(spoken, sample.answers, strict=True)
+            if right
+        ]
         rows = [float(each.mean()) for each in kept]
         return Outcome(
             score=float(np.mean(scores)),
             prediction=json.dumps(list(spoken), ensure_ascii=False),
-            figures={"rows": rows, "most_rows": [int(each.max()) for each in kept], "scores": scores},
+            figures={
+                "rows": rows,
+                "most_rows": [int(each.max()) for each in kept],
+                "scores": scores,
+            },
             rows=rows[-1],
         )
 
     def _score(self, text: str, right: str) -> float:
         """Score in [0, 1] of one answer against its reference `right`, by the task's judge."""
-        return float(right.lower() in text.lower()) if self.judge == "substring" else rouge_l(text, right)
+        return (
+            float(right.lower() in text.lower())
+            if self.judge == "substring"
+            else rouge_l(text, right)
+        )
 
 
 def _hold(
@@ -160,7 +219,11 @@ def _hold(
     ends = set(tokenizer.eos_ids)
     for asked in zip(*turns, strict=True):
         # Without a template, empty lines stand between question and answer.
-        texts = [f"{'' if cache is None else chr(10) * 2}{text}\n" for text in asked] if plain else list(asked)
+        texts = (
+            [f"{'' if cache is None else chr(10) * 2}{text}\n" for text in asked]
+            if plain
+            else list(asked)
+        )
         out = generate(
             params,
             texts,
@@ -174,7 +237,9 @@ def _hold(
         cache = out.cache
         kept.append(cache.kept)
         for row, tokens in enumerate(out.tokens):
-            spoken[row].append(tokenizer.decode([token for token in tokens.tolist() if token not in ends]))
+            spoken[row].append(
+                tokenizer.decode([token for token in tokens.tolist() if token not in ends])
+            )
     assert cache is not None
     return spoken, kept, cache
 
@@ -206,7 +271,9 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
         order = rng.permutation(facts)
         asked = [chosen[at].question for at in order]
         right = [values[at] for at in order]
-        yield _Talk(f"{number:03d}", "told and asked", (*said, *asked), (*([""] * len(said)), *right))
+        yield _Talk(
+            f"{number:03d}", "told and asked", (*said, *asked), (*([""] * len(said)), *right)
+        )
 
 
 def _stored(data: str) -> Iterator[_Talk]:
@@ -214,21 +281,41 @@ def _stored(data: str) -> Iterator[_Talk]:
     path = Path(os.path.expanduser(data))
     if not path.is_file():
         where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"
-        raise FileNotFoundError(f"data={data!r}: no such file; give a question.jsonl, such as {where}")
+        raise FileNotFoundError(
+            f"data={data!r}: no such file; give a question.jsonl, such as {where}"
+        )
     found = 0
     for number, row in enumerate(json_lines(path, ("turns",)), start=1):
         turns, right = row["turns"], row.get("reference") or []
-        fits = isinstance(turns, list) and bool(turns) and all(isinstance(each, str) and each.strip() for each in turns)
+        fits = (
+            isinstance(turns, list)
+            and bool(turns)
+            and all(isinstance(each, str) and each.strip() for each in turns)
+        )
         remedy = f'conversation {number} has no texts as its turns: give lines such as {{"turns": ["..."]}}'
         require(fits, "data", turns, remedy)
-        require(not any(_NEXT in each for each in turns), "data", data, f"conversation {number} has U+001E: remove it")
-        texts = isinstance(right, list) and all(each is None or isinstance(each, str) for each in right)
-        require(texts, "data", right, f"conversation {number} has no list of texts as its reference")
+        require(
+            not any(_NEXT in each for each in turns),
+            "data",
+            data,
+            f"conversation {number} has U+001E: remove it",
+        )
+        texts = isinstance(right, list) and all(
+            each is None or isinstance(each, str) for each in right
+        )
+        require(
+            texts, "data", right, f"conversation {number} has no list of texts as its reference"
+        )
         references = [each or "" for each in right]
         if not any(references):
             continue
         found += 1
         padded = (*references, *([""] * len(turns)))[: len(turns)]
-        yield _Talk(f"{row.get('question_id', number)}", str(row.get("category", "turns")), tuple(turns), padded)
+        yield _Talk(
+            f"{row.get('question_id', number)}",
+            str(row.get("category", "turns")),
+            tuple(turns),
+            padded,
+        )
     remedy = "no conversation has a reference, and a judge that needs none, a large language model, is out of reach"
     require(found > 0, "data", data, remedy)

@@ -67,21 +67,36 @@ class Visible(Task):
         cases = TwoStage(count=self.count, sizes=spread, seed=self.seed).samples(params)
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
-    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
         """One `Outcome` per sample: full attention's share on rows that the policy can see, mean and by token."""
         prompts = [sum(ids_of(params.text, sample, raw=how.raw), []) for sample in samples]
-        drawn = generate(params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False).tokens
+        drawn = generate(
+            params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
+        ).tokens
         out = []
         for ids, tokens in zip(prompts, drawn, strict=True):
-            figures, rows = visible_attention(params, policy, ids, np.asarray(tokens).tolist(), key=how.seed)
+            figures, rows = visible_attention(
+                params, policy, ids, np.asarray(tokens).tolist(), key=how.seed
+            )
             score = float(figures.mean())
-            out.append(Outcome(score=score, figures={"visible": figures.tolist()}, tokens=len(ids), rows=rows))
+            out.append(
+                Outcome(
+                    score=score, figures={"visible": figures.tolist()}, tokens=len(ids), rows=rows
+                )
+            )
         return out
 
 
 @settled
 def visible_attention(
-    params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], *, key: int = 0
+    params: LanguageModel,
+    policy: Method,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    key: int = 0,
 ) -> tuple[Float[np.ndarray, " n"], float]:
     """Array of full attention's share on rows that a policy can see, per answer token, and mean rows kept (or read).
 
@@ -102,7 +117,9 @@ def visible_attention(
     """
     for name, ids in (("prompt", prompt), ("answer", answer)):
         require(len(ids) >= 1, name, ids, "give at least 1 token")
-    remedy = "some layers have windows: this looks at models whose layers all attend to the whole prompt"
+    remedy = (
+        "some layers have windows: this looks at models whose layers all attend to the whole prompt"
+    )
     require(not any(params.config.windows), "model", params.name, remedy)
     policy = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     whole, steps, axes = [*prompt, *answer], len(answer), params.axes
@@ -117,7 +134,11 @@ def visible_attention(
     needs = Needs(queries=steps if choice is None else steps + choice.reading.window - 1)
     for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
         seen = source.layer(index, out) if isinstance(source, _Choice) else source[:, index]
-        sets = place(np.broadcast_to(np.moveaxis(seen, 0, -1), (copies, *seen.shape[1:], steps)), "B K S n", axes)
+        sets = place(
+            np.broadcast_to(np.moveaxis(seen, 0, -1), (copies, *seen.shape[1:], steps)),
+            "B K S n",
+            axes,
+        )
         q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
         every = host(paid(q, out.k, positions, sets, axes=axes))[0]
         shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
@@ -126,13 +147,20 @@ def visible_attention(
 
 
 def _held(
-    params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
+    params: LanguageModel,
+    policy: Method,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    slots: int,
+    key: int,
 ) -> Bool[np.ndarray, "n L K S"]:
     """Runs prompt and answer under a policy; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
     config = params.config
     now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
-    masks = np.repeat(np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2)
+    masks = np.repeat(
+        np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2
+    )
     if everything:
         return masks
     session = Session(params, policy, key=key)
@@ -144,7 +172,9 @@ def _held(
     return masks
 
 
-def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
+def _choice(
+    params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int
+) -> "_Choice | None":
     """`_Choice`, which computes filter layers' masks; None for a policy without such; ValueError if not measurable."""
     parts, windows = policy.parts(), params.config.windows
     reading, name = parts.reading(windows, bucket(prompt)), type(policy).__name__
@@ -153,7 +183,12 @@ def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slot
     if reading is None or not reading.filters:
         return None
     require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
-    require(parts.scorer is None, "policy", name, "it drops rows and chooses among the others: give one alone")
+    require(
+        parts.scorer is None,
+        "policy",
+        name,
+        "it drops rows and chooses among the others: give one alone",
+    )
     assert parts.read is not None
     budget = int(tokens_read(parts.read, np.asarray([prompt]), windows)[0])
     return _Choice(reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
@@ -163,7 +198,13 @@ class _Choice:
     """Computes which rows filter layers choose by full attention's queries, and keeps these masks for later layers."""
 
     def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
-        self.reading, self.prompt, self.steps, self.budget, self.slots = reading, prompt, steps, budget, slots
+        self.reading, self.prompt, self.steps, self.budget, self.slots = (
+            reading,
+            prompt,
+            steps,
+            budget,
+            slots,
+        )
         self.masks: dict[int, np.ndarray] = {}
 
     def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:

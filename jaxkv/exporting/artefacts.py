@@ -32,7 +32,13 @@ class Names(NamedTuple):
 
 
 def artefact(
-    door: Door, *args: Any, spec: BucketSpec, names: Names, platform: str, batch: int, sampling: tuple[str, ...] = ()
+    door: Door,
+    *args: Any,
+    spec: BucketSpec,
+    names: Names,
+    platform: str,
+    batch: int,
+    sampling: tuple[str, ...] = (),
 ) -> Artefact:
     """Traces and serialises a program by `jax.export`; returns `Artefact`: bytes, manifest entry, abstract results."""
     run, leaves, donated = door.apart(*args, spec=spec)
@@ -68,7 +74,9 @@ def artefact(
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "inputs": inputs,
-        "outputs": [_entry(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in results],
+        "outputs": [
+            _entry(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in results
+        ],
     }
     return Artefact(data, entry, abstract(out))
 
@@ -90,12 +98,17 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """`ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array lies on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None)
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None
+    )
 
 
 def _keys(path: tuple[Any, ...]) -> list[Any]:
     """List of names and indices along a pytree path; a leading `asked` is dropped."""
-    keys = [next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each)) for key in path]
+    keys = [
+        next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each))
+        for key in path
+    ]
     return keys[1:] if keys[0] == "asked" else keys
 
 

@@ -55,11 +55,15 @@ def table(parts: Parts, windows: tuple[int | None, ...], slots: int) -> Table:
         wide[..., allowed] = numbers
         return wide
 
-    fields = {each.name: by_index(getattr(known, each.name)) for each in dataclasses.fields(ByLength)}
+    fields = {
+        each.name: by_index(getattr(known, each.name)) for each in dataclasses.fields(ByLength)
+    }
     return Table(ByLength(**fields), allowed)  # type: ignore[arg-type]
 
 
-def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: tuple[int | None, ...]) -> ByLength:
+def _numbers(
+    parts: Parts, lengths: Int[np.ndarray, " N"], windows: tuple[int | None, ...]
+) -> ByLength:
     """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is refused."""
     known = by_length(parts, lengths, windows)
     if parts.claims:
@@ -68,7 +72,9 @@ def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: tuple[int | 
     return known
 
 
-def _allowed(numbers: Callable[[np.ndarray], object], lengths: np.ndarray) -> Bool[np.ndarray, " n"]:
+def _allowed(
+    numbers: Callable[[np.ndarray], object], lengths: np.ndarray
+) -> Bool[np.ndarray, " n"]:
     """Mask of the lengths for which `numbers` raises no ValueError, found by bisection."""
     try:
         numbers(lengths)
@@ -76,12 +82,20 @@ def _allowed(numbers: Callable[[np.ndarray], object], lengths: np.ndarray) -> Bo
         if len(lengths) == 1:
             return np.zeros(1, bool)
         half = len(lengths) // 2
-        return np.concatenate([_allowed(numbers, part) for part in (lengths[:half], lengths[half:])])
+        return np.concatenate(
+            [_allowed(numbers, part) for part in (lengths[:half], lengths[half:])]
+        )
     return np.ones(len(lengths), bool)
 
 
 def spec_of_bucket(
-    flat: Flat, policy: Method, known: Table, limits: Limits, *, platform: str, implementation: Implementation
+    flat: Flat,
+    policy: Method,
+    known: Table,
+    limits: Limits,
+    *,
+    platform: str,
+    implementation: Implementation,
 ) -> BucketSpec:
     """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
     parts, slots = policy.parts(), known.numbers.budget.shape[0] - 1
@@ -92,7 +106,9 @@ def spec_of_bucket(
 
     def planned(room: int | tuple[int, ...]) -> PrefillPlan:
         """The engine's `PrefillPlan` of the bucket, with `room` free rows behind every segment."""
-        return plan_prefill(flat.config, policy, longest, dtype=dtype, room=room, implementation=implementation)
+        return plan_prefill(
+            flat.config, policy, longest, dtype=dtype, room=room, implementation=implementation
+        )
 
     room = _room(parts, known, planned(0), flat.config.windows, limits)
     return BucketSpec(
@@ -125,7 +141,11 @@ def _room(
     assert isinstance(numbers.most, np.ndarray)
     # Segments of prompts below the budget may grow to it; of other prompts they keep their size.
     most = np.where(numbers.most[lengths] > lengths, numbers.most[lengths], 0)
-    kept = np.zeros(layers) if numbers.rows is None else np.asarray(numbers.rows)[:, lengths].max(axis=1)
+    kept = (
+        np.zeros(layers)
+        if numbers.rows is None
+        else np.asarray(numbers.rows)[:, lengths].max(axis=1)
+    )
     capacity = np.asarray(bare.pool_rows(1) * (layers if bare.layout.one_pool else 1))
     capacity = capacity // layers if bare.layout.one_pool else capacity
     grows = np.maximum(np.maximum(most.max(), kept) - capacity, 0).astype(np.int64)
@@ -141,8 +161,15 @@ def require_exportable(policy: Method, windows: tuple[int | None, ...], slots: i
         reading = parts.reading(windows, slots)
         offloads = reading is not None and bool(reading.offloaded)
         remedy = f"{name} brings rows from host memory while tokens are drawn, which a program by itself cannot: "
-        require(not offloads, "policy", policy, remedy + "export OmniKV without offload, or a policy that drops rows")
-        remedy = f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
+        require(
+            not offloads,
+            "policy",
+            policy,
+            remedy + "export OmniKV without offload, or a policy that drops rows",
+        )
+        remedy = (
+            f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
+        )
         require(not read.by_chunks, "policy", policy, remedy)
     remedy = f"{name} reads prompts twice, chunk by chunk, as many as they have: prefill with jaxkv and save the cache"
     require(parts.needs.replay is None, "policy", policy, remedy)
@@ -161,9 +188,13 @@ def require_positions(parts: Parts, known: Table, limits: Limits, positions: int
     numbers, every = known.numbers, parts.every
     assert isinstance(numbers.rows, np.ndarray) and isinstance(numbers.most, np.ndarray)
     held = int(numbers.rows[:, of].max()) + limits.every_token
-    held = held if every is None else min(held, int(numbers.most[of].max()) + every + limits.question)
+    held = (
+        held if every is None else min(held, int(numbers.most[of].max()) + every + limits.question)
+    )
     remedy = f"with question={limits.question} up to {held} rows are kept and the model was made for {positions}: "
-    require(held <= positions, "new", limits.new, remedy + "lower one of them, or give every=64, say")
+    require(
+        held <= positions, "new", limits.new, remedy + "lower one of them, or give every=64, say"
+    )
 
 
 def _on_host_only(parts: Parts) -> bool:
@@ -171,7 +202,9 @@ def _on_host_only(parts: Parts) -> bool:
 
     def rows(n):
         with jax.enable_x64(True):
-            return parts.layers.rows(n, n, jnp.zeros_like(n), layers=2, window=parts.keep.window, weights=None)
+            return parts.layers.rows(
+                n, n, jnp.zeros_like(n), layers=2, window=parts.keep.window, weights=None
+            )
 
     try:
         jax.eval_shape(rows, jax.ShapeDtypeStruct((1,), np.int32))

@@ -16,5 +16,7 @@ def as_folder(given: Any) -> Path:
     try:
         folder = Path(path).expanduser()
     except RuntimeError as error:
-        raise refusal("directory", given, "there is no such user's home: write the path out") from error
+        raise refusal(
+            "directory", given, "there is no such user's home: write the path out"
+        ) from error
     return folder

@@ -112,7 +112,9 @@ def prompt(
 ) -> After:
     """Exported program that prefills prompts; returns compressed cache, next logits, True if no score is NaN."""
     flat = spec.flat.around(ends, blocks)
-    prompts = Prompts(flat, tokens, length, spec.policy, spec.needed, told, _key(key), spec.implementation)
+    prompts = Prompts(
+        flat, tokens, length, spec.policy, spec.needed, told, _key(key), spec.implementation
+    )
     cache = finished(read(prompts))
     logits = logits_of(ends, prompts.x, graphs=flat.graphs)
     begun = loop.begin(cache.arrays, spec=spec.decoding, size=spec.steps)
@@ -175,7 +177,9 @@ def draw(
     spec: BucketSpec,
 ) -> Drawn:
     """Exported decode loop that appends drawn tokens to the pools (donated); returns `Drawn`: ids, logits, cache."""
-    return _drawn(ends, blocks, Running(cache=Cache(pools=pools, tables=cache)), logits, asked, spec)
+    return _drawn(
+        ends, blocks, Running(cache=Cache(pools=pools, tables=cache)), logits, asked, spec
+    )
 
 
 @program(static=("spec",), donate=("beside", "cache"), on="spec")
@@ -205,13 +209,24 @@ def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: Buck
 
 
 def _drawn(
-    ends: Leaves, blocks: tuple[Leaves, ...], running: Running, logits: Array, asked: Asked, spec: BucketSpec
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    running: Running,
+    logits: Array,
+    asked: Asked,
+    spec: BucketSpec,
 ) -> Drawn:
     """Runs the decode loop; returns `Drawn`: ids, logits, and pools or, if these are only read, rows beside them."""
     flat = spec.flat.around(ends, blocks)
     begun = loop.draw_of(logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes)
     after, now, tokens, ran = loop.decode(
-        flat, running, begun, asked.steps, spec=spec.decoding, sampling=asked.sampling, size=spec.steps
+        flat,
+        running,
+        begun,
+        asked.steps,
+        spec=spec.decoding,
+        sampling=asked.sampling,
+        size=spec.steps,
     )
     pools = after.cache.pools if after.beside is None else None
     return Drawn(after.beside, pools, after.cache.tables, now.logits, now.done, tokens, ran)

@@ -17,7 +17,12 @@ DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32
 BOUNDS = {
     "max_new_tokens": (int, 0, np.inf, "a whole number: draw at least 1 token"),
     "seed": (int, -1, 2**32 - 1, f"a whole number in [0, {2**32})"),
-    "temperature": (numbers.Real, 0, np.inf, "a positive number; sampling='Greedy' is the limit at 0"),
+    "temperature": (
+        numbers.Real,
+        0,
+        np.inf,
+        "a positive number; sampling='Greedy' is the limit at 0",
+    ),
     "p": (numbers.Real, 0, 1, "a share in (0, 1]"),
     "k": (int, 0, 2**31 - 1, f"a whole number of tokens in [1, {2**31})"),
 }
@@ -40,21 +45,34 @@ def is_id(value):
 
 
 def listed(given):  # list of an array or a sequence; text unchanged
-    given = np.asarray(given).tolist() if hasattr(given, "ndim") and hasattr(given, "dtype") else given
-    fits = isinstance(given, collections.abc.Sequence) and not isinstance(given, (bytes, bytearray, memoryview))
+    given = (
+        np.asarray(given).tolist() if hasattr(given, "ndim") and hasattr(given, "dtype") else given
+    )
+    fits = isinstance(given, collections.abc.Sequence) and not isinstance(
+        given, (bytes, bytearray, memoryview)
+    )
     need(fits, f"prompt={type(given).__name__}: give text, token ids, or a list of them", TypeError)
     return given if isinstance(given, str) else [*map(plain, given)]
 
 
 def prompts(given):  # list of prompts, and True if a single prompt was given
     one = isinstance(items := listed(given), str) or bool(items and is_id(items[0]))
-    return need(items, f"prompt={given!r}: give at least one prompt") or ([items] if one else items, one)
+    return need(items, f"prompt={given!r}: give at least one prompt") or (
+        [items] if one else items,
+        one,
+    )
 
 
 def found(path, of, check=True):
     sound = path.is_file() and path.stat().st_size == of["bytes"]
     sound = sound and (not check or hashlib.sha256(path.read_bytes()).hexdigest() == of["sha256"])
-    return need(sound, f"{path}: {'damaged' if path.is_file() else 'missing'}: copy the whole folder again") or path
+    return (
+        need(
+            sound,
+            f"{path}: {'damaged' if path.is_file() else 'missing'}: copy the whole folder again",
+        )
+        or path
+    )
 
 
 def tensors(folder, files, check=True):
@@ -62,7 +80,10 @@ def tensors(folder, files, check=True):
         raw = np.memmap(found(folder / name, of, check), np.uint8, "r")
         data = raw[8 + (size := int.from_bytes(raw[:8].tobytes(), "little")) :]
         for each, at in json.loads(raw[8 : 8 + size].tobytes()).items():
-            yield each, data[slice(*at["data_offsets"])].view(DTYPES[at["dtype"]]).reshape(at["shape"])
+            yield (
+                each,
+                data[slice(*at["data_offsets"])].view(DTYPES[at["dtype"]]).reshape(at["shape"]),
+            )
 
 
 def program(folder, said, mesh):
@@ -70,15 +91,33 @@ def program(folder, said, mesh):
     try:
         read = jax.export.deserialize(bytearray(path.read_bytes()))
     except Exception as error:
-        raise ValueError(f"{path}: jax {jax.__version__} cannot read it ({error}): export anew") from error
+        raise ValueError(
+            f"{path}: jax {jax.__version__} cannot read it ({error}): export anew"
+        ) from error
     for side, avals in (("inputs", read.in_avals), ("outputs", read.out_avals)):
-        told = {e["name"]: (e["dtype"], *(said["batch"] if n == "B" else n for n in e["shape"])) for e in said[side]}
+        told = {
+            e["name"]: (e["dtype"], *(said["batch"] if n == "B" else n for n in e["shape"]))
+            for e in said[side]
+        }
         have = [(aval.dtype.name, *aval.shape) for aval in avals]
-        odd = next((f"{name} {a}, here {b}" for (name, a), b in zip(told.items(), have, strict=False) if a != b), side)
+        odd = next(
+            (
+                f"{name} {a}, here {b}"
+                for (name, a), b in zip(told.items(), have, strict=False)
+                if a != b
+            ),
+            side,
+        )
         need(list(told.values()) == have, f"{path}: not as the manifest says, {odd}: export anew")
         sides.append(told)
-    run = jax.jit(read.call, donate_argnums=[at for at, each in enumerate(said["inputs"]) if each["donated"]])
-    one = {e["name"]: (*[np.s_[:]] * e["shape"].index("B"), np.s_[:1]) for e in said["inputs"] if "B" in e["shape"]}
+    run = jax.jit(
+        read.call, donate_argnums=[at for at, each in enumerate(said["inputs"]) if each["donated"]]
+    )
+    one = {
+        e["name"]: (*[np.s_[:]] * e["shape"].index("B"), np.s_[:1])
+        for e in said["inputs"]
+        if "B" in e["shape"]
+    }
     return run, *sides, read.in_shardings_jax(mesh) if mesh else (None,) * len(sides[0]), one
 
 
@@ -87,40 +126,99 @@ class Model:
         path = (folder := pathlib.Path(folder)) / "manifest.json"
         try:
             said = self.said = json.loads(raw := path.read_bytes())
-            need((said["format"], said["version"]) == ("jaxkv export", 4), "not of this runtime.py's version")
+            need(
+                (said["format"], said["version"]) == ("jaxkv export", 4),
+                "not of this runtime.py's version",
+            )
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{path}: {error}: give a folder that `jaxkv export` has written, whole") from error
+            raise ValueError(
+                f"{path}: {error}: give a folder that `jaxkv export` has written, whole"
+            ) from error
         self.of = hashlib.sha256(raw).hexdigest(), str(folder)
-        made, here, mesh, many = said["guaranteed"], jax.export.default_export_platform(), said["mesh"], said["devices"]
+        made, here, mesh, many = (
+            said["guaranteed"],
+            jax.export.default_export_platform(),
+            said["mesh"],
+            said["devices"],
+        )
         fits = jax.__version_info__[:2] >= tuple(made["from"])
-        need(fits, f"{folder}: made by jax {made['jax']}, jax {jax.__version__} is outside its window: export anew")
+        need(
+            fits,
+            f"{folder}: made by jax {made['jax']}, jax {jax.__version__} is outside its window: export anew",
+        )
         fits = here in said["platforms"] and many <= jax.device_count()
-        need(fits, f"{folder}: made for {many} devices of {said['platforms']}, here are {jax.device_count()} of {here}")
-        mesh = mesh and jax.sharding.Mesh(np.reshape(jax.devices()[:many], tuple(mesh.values())), tuple(mesh))
-        mine = {(e["kind"], e["slots"], e["batch"]): e for e in said["programs"] if e["platform"] == here}
+        need(
+            fits,
+            f"{folder}: made for {many} devices of {said['platforms']}, here are {jax.device_count()} of {here}",
+        )
+        mesh = mesh and jax.sharding.Mesh(
+            np.reshape(jax.devices()[:many], tuple(mesh.values())), tuple(mesh)
+        )
+        mine = {
+            (e["kind"], e["slots"], e["batch"]): e
+            for e in said["programs"]
+            if e["platform"] == here
+        }
         self.programs = {key: program(folder, each, mesh) for key, each in mine.items()}
-        self.lengths = {int(slots): dict(tensors(folder, files)) for slots, files in said["lengths"].items()}
-        given, names = dict(weights or tensors(folder, said["weights"], check)), set(said["parameters"])
-        need(names <= set(given), f"weights: {sorted(names - set(given))[:2]} are missing: give arrays by name")
+        self.lengths = {
+            int(slots): dict(tensors(folder, files)) for slots, files in said["lengths"].items()
+        }
+        given, names = (
+            dict(weights or tensors(folder, said["weights"], check)),
+            set(said["parameters"]),
+        )
+        need(
+            names <= set(given),
+            f"weights: {sorted(names - set(given))[:2]} are missing: give arrays by name",
+        )
         _, inputs, _, there, _ = self.programs["prompt", min(self.lengths), min(said["batch"])]
-        self.weights = {n: jax.device_put(given[n], at) for n, at in zip(inputs, there, strict=True) if n in names}
-        self.text = said["text"] and TOKENIZERS and self.tokenizer(folder / "tokenizer.json", said["text"])
+        self.weights = {
+            n: jax.device_put(given[n], at)
+            for n, at in zip(inputs, there, strict=True)
+            if n in names
+        }
+        self.text = (
+            said["text"] and TOKENIZERS and self.tokenizer(folder / "tokenizer.json", said["text"])
+        )
 
     def run(self, kind, at, arrays):
         (run, inputs, outputs, there, _), every = self.programs[kind, *at], self.weights | arrays
-        return arrays | dict(zip(outputs, run(*map(jax.device_put, (every[n] for n in inputs), there)), strict=True))
+        return arrays | dict(
+            zip(outputs, run(*map(jax.device_put, (every[n] for n in inputs), there)), strict=True)
+        )
 
-    def again(self, arrays, at, close=False):  # recompresses if due; arrays, and tokens that can be drawn until then
-        every, over = self.said["every"], lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max())
-        due = ("again", *at) in self.programs and over(arrays) + np.max(arrays.get("beside.written", 0)) >= (every or 1)
-        arrays = self.run("settle", at, arrays) if (due or close) and "beside.written" in arrays else arrays
+    def again(
+        self, arrays, at, close=False
+    ):  # recompresses if due; arrays, and tokens that can be drawn until then
+        every, over = (
+            self.said["every"],
+            lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max()),
+        )
+        due = ("again", *at) in self.programs and over(arrays) + np.max(
+            arrays.get("beside.written", 0)
+        ) >= (every or 1)
+        arrays = (
+            self.run("settle", at, arrays)
+            if (due or close) and "beside.written" in arrays
+            else arrays
+        )
         arrays = self.run("again", at, arrays) if due and over(arrays) >= (every or 1) else arrays
-        return arrays, every - over(arrays) - int(np.max(arrays.get("beside.written", 0))) if every else 1 << 30
+        return arrays, every - over(arrays) - int(
+            np.max(arrays.get("beside.written", 0))
+        ) if every else 1 << 30
 
-    def own(self, arrays, at, seed, one=False):  # copy that programs may write; `one`: first sequence for all
+    def own(
+        self, arrays, at, seed, one=False
+    ):  # copy that programs may write; `one`: first sequence for all
         _, of, _, _, first = self.programs["draw.Greedy", *at]
-        own = {name: arrays[name][first.get(name, ...) if one else ...] for name in of if name in arrays}
-        own = {name: jax.numpy.copy(jax.numpy.broadcast_to(own[name], of[name][1:])) for name in own}
+        own = {
+            name: arrays[name][first.get(name, ...) if one else ...]
+            for name in of
+            if name in arrays
+        }
+        own = {
+            name: jax.numpy.copy(jax.numpy.broadcast_to(own[name], of[name][1:])) for name in own
+        }
         return own | {"key": np.asarray([0, seed], np.uint32)}
 
     def known(self, cache):  # refuses anything but a cache of this export
@@ -129,78 +227,148 @@ class Model:
         told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
         need(cache.of[0] == self.of[0], told)
 
-    def tokenizer(self, path, said):  # special tokens are text to it, the names that the template's turns hold are not
+    def tokenizer(
+        self, path, said
+    ):  # special tokens are text to it, the names that the template's turns hold are not
         text = TOKENIZERS.Tokenizer.from_file(str(found(path, said)))
-        text.add_tokens([TOKENIZERS.AddedToken(name, **flags) for name, (_, flags) in said["special"].items()])
+        text.add_tokens(
+            [TOKENIZERS.AddedToken(name, **flags) for name, (_, flags) in said["special"].items()]
+        )
         text.encode_special_tokens = True
-        self.special = {text.token_to_id(name): index for name, (index, _) in said["special"].items()}
+        self.special = {
+            text.token_to_id(name): index for name, (index, _) in said["special"].items()
+        }
         return text
 
     def tokens(self, item, turn, close):  # ids of a prompt, and the conversation's turn after it
         if not isinstance(row := listed(item), str):
             kinds = ", ".join(sorted({type(each).__name__ for each in row if not is_id(each)}))
-            need(not kinds, f"prompt=a list of {kinds}: give text, token ids, or a list of them", TypeError)
+            need(
+                not kinds,
+                f"prompt=a list of {kinds}: give text, token ids, or a list of them",
+                TypeError,
+            )
             return row, "raw"
-        need(self.text, f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers")
-        row = "".join("\ufffd" if "\ufdd0" <= each <= "\ufdef" else each for each in row)  # no names of special tokens
+        need(
+            self.text,
+            f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers",
+        )
+        row = "".join(
+            "\ufffd" if "\ufdd0" <= each <= "\ufdef" else each for each in row
+        )  # no names of special tokens
         for content, spelling in self.said["text"]["spellings"].items():
             row = row.replace(content, spelling)
         bos, start, whole = self.said["text"]["bos"], turn == "start", row
         turn = turn if self.said["text"]["turns"] else "raw"
         if turn != "raw":
             opening, closing, between, at_start, at_end = self.said["text"]["turns"]
-            before = {"start": opening, "answer": between, "user": "" if row[:1] in ("\n", "\r") else "\n\n"}[turn]
+            before = {
+                "start": opening,
+                "answer": between,
+                "user": "" if row[:1] in ("\n", "\r") else "\n\n",
+            }[turn]
             whole = whole.lstrip() if at_start and turn != "user" else whole
             whole = before + (whole.rstrip() if at_end and close else whole) + closing * close
         try:
             found = self.text.encode(whole, add_special_tokens=False).ids if row else []
         except Exception as error:  # half a character, or a failure of the tokenizer's own rules
-            raise ValueError(f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another") from error
+            raise ValueError(
+                f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another"
+            ) from error
         ids = [index for each in found if (index := self.special.get(each, each)) is not None]
         ids = [bos] * (bool(row) and start and bos not in (None, *ids[:1])) + ids
         return ids, turn if turn == "raw" else "answer" if close else "user"
 
-    def encode(self, items, turns, close):  # ids of each prompt and the turn after it, as in `jaxkv.generate`
+    def encode(
+        self, items, turns, close
+    ):  # ids of each prompt and the turn after it, as in `jaxkv.generate`
         held, vocab = len(turns), self.said["vocab"]
-        need(held in (1, len(items)), f"prompt={len(items)} prompts: the cache holds {held}: give as many, or 1 cache")
+        need(
+            held in (1, len(items)),
+            f"prompt={len(items)} prompts: the cache holds {held}: give as many, or 1 cache",
+        )
         rows = [self.tokens(item, turns[at % held], close) for at, item in enumerate(items)]
         for item, (row, _) in zip(items, rows, strict=True):
             need(row, f"prompt={item!r}: it has no tokens: give at least one")
-            need(0 <= min(row) and max(row) < vocab, f"prompt={min(row), max(row)}: token ids lie in [0, {vocab})")
+            need(
+                0 <= min(row) and max(row) < vocab,
+                f"prompt={min(row), max(row)}: token ids lie in [0, {vocab})",
+            )
         return zip(*rows, strict=True)
 
-    def fits(self, lengths, new, cache):  # slots and batch of the programs; refuses as `jaxkv.generate` does
+    def fits(
+        self, lengths, new, cache
+    ):  # slots and batch of the programs; refuses as `jaxkv.generate` does
         said, count, longest = self.said, len(lengths), int(lengths.max())
-        of = min((said["question"], "question"), (cache.room, "new")) if cache else (max(self.lengths), "lengths")
+        of = (
+            min((said["question"], "question"), (cache.room, "new"))
+            if cache
+            else (max(self.lengths), "lengths")
+        )
         room = cache.room - longest * said["grows"] if cache else said["room"]
         batch = [each for each in said["batch"] if each >= max(count, cache.at[1] if cache else 0)]
-        need(batch, f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}")
-        need(longest <= of[0], f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=")
-        need(new <= room, f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}")
+        need(
+            batch,
+            f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}",
+        )
+        need(
+            longest <= of[0],
+            f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=",
+        )
+        need(
+            new <= room,
+            f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}",
+        )
         # Where positions are rows of the cache, `jaxkv export` has checked all but the prompt's own.
-        seen, new = (0, 0) if said["rolling"] else (np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0, new)
+        seen, new = (
+            (0, 0)
+            if said["rolling"]
+            else (np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0, new)
+        )
         total, limit = int((lengths + seen).max()) + new, said["positions"]
         told = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
         need(total <= limit, f"prompt='{total} tokens, {new} new ones included': {told}")
         slots = cache.at[0] if cache else min(each for each in self.lengths if each >= longest)
         small = [] if cache else lengths[self.lengths[slots]["told.budget"][lengths] < 0].tolist()
-        need(not small, f"prompt={small} tokens: the policy's budget is too small: export with a larger one")
+        need(
+            not small,
+            f"prompt={small} tokens: the policy's budget is too small: export with a larger one",
+        )
         return slots, min(batch)
 
     @np.errstate(over="ignore", under="ignore")
-    def asked(self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given):  # checked arguments of a program
+    def asked(
+        self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given
+    ):  # checked arguments of a program
         said, out, stop = self.said["samplings"], {}, plain(stop_at_eos)
         need(isinstance(stop, bool), f"stop_at_eos={stop_at_eos!r}: give True or False")
-        need(isinstance(sampling, str) and sampling in said, f"sampling={sampling!r}: give of {said}")
+        need(
+            isinstance(sampling, str) and sampling in said, f"sampling={sampling!r}: give of {said}"
+        )
         odd = ", ".join(sorted(set(given) - set(said[sampling])))
-        need(not odd, f"{odd}: sampling={sampling!r} has no such number: give of {[*said[sampling]]}")
+        need(
+            not odd, f"{odd}: sampling={sampling!r} has no such number: give of {[*said[sampling]]}"
+        )
         for name, value in ({"max_new_tokens": new, "seed": seed} | said[sampling] | given).items():
             (kind, low, high, remedy), out[name] = BOUNDS[name], plain(value)
-            fits = isinstance(out[name], kind) and not isinstance(out[name], bool) and low < out[name] <= high
+            fits = (
+                isinstance(out[name], kind)
+                and not isinstance(out[name], bool)
+                and low < out[name] <= high
+            )
             need(fits, f"{name}={value!r}: give {remedy}")
-        new, seed, eos = out.pop("max_new_tokens"), out.pop("seed"), np.where(stop, self.said["eos"], -2)
-        as_32 = {name: {"k": np.int32}.get(name, np.float32)(min(each, 1e300)) for name, each in out.items()}
-        as_32 = {f"sampling.{name}": each for name, each in as_32.items()} | {"eos": eos.astype(np.int32)}
+        new, seed, eos = (
+            out.pop("max_new_tokens"),
+            out.pop("seed"),
+            np.where(stop, self.said["eos"], -2),
+        )
+        as_32 = {
+            name: {"k": np.int32}.get(name, np.float32)(min(each, 1e300))
+            for name, each in out.items()
+        }
+        as_32 = {f"sampling.{name}": each for name, each in as_32.items()} | {
+            "eos": eos.astype(np.int32)
+        }
         return new, seed, f"draw.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
@@ -211,13 +379,31 @@ class Model:
         count, lengths = len(ids), np.asarray([*map(len, ids)], np.int32)
         at, longest = self.fits(lengths, new, cache), int(lengths.max())
         kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
-        wide, lengths = self.programs[kind, *at][1]["tokens"][2], np.asarray([*map(len, rows)], np.int32)
-        tokens = np.asarray([[*row, *[0] * (-(-longest // wide) * wide - len(row))] for row in rows], np.int32)
-        out = self.own(cache.arrays if cache else {}, at, seed, cache and cache.count == 1) | {"length": lengths}
-        out |= {} if cache else {name: table[..., lengths] for name, table in self.lengths[at[0]].items()}
+        wide, lengths = (
+            self.programs[kind, *at][1]["tokens"][2],
+            np.asarray([*map(len, rows)], np.int32),
+        )
+        tokens = np.asarray(
+            [[*row, *[0] * (-(-longest // wide) * wide - len(row))] for row in rows], np.int32
+        )
+        out = self.own(cache.arrays if cache else {}, at, seed, cache and cache.count == 1) | {
+            "length": lengths
+        }
+        out |= (
+            {}
+            if cache
+            else {name: table[..., lengths] for name, table in self.lengths[at[0]].items()}
+        )
         for i in range(0, longest, wide):
-            out = self.run(kind, at, out | {"tokens": tokens[:, i : i + wide], "count": np.clip(lengths - i, 0, wide)})
-        need(out.get("ordered", True), "scores: NaN: the model's attention is not finite: check its weights")
+            out = self.run(
+                kind,
+                at,
+                out | {"tokens": tokens[:, i : i + wide], "count": np.clip(lengths - i, 0, wide)},
+            )
+        need(
+            out.get("ordered", True),
+            "scores: NaN: the model's attention is not finite: check its weights",
+        )
         room = cache.room - longest * said["grows"] if cache else said["room"]
         return Cache(self.again(out, at)[0], at, count, room, turns, self.of)
 
@@ -225,31 +411,61 @@ class Model:
         """Draws up to `max_new_tokens`, passing ids to `tell`; returns ids `[B, n]`, -1 after an end, and the cache."""
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
-        at, drawn = self.fits(np.zeros(cache.count, np.int32), new, cache), np.zeros((cache.count, 0), np.int32)
-        size, given["done"] = self.programs[kind, *at][2]["drawn"][2], np.arange(at[1]) >= cache.count
+        at, drawn = (
+            self.fits(np.zeros(cache.count, np.int32), new, cache),
+            np.zeros((cache.count, 0), np.int32),
+        )
+        size, given["done"] = (
+            self.programs[kind, *at][2]["drawn"][2],
+            np.arange(at[1]) >= cache.count,
+        )
         out = self.own(cache.arrays, at, seed) | given
         while drawn.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
             steps = min(new - drawn.shape[1], left, 8 if tell else size)
-            out = self.run("settle", at, out) if np.max(out.get("beside.written", 0)) + steps > size else out
+            out = (
+                self.run("settle", at, out)
+                if np.max(out.get("beside.written", 0)) + steps > size
+                else out
+            )
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
-            drawn = np.append(drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1)
-            need((drawn < (vocab := self.said["vocab"])).all(), f"{kind}: it gave an id outside of [0, {vocab})")
+            drawn = np.append(
+                drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1
+            )
+            need(
+                (drawn < (vocab := self.said["vocab"])).all(),
+                f"{kind}: it gave an id outside of [0, {vocab})",
+            )
             tell and tell(drawn)
-        arrays, room = self.again(out, at, True)[0], cache.room - drawn.shape[1] * self.said["grows"]
+        arrays, room = (
+            self.again(out, at, True)[0],
+            cache.room - drawn.shape[1] * self.said["grows"],
+        )
         return drawn, cache._replace(arrays=arrays, room=room)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
         """Generates answers to a prompt or a list; returns token ids, text (None without tokenizer) and cache."""
-        new = self.asked(self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **drawing)[0]
-        drawn, cache = self.draw(self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing)
+        new = self.asked(
+            self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **drawing
+        )[0]
+        drawn, cache = self.draw(
+            self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing
+        )
         tokens = [row[row >= 0].tolist() for row in drawn]
         text = self.text and [*map(self.text.decode, tokens)]
         return (tokens[0], text and text[0], cache) if prompts(prompt)[1] else (tokens, text, cache)
 
 
 if __name__ == "__main__":
-    len(sys.argv) == 2 and sys.argv[1] not in ("-h", "--help") or sys.exit(f"usage: {sys.argv[0]} 'PROMPT'")
-    model, text = Model(pathlib.Path(__file__).parent), lambda drawn: model.text.decode(drawn[0][drawn[0] >= 0])
-    told, more = [""], lambda drawn: told.__iadd__([text(drawn).rstrip("\ufffd")])[-1][len(told[-2]) :]
+    len(sys.argv) == 2 and sys.argv[1] not in ("-h", "--help") or sys.exit(
+        f"usage: {sys.argv[0]} 'PROMPT'"
+    )
+    model, text = (
+        Model(pathlib.Path(__file__).parent),
+        lambda drawn: model.text.decode(drawn[0][drawn[0] >= 0]),
+    )
+    told, more = (
+        [""],
+        lambda drawn: told.__iadd__([text(drawn).rstrip("\ufffd")])[-1][len(told[-2]) :],
+    )
     model.generate(sys.argv[1:2], tell=lambda drawn: print(more(drawn), end="", flush=True))

@@ -20,7 +20,11 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
     parts = list(_parts(arrays))
     files = {}
     for at, names in enumerate(parts):
-        file = f"{name}.safetensors" if len(parts) == 1 else f"{name}-{at + 1:05}-of-{len(parts):05}.safetensors"
+        file = (
+            f"{name}.safetensors"
+            if len(parts) == 1
+            else f"{name}-{at + 1:05}-of-{len(parts):05}.safetensors"
+        )
         files[file] = _write(folder / file, {each: arrays[each] for each in names})
     return files
 

@@ -30,7 +30,14 @@ from jaxkv.checkpoints.orbax_files import whole_folder
 from jaxkv.engine.lengths import bucket, tokens_per_call
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
-from jaxkv.exporting.buckets import Limits, Table, require_exportable, require_positions, spec_of_bucket, table
+from jaxkv.exporting.buckets import (
+    Limits,
+    Table,
+    require_exportable,
+    require_positions,
+    spec_of_bucket,
+    table,
+)
 from jaxkv.exporting.place import as_folder
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
@@ -98,7 +105,9 @@ def export(
     try:
         import flatbuffers  # noqa: F401
     except ImportError as error:
-        raise ImportError("jax.export writes its files with flatbuffers: pip install flatbuffers") from error
+        raise ImportError(
+            "jax.export writes its files with flatbuffers: pip install flatbuffers"
+        ) from error
     params = as_model(params, mesh)
     held = params.decoder.weights
     remedy = "programs are exported with weights of one dtype: load it without weights="
@@ -110,7 +119,12 @@ def export(
     question = whole("question", question, "give tokens, 0 for none", least=0)
     groups = 1 if params.axes is None else params.axes.size("B")
     odd = [size for size in batches if size % groups]
-    require(not odd, "batch", odd, f"the mesh has {groups} groups of sequences: give multiples of {groups}")
+    require(
+        not odd,
+        "batch",
+        odd,
+        f"the mesh has {groups} groups of sequences: give multiples of {groups}",
+    )
     # Where positions are rows of the cache, only kept rows count: `require_positions` checks them by the tables.
     rolling = chosen.parts().rolling
     most = max(longest) + (0 if rolling else question + new)
@@ -118,7 +132,12 @@ def export(
     require(most <= positions, "lengths", most, f"{texts}: the model was made for {positions}")
     listed = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     unknown = [each for each in listed if each not in PLATFORMS]
-    require(bool(listed) and not unknown, "platforms", unknown or listed, f"give of {', '.join(PLATFORMS)}")
+    require(
+        bool(listed) and not unknown,
+        "platforms",
+        unknown or listed,
+        f"give of {', '.join(PLATFORMS)}",
+    )
     backend = named(implementation)
     usable = backend not in (Implementation.AUTO, *PREFILL_ONLY)
     require(usable, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
@@ -177,7 +196,9 @@ class _Job:
     def names(self) -> Names:
         """Manifest names of the model's parameters, in the order of the programs' arguments."""
         decoder = self.params.decoder
-        blocks = tuple(_leaf_names(block, f"blocks.{at}.") for at, block in enumerate(decoder.blocks))
+        blocks = tuple(
+            _leaf_names(block, f"blocks.{at}.") for at, block in enumerate(decoder.blocks)
+        )
         return Names(_leaf_names(Ends(decoder), ""), blocks)
 
     @property
@@ -190,7 +211,9 @@ class _Job:
 def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
     """Tuple of dotted names of a module's parameters, each after `prefix`, in the order of the module's leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.split(module)[1])[0]
-    return tuple(prefix + ".".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in leaves)
+    return tuple(
+        prefix + ".".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in leaves
+    )
 
 
 class _Programs(NamedTuple):
@@ -217,10 +240,14 @@ def _programs(part: Path, job: _Job) -> _Programs:
     return made
 
 
-def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -> Iterator[tuple[str, Artefact]]:
+def _of_bucket(
+    job: _Job, known: Table, slots: int, platform: str, batch: int
+) -> Iterator[tuple[str, Artefact]]:
     """Yields (kind, serialised program) for every program of one bucket, platform and batch."""
     flat, limits = job.params.flat, job.limits
-    spec = spec_of_bucket(flat, job.policy, known, limits, platform=platform, implementation=job.implementation)
+    spec = spec_of_bucket(
+        flat, job.policy, known, limits, platform=platform, implementation=job.implementation
+    )
     made = functools.partial(artefact, spec=spec, names=job.names, platform=platform, batch=batch)
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -229,7 +256,9 @@ def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -
 
     weights = abstract((flat.ends, flat.blocks))
     key, done, count = array(jnp.uint32, 2), array(jnp.bool_, batch), array(jnp.int32, batch)
-    numbers = abstract(jax.tree.map(lambda each: each[..., np.zeros(batch, np.int32)], known.numbers))
+    numbers = abstract(
+        jax.tree.map(lambda each: each[..., np.zeros(batch, np.int32)], known.numbers)
+    )
     first = made(programs.prompt, *weights, array(jnp.int32, batch, slots), count, numbers, key)
     yield "prompt", first
     pools, cache, logits, _, beside = first.out
@@ -239,12 +268,23 @@ def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -
     if job.policy.parts().ongoing is not None:
         yield "again", made(programs.again, *weights, pools, cache, key)
     for sampling in job.samplings:
-        asked = programs.Asked(done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling))
+        asked = programs.Asked(
+            done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling)
+        )
         numbers_of = tuple(each.name for each in dataclasses.fields(_as_numbers(sampling)))  # type: ignore[arg-type]
         if beside is None:
             drawn = made(programs.draw, *weights, pools, cache, logits, asked, sampling=numbers_of)
         else:
-            drawn = made(programs.draw_beside, *weights, beside, pools, cache, logits, asked, sampling=numbers_of)
+            drawn = made(
+                programs.draw_beside,
+                *weights,
+                beside,
+                pools,
+                cache,
+                logits,
+                asked,
+                sampling=numbers_of,
+            )
         yield f"draw.{type(sampling).__name__}", drawn
     if beside is not None:
         yield "settle", made(programs.settle, beside, pools, cache)
@@ -266,7 +306,10 @@ def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
         manifest["weights"] = write_tensors(part, "weights", leaves)
     manifest["lengths"] = {}
     for slots, known in made.tables.items():
-        fields = {f"told.{each.name}": getattr(known.numbers, each.name) for each in dataclasses.fields(known.numbers)}
+        fields = {
+            f"told.{each.name}": getattr(known.numbers, each.name)
+            for each in dataclasses.fields(known.numbers)
+        }
         numbers = {name: value for name, value in fields.items() if value is not None}
         manifest["lengths"][str(slots)] = write_tensors(part, f"lengths-{slots}", numbers)
     manifest["text"] = _write_text(part, job.params)
@@ -321,7 +364,9 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
         "room": job.limits.every_token,
         "grows": parts.ongoing is None or bool(parts.unlimited(config.windows).any()),
         "samplings": {
-            type(each).__name__: {} if _as_numbers(each) is not each else dataclasses.asdict(_as_numbers(each))
+            type(each).__name__: {}
+            if _as_numbers(each) is not each
+            else dataclasses.asdict(_as_numbers(each))
             for each in job.samplings
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],

@@ -10,7 +10,15 @@ from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.hub_keys import read
-from jaxkv.models.values import Experts, LayerSpec, LongRope, Rope, channel_order, check_numbers, rotated_channels
+from jaxkv.models.values import (
+    Experts,
+    LayerSpec,
+    LongRope,
+    Rope,
+    channel_order,
+    check_numbers,
+    rotated_channels,
+)
 
 # Where a block's norms may stand.
 _PLACES = ("before", "after", "both")
@@ -100,16 +108,41 @@ class ModelConfig:
         for each in ids:
             whole("bos or eos", each, least=0)
         object.__setattr__(self, "eos", tuple(map(int, self.eos)))
-        require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
+        require(
+            isinstance(self.rope, Rope),
+            "rope",
+            self.rope,
+            "give a Rope, such as Rope(theta=10000.0)",
+        )
         object.__setattr__(self, "kinds", tuple(self.kinds))
         known = all(isinstance(each, LayerSpec) for each in self.kinds)
-        require(known, "kinds", self.kinds, "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))")
+        require(
+            known,
+            "kinds",
+            self.kinds,
+            "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))",
+        )
         fits = len(self.kinds) <= self.layers
-        require(fits, "kinds", f"{len(self.kinds)} specs", f"give as many as layers={self.layers} at most")
+        require(
+            fits,
+            "kinds",
+            f"{len(self.kinds)} specs",
+            f"give as many as layers={self.layers} at most",
+        )
         alone = not self.kinds or self.rope == Rope()
         require(alone, "rope", self.rope, "each of kinds says its own: leave rope out")
-        require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
-        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
+        require(
+            self.heads % self.kv_heads == 0,
+            "heads",
+            self.heads,
+            f"give a multiple of kv_heads={self.kv_heads}",
+        )
+        require(
+            self.head_dim % 2 == 0,
+            "head_dim",
+            self.head_dim,
+            "rotary embeddings need an even head_dim",
+        )
         shares = {self.spec_of(layer).rope.share for layer in range(max(1, len(self.kinds)))}
         remedy = "layers share one order of channels: give all the same"
         require(len(shares) == 1, "share", sorted(shares), remedy)
@@ -134,25 +167,41 @@ class ModelConfig:
 
     def _check_norms(self) -> None:
         """Raises ValueError for switches of norms and of MLPs that others leave without effect."""
-        require(self.norms in _PLACES, "norms", self.norms, f"give one of {', '.join(map(repr, _PLACES))}")
+        require(
+            self.norms in _PLACES,
+            "norms",
+            self.norms,
+            f"give one of {', '.join(map(repr, _PLACES))}",
+        )
         remedy = "parallel blocks have them before attention and MLP"
         require(self.norms == "before" or not self.parallel, "norms", self.norms, remedy)
         rms = "it is one of RMS norms: give layer_norm=False"
         require(not (self.norm_offset and self.layer_norm), "norm_offset", self.norm_offset, rms)
         remedy = "RMS norms have none: give layer_norm=True, or leave it out"
         require(self.norm_bias or self.layer_norm, "norm_bias", self.norm_bias, remedy)
-        given = [name for name in ("qk_norm", "qk_norm_wide", "qk_layer_norm") if getattr(self, name)]
-        require(len(given) < 2, "qk_norm", given, "queries and keys have one norm: give one of them")
+        given = [
+            name for name in ("qk_norm", "qk_norm_wide", "qk_layer_norm") if getattr(self, name)
+        ]
+        require(
+            len(given) < 2, "qk_norm", given, "queries and keys have one norm: give one of them"
+        )
         remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
         normed = self.qk_norm or self.qk_norm_wide
         require(not normed or self.channels is None, "interleaved", self.interleaved, remedy)
         remedy = "it is one of gated MLPs without experts"
-        require(not self.tanh_gelu or (self.gated and self.experts is None), "tanh_gelu", self.tanh_gelu, remedy)
+        require(
+            not self.tanh_gelu or (self.gated and self.experts is None),
+            "tanh_gelu",
+            self.tanh_gelu,
+            remedy,
+        )
 
     @property
     def alternates(self) -> bool:
         """True if blocks alternate RMS norms with attention and SwiGLU MLPs as Llama's do, which fused steps need."""
-        plain = self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
+        plain = (
+            self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
+        )
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
         return plain and norms and not (self.parallel or self.qk_gains)
 
@@ -211,8 +260,12 @@ class ModelConfig:
             ValueError: for no integer from 1 to this config's `max_positions`.
         """
         most = whole("max_positions", max_positions, most=self.max_positions)
-        kinds = tuple(dataclasses.replace(each, rope=_within(each.rope, most)) for each in self.kinds)
-        return dataclasses.replace(self, rope=_within(self.rope, most), kinds=kinds, max_positions=most)
+        kinds = tuple(
+            dataclasses.replace(each, rope=_within(each.rope, most)) for each in self.kinds
+        )
+        return dataclasses.replace(
+            self, rope=_within(self.rope, most), kinds=kinds, max_positions=most
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

@@ -12,7 +12,17 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention.xla import capped
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, add_linear, empty, linear, linear_parts, project
+from jaxkv.models.layers import (
+    GatedMLP,
+    GeluMLP,
+    LayerNorm,
+    RMSNorm,
+    add_linear,
+    empty,
+    linear,
+    linear_parts,
+    project,
+)
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.models.stored import Stored
@@ -42,7 +52,11 @@ class Attention(nnx.Module):
         self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
         self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
         self.sink_logits = empty(heads, group, dtype=dtype) if config.sink_logits else None
-        kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "offset": float(config.norm_offset)}
+        kind: dict[str, Any] = {
+            "eps": config.norm_eps,
+            "dtype": dtype,
+            "offset": float(config.norm_offset),
+        }
         self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.q_gain = empty(heads, group, dim, dtype=dtype) if config.qk_gains else None
@@ -93,23 +107,33 @@ class Block(nnx.Module):
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
-    def _gained(self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str) -> Float[Array, "B N *h"]:
+    def _gained(
+        self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
+    ) -> Float[Array, "B N *h"]:
         """Queries or keys normed with a weight for each channel of each head: a layer norm per head, or over heads."""
         if not self.config.qk_layer_norm:
             return self._normed_over_heads(x, gain, letter)
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(axis=-1, keepdims=True)
         variance = (centred * centred).mean(axis=-1, keepdims=True)
-        return (centred * lax.rsqrt(variance + self.config.norm_eps) * gain.astype(jnp.float32)).astype(x.dtype)
+        return (
+            centred * lax.rsqrt(variance + self.config.norm_eps) * gain.astype(jnp.float32)
+        ).astype(x.dtype)
 
-    def _normed_over_heads(self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str) -> Array:
+    def _normed_over_heads(
+        self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
+    ) -> Array:
         """RMS norm over all heads' channels of each token; on a mesh, over those of all devices along `letter`."""
         wide, axes = x.astype(jnp.float32), tuple(range(2, x.ndim))
         count = gain.size * (1 if self.axes is None else self.axes.size(letter))
         square = total((wide * wide).sum(axis=axes, keepdims=True), self.axes, letter) / count
-        return (wide * lax.rsqrt(square + self.config.norm_eps) * gain.astype(jnp.float32)).astype(x.dtype)
+        return (wide * lax.rsqrt(square + self.config.norm_eps) * gain.astype(jnp.float32)).astype(
+            x.dtype
+        )
 
-    def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
+    def keys_values(
+        self, normed: Float[Array, "B N E"]
+    ) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys before RoPE, and values, each `[B, K, N, D]`; keys are float32, or the norm's dtype with a key norm."""
         norm, gain = self.attention.k_norm, self.attention.k_gain
         kv = linear(self.attention, "kv", normed, wide=norm is None and gain is None)
@@ -117,7 +141,9 @@ class Block(nnx.Module):
         k = jnp.moveaxis(k if gain is None else self._gained(k, gain[...], "K"), 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
-    def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
+    def parts(
+        self, normed: Float[Array, "M 1 E"]
+    ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
         """Unrotated Q, and K and V, of one token per sequence, as n float32 partial sums (split-K), or as one sum."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one whose halves it then copies.
@@ -144,7 +170,9 @@ class Block(nnx.Module):
         wide = x.astype(jnp.float32) + self._joining(added, self.attention_out_norm)
         # Without a norm the MLP reads hidden states as they enter a block: in the model's dtype.
         read = wide.astype(x.dtype) if self.mlp_norm is None else self.mlp_norm(wide)
-        return (wide + self._joining(self.mlp(read, self.axes, **how), self.mlp_out_norm)).astype(x.dtype)
+        return (wide + self._joining(self.mlp(read, self.axes, **how), self.mlp_out_norm)).astype(
+            x.dtype
+        )
 
     def _joining(self, added: Float[Array, "B N E"], norm: Any) -> Float[Array, "B N E"]:
         """Attention's or the MLP's output as it joins the residual stream: normed if a norm follows, scaled."""
@@ -156,7 +184,9 @@ class Block(nnx.Module):
     ) -> Float[Array, "B N E"]:
         """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
-        both = linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(normed, **how)
+        both = linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(
+            normed, **how
+        )
         added = total(both, self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
             added = added if bias is None else added + bias[...].astype(jnp.float32)
@@ -188,12 +218,16 @@ class Decoder(nnx.Module):
     biases and a mixture's router keep `dtype`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, weights: str | None = None):
+    def __init__(
+        self, config: ModelConfig, *, dtype: Any = jnp.float32, weights: str | None = None
+    ):
         self.config, self.weights = config, weights
         dtype = jnp.dtype(dtype)
         narrow = dtype if weights is None else jnp.dtype(weights)
         self.embedding = empty(config.vocab, config.embed, dtype=dtype)
-        self.blocks = nnx.List([Block(config, dtype=dtype, weights=narrow) for _ in range(config.layers)])
+        self.blocks = nnx.List(
+            [Block(config, dtype=dtype, weights=narrow) for _ in range(config.layers)]
+        )
         self.norm = _norm(config, dtype)
         # Flax decides by the first value whether an attribute is a parameter.
         if config.tied:
@@ -209,7 +243,9 @@ class Decoder(nnx.Module):
     @property
     def nbytes(self) -> int:
         """Total size of all parameters in bytes."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+        return sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))
+        )
 
 
 class Ends(nnx.Module):
@@ -220,7 +256,10 @@ class Ends(nnx.Module):
         for each in ("head_scale", "head_scales", "head_leasts"):
             setattr(self, each, getattr(decoder, each, None))
         self.axes: Axes | None = None
-        self.embedding_scale, self.logit_scale = decoder.config.embedding_scale, decoder.config.logit_scale
+        self.embedding_scale, self.logit_scale = (
+            decoder.config.embedding_scale,
+            decoder.config.logit_scale,
+        )
         self.logit_softcap = decoder.config.logit_softcap
 
     def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Float[Array, "B N E"]:
@@ -240,9 +279,15 @@ class Ends(nnx.Module):
         else:
             found = self._rows_of(table, tokens)
         # Rounded to the model's dtype first, as Gemma's is.
-        return found if self.embedding_scale == 1 else found * jnp.asarray(self.embedding_scale, found.dtype)
+        return (
+            found
+            if self.embedding_scale == 1
+            else found * jnp.asarray(self.embedding_scale, found.dtype)
+        )
 
-    def _rows_of(self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+    def _rows_of(
+        self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]
+    ) -> Float[Array, "B N E"]:
         """Rows `[B, N, E]` of the embedding, gathered from the devices of a mesh that have them."""
         if self.axes is None:
             return jnp.take(table, tokens, axis=0, mode="clip")
@@ -257,7 +302,11 @@ class Ends(nnx.Module):
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
-        logits = project(normed, Stored(self.embedding[...])) if self.head is None else linear(self, "head", normed)
+        logits = (
+            project(normed, Stored(self.embedding[...]))
+            if self.head is None
+            else linear(self, "head", normed)
+        )
         logits = logits.astype(jnp.float32)
         logits = logits if self.logit_scale == 1 else logits * self.logit_scale
         return capped(logits, self.logit_softcap)
@@ -309,7 +358,9 @@ class Flat:
         self.on_mesh: dict[Axes, Any] = {}
         self.gates: dict[Any, dict[int, Any]] = {}
         self._decoder, self._parts = decoder, tuple(parts_of(decoder))
-        self._source = tuple((part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param))
+        self._source = tuple(
+            (part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param)
+        )
         ends_graph, ends = nnx.split(Ends(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
         parts = [nnx.split(block) for block in decoder.blocks]
@@ -339,7 +390,9 @@ class Flat:
     def is_of(self, decoder: Decoder) -> bool:
         """True if `decoder` is the split one and still holds the same arrays; False after training replaced some."""
         # At every step of a server: lookups alone, no walk through the modules.
-        same = decoder is self._decoder and all(held.get(name) is part for held, name, part in self._parts)
+        same = decoder is self._decoder and all(
+            held.get(name) is part for held, name, part in self._parts
+        )
         return same and all(parameter.get_raw_value() is array for parameter, array in self._source)
 
 
@@ -393,5 +446,8 @@ class Graphs(tuple):
         bound = self[1].bind(leaves)
         bound.spec = self.spec
         if self.axes is not None:
-            bound.axes, bound.config = self.axes, bound.config.on_one_of(self.axes.size("K"), self.axes.size("H"))
+            bound.axes, bound.config = (
+                self.axes,
+                bound.config.on_one_of(self.axes.size("K"), self.axes.size("H")),
+            )
         return bound

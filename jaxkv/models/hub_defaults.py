@@ -58,7 +58,8 @@ _GEMMA: dict[str, Any] = {
 # (vocabulary, widths, layers, query heads) must be given in `config.json`.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere": _COHERE | {"rope_theta": 500_000.0, "use_qk_norm": False},
-    "cohere2": _COHERE | {"head_dim": None, "layer_types": None, "rope_theta": 10_000.0, "sliding_window": 4096},
+    "cohere2": _COHERE
+    | {"head_dim": None, "layer_types": None, "rope_theta": 10_000.0, "sliding_window": 4096},
     "falcon": {
         "activation": "gelu",
         "alibi": False,
@@ -147,7 +148,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "llama": _COMMON
     | _LLAMA_IDS
-    | {"attention_bias": False, "max_position_embeddings": 2048, "mlp_bias": False, "num_key_value_heads": None},
+    | {
+        "attention_bias": False,
+        "max_position_embeddings": 2048,
+        "mlp_bias": False,
+        "num_key_value_heads": None,
+    },
     "mistral": _MISTRAL | {"sliding_window": 4096},
     "mixtral": _MISTRAL
     | {
@@ -170,7 +176,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "qwen2": _QWEN | {"layer_types": None, "max_window_layers": 28},
-    "qwen3": _QWEN | {"attention_bias": False, "head_dim": 128, "layer_types": None, "max_window_layers": 28},
+    "qwen3": _QWEN
+    | {"attention_bias": False, "head_dim": 128, "layer_types": None, "max_window_layers": 28},
     "qwen3_moe": _QWEN
     | {
         "attention_bias": False,

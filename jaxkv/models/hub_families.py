@@ -19,8 +19,20 @@ Sliding = tuple[bool, ...]
 TWO_ROPES = ("gemma3_text", "olmo3")
 # Switches of each family that no key of its config changes.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "cohere": {"interleaved": True, "layer_norm": True, "norm_bias": False, "parallel": True, "shared_norm": True},
-    "cohere2": {"interleaved": True, "layer_norm": True, "norm_bias": False, "parallel": True, "shared_norm": True},
+    "cohere": {
+        "interleaved": True,
+        "layer_norm": True,
+        "norm_bias": False,
+        "parallel": True,
+        "shared_norm": True,
+    },
+    "cohere2": {
+        "interleaved": True,
+        "layer_norm": True,
+        "norm_bias": False,
+        "parallel": True,
+        "shared_norm": True,
+    },
     "falcon": {"layer_norm": True, "gated": False},
     "gemma": {"norm_offset": True, "tanh_gelu": True},
     "gemma2": {"norm_offset": True, "norms": "both", "tanh_gelu": True},
@@ -52,14 +64,35 @@ ACTIVATIONS = {
 def _falcon(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
     """`ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
     alibi, post = keys.flag("alibi"), keys.flag("apply_residual_connection_post_layernorm")
-    require(not alibi, "alibi", alibi, "attention biased by distance is not built; use a Falcon with rotary embeddings")
-    require(not post, "apply_residual_connection_post_layernorm", post, "only sums of what was not normed are built")
-    heads, kv_heads, head_dim = fields["heads"], fields["kv_heads"], fields["embed"] // fields["heads"]
-    remedy = f"Falcon's are hidden_size / num_attention_heads wide: give {head_dim}, or leave it out"
+    require(
+        not alibi,
+        "alibi",
+        alibi,
+        "attention biased by distance is not built; use a Falcon with rotary embeddings",
+    )
+    require(
+        not post,
+        "apply_residual_connection_post_layernorm",
+        post,
+        "only sums of what was not normed are built",
+    )
+    heads, kv_heads, head_dim = (
+        fields["heads"],
+        fields["kv_heads"],
+        fields["embed"] // fields["heads"],
+    )
+    remedy = (
+        f"Falcon's are hidden_size / num_attention_heads wide: give {head_dim}, or leave it out"
+    )
     require(fields["head_dim"] == head_dim, "head_dim", fields["head_dim"], remedy)
     groups, one = keys.flag("new_decoder_architecture"), keys.flag("multi_query")
     parallel = keys.flag("parallel_attn")
-    require(parallel or not groups, "parallel_attn", parallel, "blocks of new_decoder_architecture=true are: give true")
+    require(
+        parallel or not groups,
+        "parallel_attn",
+        parallel,
+        "blocks of new_decoder_architecture=true are: give true",
+    )
     norms = keys.take("num_ln_in_parallel_attn")
     norms = (2 if groups else 1) if norms is None else norms
     remedy = "give 1, or 2 with new_decoder_architecture=true, or leave it out"
@@ -67,7 +100,11 @@ def _falcon(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str
     remedy = f"heads that share keys in groups have new_decoder_architecture=true, all others their own: give {heads}"
     require(groups or one or kv_heads == heads, "num_kv_heads", kv_heads, remedy)
     shared = parallel and norms == 1
-    return {"kv_heads": 1 if one and not groups else kv_heads, "parallel": parallel, "shared_norm": shared}
+    return {
+        "kv_heads": 1 if one and not groups else kv_heads,
+        "parallel": parallel,
+        "shared_norm": shared,
+    }
 
 
 def _cohere(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
@@ -82,7 +119,12 @@ def _gemma(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str,
     require(not both, "use_bidirectional_attention", both, "only causal attention is built")
     # The key of transformers 4 beside hidden_act.
     newer, known = keys.take("hidden_activation"), ACTIVATIONS["gemma"]
-    require(newer in (None, known[0]), "hidden_activation", newer, f"jaxkv builds gemma with {known[0]} only")
+    require(
+        newer in (None, known[0]),
+        "hidden_activation",
+        newer,
+        f"jaxkv builds gemma with {known[0]} only",
+    )
     return {"embedding_scale": math.sqrt(fields["embed"])}
 
 
@@ -101,10 +143,17 @@ def _capped(keys: Keys, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     def cap(name: str) -> float | None:
         """Cap of a key; None for null."""
         given = keys.take(name)
-        return None if given is None else positive(name, given, "give a positive number, or null for no cap")
+        return (
+            None
+            if given is None
+            else positive(name, given, "give a positive number, or null for no cap")
+        )
 
     scale = positive("query_pre_attn_scalar", keys.take("query_pre_attn_scalar")) ** -0.5
-    model = {"embedding_scale": math.sqrt(fields["embed"]), "logit_softcap": cap("final_logit_softcapping")}
+    model = {
+        "embedding_scale": math.sqrt(fields["embed"]),
+        "logit_softcap": cap("final_logit_softcapping"),
+    }
     return {"scale": scale, "softcap": cap("attn_logit_softcapping")}, model
 
 
@@ -143,13 +192,20 @@ def _gpt_oss(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[st
     remedy = f"it is another name of num_experts_per_tok={chosen}: give the same, or leave it out"
     require(older in (None, chosen), "experts_per_token", older, remedy)
     alpha, limit = keys.take("swiglu_alpha"), positive("swiglu_limit", keys.take("swiglu_limit"))
-    require(alpha == DEFAULTS["gpt_oss"]["swiglu_alpha"], "swiglu_alpha", alpha, "only 1.702 is built")
+    require(
+        alpha == DEFAULTS["gpt_oss"]["swiglu_alpha"], "swiglu_alpha", alpha, "only 1.702 is built"
+    )
     return {"experts": Experts(count=count, chosen=chosen, bias=True, limit=limit)}
 
 
 def _granite(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
     """`ModelConfig` fields of a Granite config's four multipliers; attention's is a scale of all layers."""
-    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    names = (
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
     attention, embedding, residual, logits = (positive(name, keys.take(name)) for name in names)
     scales = {"embedding_scale": embedding, "residual_scale": residual, "logit_scale": 1 / logits}
     return {"rope": Rope(), "kinds": (LayerSpec(rope=fields["rope"], scale=attention),), **scales}
@@ -157,7 +213,11 @@ def _granite(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[st
 
 def _mixtral(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
     """Dictionary with the `ModelConfig` field `experts` of a Mixtral config."""
-    return {"experts": Experts(count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok"))}
+    return {
+        "experts": Experts(
+            count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok")
+        )
+    }
 
 
 def _qwen3_moe(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[str, Any]:
@@ -167,12 +227,19 @@ def _qwen3_moe(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[
     require(step == 1, "decoder_sparse_step", step, remedy)
     require(dense is None or dense == [], "mlp_only_layers", dense, remedy)
     # transformers 5 writes the key by Mixtral's name.
-    counts = {key: keys.whole(key) for key in ("num_experts", "num_local_experts") if keys.raw.get(key) is not None}
+    counts = {
+        key: keys.whole(key)
+        for key in ("num_experts", "num_local_experts")
+        if keys.raw.get(key) is not None
+    }
     counts = counts or {"num_experts": keys.whole("num_experts")}
     keys.taken |= {"num_experts", "num_local_experts"}
     count = next(iter(counts.values()))
     require(
-        set(counts.values()) == {count}, "num_experts", counts, "they are two names of one number: give one of them"
+        set(counts.values()) == {count},
+        "num_experts",
+        counts,
+        "they are two names of one number: give one of them",
     )
     chosen, normalised = keys.whole("num_experts_per_tok"), keys.flag("norm_topk_prob")
     return {"experts": Experts(count=count, chosen=chosen, normalised=normalised)}
@@ -185,7 +252,11 @@ def _smollm3(keys: Keys, fields: Mapping[str, Any], sliding: Sliding) -> dict[st
     if given is None:
         given = [int((layer + 1) % interval != 0) for layer in range(layers)]
     remedy = f"give a 1 for each of num_hidden_layers={layers} layers with rotary embeddings, a 0 for each without"
-    sound = isinstance(given, (list, tuple)) and len(given) >= layers and all(each in (0, 1) for each in given)
+    sound = (
+        isinstance(given, (list, tuple))
+        and len(given) >= layers
+        and all(each in (0, 1) for each in given)
+    )
     require(sound, "no_rope_layers", given, remedy)
     kinds = tuple(LayerSpec(rope=fields["rope"] if each else NoRope()) for each in given[:layers])
     remedy = "windows of SmolLM3 are not built: give null"

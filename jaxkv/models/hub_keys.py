@@ -45,7 +45,12 @@ _IGNORED_BY = {
         "use_parallel_embedding",
     },
     # Beside the keys that transformers reads, hidden_activation and sliding_window.
-    "gemma2": {"_sliding_window_pattern", "cache_implementation", "hidden_act", "sliding_window_size"},
+    "gemma2": {
+        "_sliding_window_pattern",
+        "cache_implementation",
+        "hidden_act",
+        "sliding_window_size",
+    },
     "gemma3_text": {"_sliding_window_pattern", "cache_implementation"},
     # Written by transformers 5 for every model with rotary embeddings by parts.
     "glm4": {"ignore_keys_at_rope_validation"},
@@ -89,7 +94,9 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     why = "" if missing is None else f"it has {missing}, not built; "
     require(known, "model_type", family, f"{why}jaxkv builds {', '.join(sorted(FAMILIES))}")
     keys = Keys(raw, str(family))
-    embed, heads, layers = (keys.whole(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    embed, heads, layers = (
+        keys.whole(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
     max_positions = keys.whole("max_position_embeddings")
     if family == "cohere" and keys.raw.get("model_max_length") is not None:
         # Command R's files give its context by this key.
@@ -99,7 +106,12 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = keys.whole("num_key_value_heads", null=heads)
     remedy = f"config.json leaves it out, which means {kv_heads}, and num_attention_heads={heads} is no multiple of it"
     fits = heads % kv_heads == 0 or keys.given("num_key_value_heads")
-    require(fits, keys.called("num_key_value_heads"), kv_heads, f"{remedy}: write the number into config.json")
+    require(
+        fits,
+        keys.called("num_key_value_heads"),
+        kv_heads,
+        f"{remedy}: write the number into config.json",
+    )
     attention_bias = _bias(keys, "attention_bias")
     fields = {
         "vocab": keys.whole("vocab_size"),
@@ -120,10 +132,17 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "bos": next(iter(_ids("bos_token_id", keys.take("bos_token_id"))), None),
         "eos": _ids("eos_token_id", keys.take("eos_token_id")),
     }
-    fields |= FAMILIES[keys.family] | OWN.get(keys.family, lambda keys, fields, sliding: {})(keys, fields, sliding)
+    fields |= FAMILIES[keys.family] | OWN.get(keys.family, lambda keys, fields, sliding: {})(
+        keys, fields, sliding
+    )
     fields |= with_windows(fields, windows) if any(windows) else {}
     unknown = sorted(set(raw) - keys.taken - _IGNORED - _IGNORED_BY.get(keys.family, set()))
-    require(not unknown, "config", unknown, "these keys are not supported; remove them only if they change nothing")
+    require(
+        not unknown,
+        "config",
+        unknown,
+        "these keys are not supported; remove them only if they change nothing",
+    )
     return fields
 
 
@@ -139,7 +158,12 @@ def _refuse_unbuilt(keys: Keys) -> None:
         remedy = "load the published weights (quant_method mxfp4), or unquantised ones"
         # Which tensors are blocks, their names say.
         method = None if isinstance(given, Mapping) and method == "mxfp4" else method
-    require(method is None, "quantization_config", method, f"quantised weights are not supported: {remedy}")
+    require(
+        method is None,
+        "quantization_config",
+        method,
+        f"quantised weights are not supported: {remedy}",
+    )
 
 
 def _method(given: Any) -> Any:

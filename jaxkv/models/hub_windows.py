@@ -16,7 +16,9 @@ _TYPES = ("full_attention", "sliding_attention")
 _EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 
 
-def read_windows(keys: Keys, layers: int, max_positions: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def read_windows(
+    keys: Keys, layers: int, max_positions: int
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Width of each layer's window in tokens, None for none; and mask of the layers that are of the type with windows.
 
     A window as wide as the model's positions leaves nothing out, and counts as none; ValueError for unknown types.
@@ -25,16 +27,27 @@ def read_windows(keys: Keys, layers: int, max_positions: int) -> tuple[tuple[int
     typed = isinstance(kinds, (list, tuple)) and all(each in _TYPES for each in kinds)
     require(typed or kinds is None, "layer_types", kinds, f"give {' and '.join(_TYPES)} alone")
     count = layers if kinds is None else len(kinds)
-    require(count == layers, "layer_types", f"{count} entries", f"give as many as num_hidden_layers={layers}, or none")
+    require(
+        count == layers,
+        "layer_types",
+        f"{count} entries",
+        f"give as many as num_hidden_layers={layers}, or none",
+    )
     if not keys.has("layer_types"):
         remedy = f"no {keys.family} has types of layers in transformers: leave it out"
         require(kinds is None or _TYPES[1] not in kinds, "layer_types", kinds, remedy)
         kinds = None
     width = _width(keys)
     if width is not None and not keys.has("sliding_window"):
-        remedy = f"no {keys.family} has windows in transformers: give null, or use_sliding_window=false"
+        remedy = (
+            f"no {keys.family} has windows in transformers: give null, or use_sliding_window=false"
+        )
         require(width >= max_positions, "sliding_window", width, remedy)
-    sliding = [each == _TYPES[1] for each in kinds] if kinds is not None else _usual(keys, layers, pattern)
+    sliding = (
+        [each == _TYPES[1] for each in kinds]
+        if kinds is not None
+        else _usual(keys, layers, pattern)
+    )
     if width is None:
         remedy = f"layers of type {_TYPES[1]} need a width: give sliding_window"
         needy = any(sliding) and (kinds is not None or keys.family in _EVERY)
@@ -72,12 +85,16 @@ def _usual(keys: Keys, layers: int, pattern: Any) -> list[bool]:
 def with_windows(fields: Mapping[str, Any], windows: Sequence[int | None]) -> dict[str, Any]:
     """`ModelConfig` fields `rope` and `kinds` of layers with these windows, whose other properties are in `fields`."""
     kinds = fields.get("kinds") or (LayerSpec(rope=fields["rope"]),)
-    specs = [dataclasses.replace(kinds[at % len(kinds)], window=each) for at, each in enumerate(windows)]
+    specs = [
+        dataclasses.replace(kinds[at % len(kinds)], window=each) for at, each in enumerate(windows)
+    ]
     return {"rope": Rope(), "kinds": period_of(specs)}
 
 
 def period_of(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Shortest tuple of specs that, repeated in turn, gives those of all layers."""
     count = len(specs)
-    period = next(n for n in range(1, count + 1) if all(specs[at] == specs[at % n] for at in range(count)))
+    period = next(
+        n for n in range(1, count + 1) if all(specs[at] == specs[at % n] for at in range(count))
+    )
     return tuple(specs[:period])

@@ -34,9 +34,13 @@ def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> 
     if dtype == jnp.int8:
         scale = empty(*shape[:-1], dtype=jnp.dtype(jnp.float32))
     elif dtype == jnp.int4:
-        remedy = f"rows of {shape[-1]} elements are no whole groups of {GROUP}: give 'int8', or None"
+        remedy = (
+            f"rows of {shape[-1]} elements are no whole groups of {GROUP}: give 'int8', or None"
+        )
         require(shape[-1] % GROUP == 0, "weights", "int4", remedy)
-        scales, leasts = (empty(*shape[:-1], shape[-1] // GROUP, dtype=jnp.dtype(jnp.float16)) for _ in range(2))
+        scales, leasts = (
+            empty(*shape[:-1], shape[-1] // GROUP, dtype=jnp.dtype(jnp.float16)) for _ in range(2)
+        )
         shape, dtype = (*shape[:-1], shape[-1] // 2), jnp.dtype(jnp.uint8)
     setattr(module, name, empty(*shape, dtype=dtype))
     setattr(module, f"{name}_scale", scale)
@@ -46,7 +50,9 @@ def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> 
 
 def held(module: Any, name: str) -> Stored:
     """A module's weight `name` as it is stored."""
-    beside = {each: _value(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")}
+    beside = {
+        each: _value(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")
+    }
     return Stored(getattr(module, name)[...], **beside)
 
 
@@ -90,7 +96,11 @@ def project(
     a mesh that hold a part of E each.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    out = _product_as_stored(flat, weight, split=False)[0] if read_as_stored(flat, weight) else _product(flat, weight)
+    out = (
+        _product_as_stored(flat, weight, split=False)[0]
+        if read_as_stored(flat, weight)
+        else _product(flat, weight)
+    )
     out = total(out.reshape(*rows, *weight.outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
@@ -105,7 +115,9 @@ def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
     parts = (
-        _product_as_stored(flat, weight, split=True) if read_as_stored(flat, weight) else _split_product(flat, weight)
+        _product_as_stored(flat, weight, split=True)
+        if read_as_stored(flat, weight)
+        else _split_product(flat, weight)
     )
     return parts.reshape(parts.shape[0], *rows, *weight.outputs)
 
@@ -127,11 +139,15 @@ def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "part
     parts = 1
     if count <= _FEW_ROWS:
         while (
-            parts < _MOST_PARTS and 2 * parts * matrix.shape[0] <= _OUTPUTS and width % (2 * parts * _LEAST_PART) == 0
+            parts < _MOST_PARTS
+            and 2 * parts * matrix.shape[0] <= _OUTPUTS
+            and width % (2 * parts * _LEAST_PART) == 0
         ):
             parts *= 2
     x, matrix = (each.reshape(-1, parts, width // parts) for each in (x, matrix))
-    out = lax.dot_general(x, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
+    out = lax.dot_general(
+        x, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32
+    )
     return out if weight.scale is None else out * weight.scale.reshape(-1)
 
 
@@ -145,13 +161,17 @@ def read_as_stored(x: Float[Array, "n E"], weight: Stored) -> bool:
     return x.shape[0] == 1 and weight.has_kernel and not (major.isdecimal() and int(major) < 8)
 
 
-def _product_as_stored(x: Float[Array, "n E"], weight: Stored, *, split: bool) -> Float[Array, "parts n O"]:
+def _product_as_stored(
+    x: Float[Array, "n E"], weight: Stored, *, split: bool
+) -> Float[Array, "parts n O"]:
     """Float32 product with codes: by a kernel on NVIDIA GPUs, in partial sums if `split`; elsewhere by XLA."""
     # Late: models in floats need no kernels.
     from jaxkv import pallas_kernels
 
     def by_kernel(x: Array, weight: Stored) -> Array:
-        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.outputs) :]), weight)
+        flat = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.outputs) :]), weight
+        )
         parts = pallas_kernels.multiply_codes(x, *flat)
         return parts if split else parts.sum(axis=0, keepdims=True)
 
@@ -210,7 +230,9 @@ class DenseMLP(nnx.Module):
     Called with `apart`, the operands of both products are computed before these, and not within them.
     """
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype
+    ):
         add_linear(self, "down", width, hidden, dtype=weights)
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
@@ -239,7 +261,14 @@ class GatedMLP(DenseMLP):
     """Gated MLP down(silu(gate(x)) * up(x)), or with GELU by tanh; gate and up are one parameter `[2, F, E]`."""
 
     def __init__(
-        self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype, tanh_gelu: bool = False
+        self,
+        width: int,
+        hidden: int,
+        *,
+        bias: bool,
+        dtype: jnp.dtype,
+        weights: jnp.dtype,
+        tanh_gelu: bool = False,
     ):
         super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
         self.tanh_gelu = tanh_gelu
@@ -258,7 +287,9 @@ class GatedMLP(DenseMLP):
 class GeluMLP(DenseMLP):
     """MLP down(gelu(up(x))) with the exact GELU; up is `[F, E]`."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype
+    ):
         super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
         add_linear(self, "up", hidden, width, dtype=weights)
         self.up_bias = empty(hidden, dtype=dtype) if bias else None

@@ -31,16 +31,22 @@ class MixtureMLP(nnx.Module):
     `[X]`, experts_gate_up_bias `[X, 2, F]` and experts_down_bias `[X, E]`.
     """
 
-    def __init__(self, width: int, hidden: int, experts: Experts, *, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, width: int, hidden: int, experts: Experts, *, dtype: jnp.dtype, weights: jnp.dtype
+    ):
         self.experts = experts
         self.router = empty(experts.count, width, dtype=dtype)
         add_linear(self, "experts_gate_up", experts.count, 2, hidden, width, dtype=weights)
         add_linear(self, "experts_down", experts.count, width, hidden, dtype=weights)
         self.router_bias = empty(experts.count, dtype=dtype) if experts.bias else None
-        self.experts_gate_up_bias = empty(experts.count, 2, hidden, dtype=dtype) if experts.bias else None
+        self.experts_gate_up_bias = (
+            empty(experts.count, 2, hidden, dtype=dtype) if experts.bias else None
+        )
         self.experts_down_bias = empty(experts.count, width, dtype=dtype) if experts.bias else None
 
-    def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
+    def __call__(
+        self, x: Float[Array, "*rows E"], over: Axes | None = None
+    ) -> Float[Array, "*rows E"]:
         """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
@@ -55,10 +61,21 @@ class MixtureMLP(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         return self._part(flat, *self.chosen(flat)).reshape(x.shape)
 
-    def _part(self, x: Float[Array, "T E"], ids: Int[Array, "T k"], shares: Float[Array, "T k"]) -> Float[Array, "T E"]:
+    def _part(
+        self, x: Float[Array, "T E"], ids: Int[Array, "T k"], shares: Float[Array, "T k"]
+    ) -> Float[Array, "T E"]:
         """Float32 output of the chosen experts from this device's shard of hidden width F, without down's bias."""
-        given = (x, ids, shares, held(self, "experts_gate_up"), held(self, "experts_down"), self._gate_up_bias)
-        by_blocks, singly = (functools.partial(way, limit=self.experts.limit) for way in (in_blocks, one_by_one))
+        given = (
+            x,
+            ids,
+            shares,
+            held(self, "experts_gate_up"),
+            held(self, "experts_down"),
+            self._gate_up_bias,
+        )
+        by_blocks, singly = (
+            functools.partial(way, limit=self.experts.limit) for way in (in_blocks, one_by_one)
+        )
         if ids.size > self.experts.count:
             return by_blocks(*given)
         # So few tokens that hardly any expert is chosen twice. A GPU gathers the chosen weights while multiplying, all
@@ -75,7 +92,9 @@ class MixtureMLP(nnx.Module):
         bias = None if self.router_bias is None else self.router_bias[...]
         likely = jax.nn.softmax(project(x, Stored(self.router[...]), bias, wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
-        return ids, shares / shares.sum(axis=-1, keepdims=True) if self.experts.normalised else shares
+        return ids, shares / shares.sum(
+            axis=-1, keepdims=True
+        ) if self.experts.normalised else shares
 
 
 def one_by_one(
@@ -97,7 +116,11 @@ def one_by_one(
         return jax.tree.map(lambda each: each.at[ids].get(mode="promise_in_bounds"), weights).wide()
 
     both = (x.astype(jnp.float32)[:, None, None, None] * chosen(gate_up)).sum(axis=-1)
-    both = both if bias is None else both + bias.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+    both = (
+        both
+        if bias is None
+        else both + bias.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+    )
     hidden = _hidden(both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype, limit)
     return (hidden.astype(jnp.float32)[:, :, None] * chosen(down)).sum(axis=(1, 3))
 
@@ -131,7 +154,9 @@ def in_blocks(
         mine, at = at < end, jnp.minimum(at, order.size - 1)
         # Without the barrier XLA hoists a CPU's conversion of all experts' 16-bit weights out of the loop.
         *whole, expert = lax.optimization_barrier((gate_up, down, bias, expert))
-        ups, downs, added = jax.tree.map(lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole)
+        ups, downs, added = jax.tree.map(
+            lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole
+        )
         both = project(x[row[at]], ups, added, wide=True)
         hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype, limit)
         # Rows after the expert's last one are dropped; their indices are kept unique.
@@ -141,7 +166,9 @@ def in_blocks(
     return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
 
 
-def added_biases(ids: Int[Array, "T k"], shares: Float[Array, "T k"], bias: Float[Array, "X E"]) -> Float[Array, "T E"]:
+def added_biases(
+    ids: Int[Array, "T k"], shares: Float[Array, "T k"], bias: Float[Array, "X E"]
+) -> Float[Array, "T E"]:
     """Float32 sum `[T, E]` of the biases of each token's experts, by their shares."""
     spread = (jax.nn.one_hot(ids, bias.shape[0], dtype=jnp.float32) * shares[..., None]).sum(axis=1)
     return lax.dot(spread, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)

@@ -10,7 +10,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.values import LinearRope, Llama3Rope, LongRope, NoRope, Rope, YarnRope, rotated_channels
+from jaxkv.models.values import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NoRope,
+    Rope,
+    YarnRope,
+    rotated_channels,
+)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,14 +109,18 @@ class Angles:
 
 def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
     """Float32 `Angles` (RoPE cosines and sines) of absolute positions; `[1, N]` if all sequences share them."""
-    frequencies, factors = (jnp.asarray(each, jnp.float32) for each in inverse_frequencies(rope, head_dim))
+    frequencies, factors = (
+        jnp.asarray(each, jnp.float32) for each in inverse_frequencies(rope, head_dim)
+    )
     turned = positions[..., None].astype(jnp.float32) * frequencies
     made = Angles(cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors)
     # Without the barrier XLA fuses them into every rotation, and computes them anew for every head.
     return lax.optimization_barrier(made)
 
 
-def rotate(x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None) -> Float[Array, "B *heads N D"]:
+def rotate(
+    x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None
+) -> Float[Array, "B *heads N D"]:
     """Applies RoPE to queries or keys: rotates channel pairs (i, i + D/2) by their position's angle, in float32."""
     heads = tuple(range(1, x.ndim - 2))
     cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
 
-_LLAMA_ENDS = {"embedding": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
+_LLAMA_ENDS = {
+    "embedding": "model.embed_tokens.weight",
+    "norm.scale": "model.norm.weight",
+    "head": "lm_head.weight",
+}
 _FALCON_ENDS = {
     "embedding": "transformer.word_embeddings.weight",
     "norm.scale": "transformer.ln_f.weight",
@@ -114,7 +118,10 @@ class Source:
                 span = next(rest)
                 there.append(pick[span.start : span.stop])
         ends = itertools.accumulate(map(len, self.axes))
-        flat = [_flat_spans(there[end - len(axis) : end], axis) for axis, end in zip(self.axes, ends, strict=True)]
+        flat = [
+            _flat_spans(there[end - len(axis) : end], axis)
+            for axis, end in zip(self.axes, ends, strict=True)
+        ]
         before = 0 if self.within is None else self.within[0]
         return [[(before + begin, before + end) for begin, end in flat[0]], *flat[1:]]
 
@@ -125,10 +132,14 @@ def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, in
     below = _flat_spans(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
     if below == [(0, inner)]:
         return [(part[0].start * inner, part[0].stop * inner)]
-    return [(each * inner + first, each * inner + last) for each in part[0] for first, last in below]
+    return [
+        (each * inner + first, each * inner + last) for each in part[0] for first, last in below
+    ]
 
 
-def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str, tuple[Source, ...]]:
+def sources_of(
+    decoder: Decoder, family: str, names: frozenset[str]
+) -> dict[str, tuple[Source, ...]]:
     """Dictionary from parameter path to the checkpoint tensors (`Source`s) that fill that parameter of a decoder.
 
     `names` are the checkpoint's tensors, which decide how mixtures are stored. All sources of one parameter have an
@@ -161,7 +172,11 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
         elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
             found[path] = tuple(_mixture(inner, f"model.layers.{index}.", shape, family, names))
         else:
-            of = tuple(_stacked(_LLAMA | _OTHER_NORMS.get(family, {}), inner, f"model.layers.{index}.", shape))
+            of = tuple(
+                _stacked(
+                    _LLAMA | _OTHER_NORMS.get(family, {}), inner, f"model.layers.{index}.", shape
+                )
+            )
             found[path] = _ordered(of, inner, decoder.config)
     return found
 
@@ -182,7 +197,9 @@ def _vector(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
     """`Source` of a vector over heads; of weights of layer norms per head, which a checkpoint holds as a matrix."""
     name = f"{prefix}{_VECTORS[inner]}"
     if config.qk_layer_norm and inner != "attention.sink_logits":
-        return Source(name=name, axes=(shape[:-1], shape[-1:]), order=config.channels or (), along=-1)
+        return Source(
+            name=name, axes=(shape[:-1], shape[-1:]), order=config.channels or (), along=-1
+        )
     return Source(name=name, axes=(shape,))
 
 
@@ -192,7 +209,9 @@ def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Sourc
     return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 
 
-def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source]:
+def _stacked(
+    table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shape: tuple[int, ...]
+) -> Iterator[Source]:
     """Yields the `Source`s of a parameter that stacks whole tensors, whose names are in `table`."""
     kind = "bias" if inner.endswith("_bias") else "weight"
     of = table[inner.removesuffix("_bias")]
@@ -201,7 +220,9 @@ def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shap
         yield _plain(name, shape) if len(of) == 1 else _plain(name, shape[1:], (index,))
 
 
-def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
+def _falcon(
+    inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
+) -> Iterator[Source]:
     """Yields the `Source`s of a Falcon parameter; queries, keys and values share one fused tensor."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     part, _, name = inner.rpartition(".")
@@ -214,7 +235,12 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
             yield Source(name=fused, axes=axes, pick=(range(config.kv_heads), range(config.group)))
             return
         for index in range(2):
-            yield Source(name=fused, axes=axes, at=(index,), pick=(range(config.kv_heads), config.group + index))
+            yield Source(
+                name=fused,
+                axes=axes,
+                at=(index,),
+                pick=(range(config.kv_heads), config.group + index),
+            )
     elif part.endswith("_norm"):
         # Two parallel norms of the same hidden states are named differently from one norm or two sequential ones.
         both = config.parallel and not config.shared_norm
@@ -238,7 +264,10 @@ def _phi3(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) 
 
 def _gpt_oss(inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source]:
     """Yields the `Source`s of a gpt-oss' router or experts, which are read one after another."""
-    part, kind = inner.removeprefix("mlp.").removesuffix("_bias"), "bias" if inner.endswith("_bias") else "weight"
+    part, kind = (
+        inner.removeprefix("mlp.").removesuffix("_bias"),
+        "bias" if inner.endswith("_bias") else "weight",
+    )
     if part == "router":
         yield _plain(f"{prefix}router.{kind}", shape)
         return
@@ -247,7 +276,9 @@ def _gpt_oss(inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source
         yield Source(name=name, axes=tuple((size,) for size in shape), at=(expert,), pick=(expert,))
 
 
-def _mixture(inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]) -> Iterator[Source]:
+def _mixture(
+    inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]
+) -> Iterator[Source]:
     """Yields the `Source`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
     # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names

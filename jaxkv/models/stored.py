@@ -45,7 +45,9 @@ class Stored(NamedTuple):
             return self.codes if self.scale is None else self.codes.astype(dtype)
         bytes_ = self.codes.reshape(*self.scales.shape, GROUP_BYTES)
         codes = jnp.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1).astype(jnp.float32)
-        wide = codes * self.scales[..., None].astype(jnp.float32) + self.leasts[..., None].astype(jnp.float32)
+        wide = codes * self.scales[..., None].astype(jnp.float32) + self.leasts[..., None].astype(
+            jnp.float32
+        )
         return wide.reshape(*self.outputs, -1).astype(dtype)
 
     def wide(self) -> Float[Array, "*out E"]:

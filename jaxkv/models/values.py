@@ -26,7 +26,9 @@ def positive(name: str, value: Any, remedy: str = "give a positive, finite numbe
 def factors(name: str, value: Any) -> tuple[float, ...]:
     """Validates a list of positive numbers and returns them as a tuple of floats; raises ValueError for others."""
     listed = isinstance(value, (list, tuple)) and len(value) > 0
-    require(listed, name, value, "give a list with a positive number for each pair of rotated channels")
+    require(
+        listed, name, value, "give a list with a positive number for each pair of rotated channels"
+    )
     return tuple(positive(name, each, "give positive, finite numbers alone") for each in value)
 
 
@@ -67,7 +69,12 @@ class Rope:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        require(self.share <= 1, "share", self.share, "give 1.0, or less where some channels are not rotated")
+        require(
+            self.share <= 1,
+            "share",
+            self.share,
+            "give 1.0, or less where some channels are not rotated",
+        )
         factor = getattr(self, "factor", 1.0)
         require(factor >= 1, "factor", factor, _REMEDIES["factor"])
 
@@ -109,7 +116,12 @@ class Llama3Rope(Rope):
     def __post_init__(self) -> None:
         super().__post_init__()
         remedy = f"give a value above low_freq_factor={self.low_freq_factor}"
-        require(self.high_freq_factor > self.low_freq_factor, "high_freq_factor", self.high_freq_factor, remedy)
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            "high_freq_factor",
+            self.high_freq_factor,
+            remedy,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +137,12 @@ class YarnRope(Rope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}")
+        require(
+            self.beta_fast > self.beta_slow,
+            "beta_fast",
+            self.beta_fast,
+            f"give a value above {self.beta_slow=}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +175,9 @@ class LongRope(Rope):
     def __post_init__(self) -> None:
         super().__post_init__()
         original = self.original_max_position
-        require(original > 1, "original_max_position", original, "give the tokens of a text, 2 or more")
+        require(
+            original > 1, "original_max_position", original, "give the tokens of a text, 2 or more"
+        )
         remedy = f"give as many numbers as short_factor has: {len(self.short_factor)}"
         same = len(self.long_factor) == len(self.short_factor)
         require(same, "long_factor", f"{len(self.long_factor)} numbers", remedy)
@@ -182,7 +201,9 @@ def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int,
     """
     dim = rotated_channels(rope, head_dim)
     rotated, rest = list(range(dim)), list(range(dim, head_dim))
-    first, second = (rotated[::2], rotated[1::2]) if interleaved else (rotated[: dim // 2], rotated[dim // 2 :])
+    first, second = (
+        (rotated[::2], rotated[1::2]) if interleaved else (rotated[: dim // 2], rotated[dim // 2 :])
+    )
     half = len(rest) // 2
     return (*first, *rest[:half], *second, *rest[half:])
 
@@ -208,8 +229,15 @@ class LayerSpec:
     def __post_init__(self) -> None:
         check_numbers(self)
         if self.window is not None:
-            object.__setattr__(self, "window", whole("window", self.window, "give 1 or more tokens, or None"))
-        require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
+            object.__setattr__(
+                self, "window", whole("window", self.window, "give 1 or more tokens, or None")
+            )
+        require(
+            isinstance(self.rope, Rope),
+            "rope",
+            self.rope,
+            "give a Rope, such as Rope(theta=10000.0)",
+        )
 
     @property
     def capping(self) -> dict[str, Any]:
@@ -243,7 +271,12 @@ class Experts:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        require(self.chosen <= self.count, "chosen", self.chosen, f"a block has {self.count} experts: choose no more")
+        require(
+            self.chosen <= self.count,
+            "chosen",
+            self.chosen,
+            f"a block has {self.count} experts: choose no more",
+        )
 
 
 def as_weights(given: Any) -> str | None:

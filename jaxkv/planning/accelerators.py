@@ -52,7 +52,12 @@ class Accelerator:
         for field in dataclasses.fields(self):
             if field.type is int:
                 value = getattr(self, field.name)
-                require(is_whole(value, 1), field.name, value, "give a positive whole number, as the data sheet has it")
+                require(
+                    is_whole(value, 1),
+                    field.name,
+                    value,
+                    "give a positive whole number, as the data sheet has it",
+                )
 
     @property
     def spellings(self) -> tuple[str, ...]:

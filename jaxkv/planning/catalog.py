@@ -23,9 +23,24 @@ from jaxkv.policies.reading import without_window
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
 # Model types that jaxkv does not run, with the weights and the cache of a Llama of the same sizes.
-_LIKE_LLAMA = ("ernie4_5", "hunyuan_v1_dense", "internlm3", "mimo", "ministral3", "seed_oss", "stablelm")
+_LIKE_LLAMA = (
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "internlm3",
+    "mimo",
+    "ministral3",
+    "seed_oss",
+    "stablelm",
+)
 _SIZES = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    ),
     *("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"),
 }
 
@@ -71,10 +86,16 @@ class Known:
 def catalog() -> dict[str, Entry]:
     """Reads the packaged catalogue of models; returns a dict of `Entry` by model name, cached."""
     found = {}
-    for file in sorted((resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name):
+    for file in sorted(
+        (resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name
+    ):
         if file.name.endswith(".json"):
             given = json.loads(file.read_text("utf-8"))
-            name, raw, aliases = file.name.removesuffix(".json"), given.pop("config"), tuple(given.pop("aliases"))
+            name, raw, aliases = (
+                file.name.removesuffix(".json"),
+                given.pop("config"),
+                tuple(given.pop("aliases")),
+            )
             found[name] = Entry(name=name, raw=raw, aliases=aliases, **given)
     return found
 
@@ -90,7 +111,9 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     # Path('') is the current folder.
     if text and os.path.exists(path):
         return _of_files(text, path)
-    spelled = {spelling.lower(): entry for entry in catalog().values() for spelling in entry.spellings}
+    spelled = {
+        spelling.lower(): entry for entry in catalog().values() for spelling in entry.spellings
+    }
     plain = text.strip().lower()
     if plain in spelled:
         entry = spelled[plain]
@@ -99,7 +122,9 @@ def model_named(given: str | os.PathLike[str]) -> Known:
         return dataclasses.replace(_of_files(plain, fetch(plain)), filters=_found(plain))
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf":
         return Known(name=text, config=_config(_of_hub(text)))
-    names_of = {spelling: entry.name for spelling, entry in spelled.items()} | {name: name for name in _packaged()}
+    names_of = {spelling: entry.name for spelling, entry in spelled.items()} | {
+        name: name for name in _packaged()
+    }
     near = [names_of[each] for each in difflib.get_close_matches(plain, names_of, n=3, cutoff=0.6)]
     hint = f"did you mean {' or '.join(dict.fromkeys(near))}?"
     hint = hint if near else f"known models: {', '.join(dict.fromkeys(names_of.values()))}"
@@ -115,7 +140,12 @@ def scaled(known: Known, given: str | None) -> Known:
     fits = kind == "yarn" and times.isdecimal() and type(config.rope) is Rope and not config.kinds
     require(fits, "rope_scaling", given, remedy)
     factor, limit = whole("rope_scaling", int(times)), config.max_positions
-    rope = YarnRope(theta=config.rope.theta, share=config.rope.share, factor=float(factor), original_max_position=limit)
+    rope = YarnRope(
+        theta=config.rope.theta,
+        share=config.rope.share,
+        factor=float(factor),
+        original_max_position=limit,
+    )
     stretched = dataclasses.replace(config, rope=rope, max_positions=limit * factor)
     return dataclasses.replace(known, config=stretched)
 

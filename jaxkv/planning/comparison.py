@@ -4,11 +4,28 @@ from collections.abc import Sequence
 
 from jaxkv._values import amount
 from jaxkv.planning.outlook import Outlook
-from jaxkv.planning.plans import MachinePlan, Plan, gigabytes, machine_title, notes, policy_name, prompts, title
+from jaxkv.planning.plans import (
+    MachinePlan,
+    Plan,
+    gigabytes,
+    machine_title,
+    notes,
+    policy_name,
+    prompts,
+    title,
+)
 from jaxkv.planning.served import Served
 from jaxkv.planning.sizes import CacheParts
 
-_HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "beyond the budget's rows")
+_HEAD = (
+    "policy",
+    "cache",
+    "peak",
+    "fits",
+    "largest batch",
+    "largest context",
+    "beyond the budget's rows",
+)
 _MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
 _TIME_HEAD = ("policy", "tokens/s", "s a request", "requests/h")
 _SERVED_HEAD = ("slots", "served/s", "longest pause, s")
@@ -31,7 +48,12 @@ def compared(plans: Sequence[Plan | MachinePlan]) -> str:
         if plan.compiled is not None:
             compiled += ["", name, *plan.compiled_lines()]
     if isinstance(first, MachinePlan):
-        lines = [machine_title(first.setting), prompts(first.setting), "", *_aligned([_MACHINE_HEAD, *rows])]
+        lines = [
+            machine_title(first.setting),
+            prompts(first.setting),
+            "",
+            *_aligned([_MACHINE_HEAD, *rows]),
+        ]
         said = "Speeds are estimates from rates measured on this machine just now."
     else:
         memory = gigabytes(first.setting.memory)
@@ -64,10 +86,16 @@ def _times(plans: Sequence[Plan | MachinePlan]) -> list[str]:
         head.append(f"score, {scored.unit}, of {scored.task}")
     rows = [tuple(head)]
     for plan, each in zip(plans, outlooks, strict=True):
-        row = [policy_name(plan.setting.policy), *_figures(each), *(_served(each.served) if served else [])]
+        row = [
+            policy_name(plan.setting.policy),
+            *_figures(each),
+            *(_served(each.served) if served else []),
+        ]
         if priced:
             best = each.best
-            prices = (None, None) if best is None else (best.price_of_requests, best.price_of_tokens)
+            prices = (
+                (None, None) if best is None else (best.price_of_requests, best.price_of_tokens)
+            )
             row += ["-" if price is None else amount(price) for price in prices]
         if scored is not None:
             row.append("-" if each.quality is None else each.quality.word)
@@ -92,7 +120,10 @@ def _served(served: Served | str | None) -> list[str]:
     """Table cells (texts) of a policy under an engine: slots, requests a second, longest pause; dashes if unknown."""
     if not isinstance(served, Served):
         return ["-"] * len(_SERVED_HEAD)
-    return [f"{served.slots:,}", *("-" if each is None else amount(each) for each in (served.requests, served.pause))]
+    return [
+        f"{served.slots:,}",
+        *("-" if each is None else amount(each) for each in (served.requests, served.pause)),
+    ]
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -100,6 +131,9 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines

@@ -116,14 +116,18 @@ class CompiledPlan:
 
     def __str__(self) -> str:
         """Report as text: figures of the decode loop and of prefill, a step's collectives, register spills."""
-        lines = [f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a {self.word}"]
+        lines = [
+            f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a {self.word}"
+        ]
         lines += [f"  decode loop, {str(self.decode).partition(': ')[2]}"]
         lines += [f"  prefill, at its {self.prefill}"]
         lines += [f"  a step sends {each}" for each in self.decode.sent]
         if self.word == "TPU":
             return "\n".join(lines)
         if self.kernels is None:
-            lines.append("  spills: nobody has looked, for there is no ptxas; pip install nvidia-cuda-nvcc")
+            lines.append(
+                "  spills: nobody has looked, for there is no ptxas; pip install nvidia-cuda-nvcc"
+            )
         else:
             lines.append(f"  spills: {len(self.spills)} of {self.kernels} kernels")
             lines += [f"    {name} spills {count:,} bytes" for name, count in self.spills]
@@ -165,7 +169,9 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     """
     jaxlib = plugin(setting.gpu)
     parts = setting.policy.parts()
-    remedy = "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
+    remedy = (
+        "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
+    )
     require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
     remedy = "a second pass over prompts is not compiled: plan without the compiler"
     require(parts.needs.replay is None, "policy", setting.policy, remedy)
@@ -210,29 +216,47 @@ def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
     return tuple((name, spilled) for name, spilled in worst.most_common() if spilled)
 
 
-def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: bool) -> dict[str, Any]:
+def _in_another_process(
+    given: bytes, folder: Path, setting: Setting, *, dump: bool
+) -> dict[str, Any]:
     """Runs `worker.main` in a child process, returns its dict; ValueError if XLA refuses; `dump` writes PTX files."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     if dump:
         # From JAX 0.11 on PTX is dumped only on demand.
-        flags.append(f"--xla_dump_to={folder} --xla_dump_hlo_as_text=false --xla_dump_emitter_re=ptx")
+        flags.append(
+            f"--xla_dump_to={folder} --xla_dump_hlo_as_text=false --xla_dump_emitter_re=ptx"
+        )
     # Silences the warnings that there is no GPU, and hides one that is there.
-    quiet = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment = {**os.environ, **quiet, "XLA_FLAGS": " ".join(flags).strip()}
     environment.pop("JAX_PLATFORMS", None)
     if setting.gpu.platform == "tpu":
         # libtpu compiles for a slice that is described to it; JAX itself starts on the CPU. No server is asked which
         # TPU this is. Nothing runs on one: the lock of another process that has libtpu open does not matter.
-        environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+        environment |= {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "JAX_PLATFORMS": "cpu",
+        }
     result, said = folder / "result.pickle", folder / "said.txt"
     with said.open("wb") as log:
         command = [sys.executable, "-c", _CHILD]
         given += pickle.dumps(result)
         done = subprocess.run(command, input=given, stdout=log, stderr=log, env=environment)
     if not result.exists():
-        last = [line.strip() for line in said.read_text("utf-8", "replace").splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"the process that compiles ended with {done.returncode}: {''.join(last) or 'no word'}")
+        last = [
+            line.strip() for line in said.read_text("utf-8", "replace").splitlines() if line.strip()
+        ][-1:]
+        raise RuntimeError(
+            f"the process that compiles ended with {done.returncode}: {''.join(last) or 'no word'}"
+        )
     made = pickle.loads(result.read_bytes())
     if "error" in made:
-        raise ValueError(f"gpus={setting.gpu.name!r}: the compiler refuses {made['program']}: {made['error']}")
+        raise ValueError(
+            f"gpus={setting.gpu.name!r}: the compiler refuses {made['program']}: {made['error']}"
+        )
     return made

@@ -55,7 +55,9 @@ class GPU(Accelerator):
     def target(self) -> str:
         """XLA's target config of this GPU as text, with which programs are compiled without the GPU."""
         major, minor = self.capability
-        return _TARGET.format(major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self))
+        return _TARGET.format(
+            major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self)
+        )
 
 
 @functools.cache

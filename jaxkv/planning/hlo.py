@@ -10,13 +10,23 @@ _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadca
 _RESULT = r"= (\([^=]*?\)|\S+)"
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
-NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint32": "u32", "bool": "pred"}
+NAMES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "int32": "s32",
+    "uint32": "u32",
+    "bool": "pred",
+}
 NAMES |= {"int8": "s8"}
 
 
 def arrays_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """List of (dtype, shape) of each array named in a piece of HLO text, in order."""
-    return [(kind, tuple(map(int, filter(None, sizes.split(","))))) for kind, sizes in _ARRAY.findall(text)]
+    return [
+        (kind, tuple(map(int, filter(None, sizes.split(",")))))
+        for kind, sizes in _ARRAY.findall(text)
+    ]
 
 
 def shown(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> str:

@@ -49,7 +49,10 @@ class HostRates:
 def host_rates(config: ModelConfig, dtype: str, batch: int) -> HostRates:
     """Measures this machine's `HostRates` for a model's shape, dtype and batch; each rate cached in this process."""
     embed, hidden = min(_MOST_EMBED, config.embed), min(_MOST_HIDDEN, config.hidden)
-    heads, batch = (config.kv_heads, config.group, config.head_dim), min(_MOST_BATCH, 1 << (batch - 1).bit_length())
+    heads, batch = (
+        (config.kv_heads, config.group, config.head_dim),
+        min(_MOST_BATCH, 1 << (batch - 1).bit_length()),
+    )
     return HostRates(
         products=_products(embed, hidden, dtype),
         attention=_attention(*heads, dtype),
@@ -121,7 +124,9 @@ def _weights(embed: int, hidden: int, batch: int, dtype: str) -> float:
 
     each = 3 * embed * hidden * jnp.dtype(dtype).itemsize
     count = max(1, _READ // each)
-    weights = [(_filled(dtype, 2, hidden, embed), _filled(dtype, embed, hidden)) for _ in range(count)]
+    weights = [
+        (_filled(dtype, 2, hidden, embed), _filled(dtype, embed, hidden)) for _ in range(count)
+    ]
     return count * each / _seconds(once, _filled(dtype, batch, embed), weights)
 
 

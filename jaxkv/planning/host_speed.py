@@ -33,10 +33,13 @@ def host_estimate(setting: HostSetting, weights: int) -> Speed | None:
     if parts.ongoing is not None and parts.ongoing.attends:
         rows *= 1 + _KEYS_AGAIN
     work, scores = prefill_work(setting, weights), step_scores(setting) / rates.sums
-    prefill = work.products / rates.products + work.attention / rates.attention + work.scores / rates.sums
+    prefill = (
+        work.products / rates.products + work.attention / rates.attention + work.scores / rates.sums
+    )
     step = product + rows / rates.rows + scores
     products, attention, weighed, attended = (
-        f"{each / 1e9:,.1f}" for each in (rates.products, rates.attention, rates.weights, rates.rows)
+        f"{each / 1e9:,.1f}"
+        for each in (rates.products, rates.attention, rates.weights, rates.rows)
     )
     return Speed(
         step=step,

@@ -19,12 +19,19 @@ def accelerators() -> dict[str, Accelerator]:
 
 def accelerator_named(name: str) -> Accelerator:
     """GPU or TPU of a name or alias in any case; ValueError with the nearest names if it is unknown."""
-    require("," not in name, "gpus", name, "a plan is of one kind of GPU or TPU: make a plan for each")
+    require(
+        "," not in name, "gpus", name, "a plan is of one kind of GPU or TPU: make a plan for each"
+    )
     known = _by_spelling()
     spelled = _spelled(name)
     near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    require(spelled in known, "gpus", name, f"no such GPU or TPU; known ones: {', '.join(accelerators())}{hint}")
+    require(
+        spelled in known,
+        "gpus",
+        name,
+        f"no such GPU or TPU; known ones: {', '.join(accelerators())}{hint}",
+    )
     return known[spelled]
 
 

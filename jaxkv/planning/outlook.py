@@ -69,7 +69,10 @@ class Service:
         }
         if self.price is None:
             return found
-        prices = {"per_thousand_requests": self.price_of_requests, "per_million_tokens": self.price_of_tokens}
+        prices = {
+            "per_thousand_requests": self.price_of_requests,
+            "per_million_tokens": self.price_of_tokens,
+        }
         return found | {"price": {"per_hour": self.price} | prices}
 
     def __str__(self) -> str:
@@ -125,7 +128,11 @@ class Payback:
 
     def as_dict(self) -> dict[str, Any]:
         """Dict for JSON: number of answers, extra prefill seconds, seconds saved per answer."""
-        return {"answers": self.answers, "extra_prefill_seconds": self.extra, "saved_answer_seconds": self.saved}
+        return {
+            "answers": self.answers,
+            "extra_prefill_seconds": self.extra,
+            "saved_answer_seconds": self.saved,
+        }
 
     def __str__(self) -> str:
         """One sentence of text: from which answer on compression pays, and why."""
@@ -176,7 +183,11 @@ class Outlook:
             lines.append(f"{estimated}: {step}, prefill {self.speed.prefill:,.1f} s.")
         lines += [f"  {each}" for each in (self.asked, self.most) if each is not None]
         if self.served is not None:
-            lines.append(f"  {self.served}" if isinstance(self.served, Served) else f"Not served: {self.served}")
+            lines.append(
+                f"  {self.served}"
+                if isinstance(self.served, Served)
+                else f"Not served: {self.served}"
+            )
         if self.speed is not None:
             lines.append(f"  assumed: {self.speed.assumed}")
         if self.payback is not None:
@@ -187,11 +198,17 @@ class Outlook:
 
     def as_dict(self) -> dict[str, Any]:
         """Dict for JSON: speed, requests of the batch and of the largest batch, break-even, quality, any slots."""
-        parts = {"requests": self.asked, "requests_of_largest_batch": self.best, "pays": self.payback}
+        parts = {
+            "requests": self.asked,
+            "requests_of_largest_batch": self.best,
+            "pays": self.payback,
+        }
         found = {name: None if each is None else each.as_dict() for name, each in parts.items()}
         speed = None if self.speed is None else dataclasses.asdict(self.speed)
         quality = None if self.quality is None else dataclasses.asdict(self.quality)
         found = {"estimated": speed, **found, "quality": quality}
         if self.served is None:
             return found
-        return found | {"served": self.served.as_dict() if isinstance(self.served, Served) else None}
+        return found | {
+            "served": self.served.as_dict() if isinstance(self.served, Served) else None
+        }

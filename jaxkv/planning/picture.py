@@ -23,7 +23,9 @@ def kind_of(name: str) -> str:
 def peaks(setting: Setting) -> list[tuple[int, int]]:
     """List of (context, peak bytes of one GPU) up to the model's positions; contexts that a budget refuses left out."""
     limit = setting.config.max_positions
-    lengths = sorted({limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))})
+    lengths = sorted(
+        {limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))}
+    )
     found = []
     for length in lengths:
         try:
@@ -44,7 +46,13 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
         axes.plot(xs, ys, markersize=4, label=policy_name(each.setting.policy), **style(at))
     axes.axhline(first.gpu.memory / 1e9, color="black", linewidth=1.5)
     label = f"{first.gpu.name}: {first.gpu.memory / 1e9:.0f} GB"
-    axes.annotate(label, (0.01, first.gpu.memory / 1e9), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
+    axes.annotate(
+        label,
+        (0.01, first.gpu.memory / 1e9),
+        xycoords=("axes fraction", "data"),
+        va="bottom",
+        fontsize=9,
+    )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K")
     axes.set_ylim(bottom=0)

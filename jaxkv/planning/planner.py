@@ -65,7 +65,9 @@ def plan(  # type: ignore[overload-overlap]
     model: Model, *, gpus: Literal["cpu"], context: int | str, **options: Unpack[_Options]
 ) -> MachinePlan: ...
 @overload
-def plan(model: Model, *, gpus: str = "h100x8", context: int | str, **options: Unpack[_Options]) -> Plan: ...
+def plan(
+    model: Model, *, gpus: str = "h100x8", context: int | str, **options: Unpack[_Options]
+) -> Plan: ...
 def plan(
     model: Model,
     *,
@@ -116,13 +118,31 @@ def plan(
     """
     known = scaled(known_model(model), rope_scaling)
     asked = Asked(
-        policy=policy, context=context, batch=batch, new=new, questions=questions, dtype=dtype, weights=weights
+        policy=policy,
+        context=context,
+        batch=batch,
+        new=new,
+        questions=questions,
+        dtype=dtype,
+        weights=weights,
     )
     setting, notes = setting_of(known, gpus, mesh, asked)
-    require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs and TPUs: leave it out")
+    require(
+        isinstance(setting, Setting) or not compile,
+        "compile",
+        True,
+        "it is for GPUs and TPUs: leave it out",
+    )
     require_price(price)
     scores, more = qualities(quality, [setting], [as_policy(policy)])
-    return planned(setting, notes + more, price=price, quality=scores[0], serve=flag("serve", serve), compile=compile)
+    return planned(
+        setting,
+        notes + more,
+        price=price,
+        quality=scores[0],
+        serve=flag("serve", serve),
+        compile=compile,
+    )
 
 
 def require_price(price: Any) -> None:
@@ -141,7 +161,9 @@ def known_model(given: Any) -> Known:
     if isinstance(given, ModelConfig):
         return Known(name=f"a model of {given.layers} layers", config=given)
     if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"model={type(given).__name__}: give a name such as 'llama-3.1-70b', a path, or a ModelConfig")
+        raise TypeError(
+            f"model={type(given).__name__}: give a name such as 'llama-3.1-70b', a path, or a ModelConfig"
+        )
     return model_named(given)
 
 
@@ -158,16 +180,27 @@ def setting_of(
         filters = known.likely_filters
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
         windows = any(known.config.windows)
-        remedy = "`jaxkv filters` finds none beside windows" if windows else "`jaxkv filters` finds a model's own"
+        remedy = (
+            "`jaxkv filters` finds none beside windows"
+            if windows
+            else "`jaxkv filters` finds a model's own"
+        )
         notes.append(f"{assumed}: {remedy}")
     dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
     given = policy_for(given, known.config, filters, dtype=dtype)
     if as_weights(asked.weights) == "int8" and not here:
-        notes.append("weights in 8 bits are taken to be read at the rate that one sequence's products reached")
+        notes.append(
+            "weights in 8 bits are taken to be read at the rate that one sequence's products reached"
+        )
     numbers = {name: getattr(asked, name) for name in ("batch", "new", "questions")}
     numbers["context"] = tokens_of(asked.context)
     request = Request(
-        model=known.name, config=known.config, policy=given, dtype=dtype, weights=asked.weights, **numbers
+        model=known.name,
+        config=known.config,
+        policy=given,
+        dtype=dtype,
+        weights=asked.weights,
+        **numbers,
     )
     fields = vars(request)
     setting: Setting | HostSetting
@@ -184,9 +217,19 @@ def _groups(mesh: Any, count: int) -> int:
     """Number of data-parallel groups of a mesh such as `2x4`, 1 for None; ValueError unless it has `count` GPUs."""
     if mesh is None:
         return 1
-    parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []
+    parts = (
+        mesh.lower().split("x")
+        if isinstance(mesh, str)
+        else list(mesh)
+        if isinstance(mesh, (tuple, list))
+        else []
+    )
     remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
-    counts = [text for each in parts if (text := str(each).strip()).isdecimal() and len(text) <= len(str(count))]
+    counts = [
+        text
+        for each in parts
+        if (text := str(each).strip()).isdecimal() and len(text) <= len(str(count))
+    ]
     sound = len(counts) == len(parts) == 2 and int(counts[0]) * int(counts[1]) == count
     require(sound, "mesh", mesh, remedy)
     return int(counts[0])
@@ -220,8 +263,14 @@ def planned(
         )
     sizes = sizes_of(setting)
     enough = sizes.peak <= setting.memory
-    if enough and setting.gpu.platform == "cuda" and sizes.peak > _PREALLOCATED * setting.gpu.reported:
-        notes += ("JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",)
+    if (
+        enough
+        and setting.gpu.platform == "cuda"
+        and sizes.peak > _PREALLOCATED * setting.gpu.reported
+    ):
+        notes += (
+            "JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+        )
     return Plan(
         setting=setting,
         sizes=sizes,
@@ -238,7 +287,11 @@ _FROM_HOST = "rows come from host memory, which is another machine's part"
 
 
 def outlook_of(
-    setting: Setting | HostSetting, most: int, *, price: int | float | None = None, quality: Quality | None = None
+    setting: Setting | HostSetting,
+    most: int,
+    *,
+    price: int | float | None = None,
+    quality: Quality | None = None,
 ) -> Outlook:
     """`Outlook` (speed, requests an hour, break-even, quality) of a setting's batch and of its largest batch `most`.
 
@@ -249,10 +302,17 @@ def outlook_of(
     here = isinstance(setting, HostSetting)
     # Where a machine's free memory is unknown, every batch counts as fitting: there is no largest one.
     known = not here or setting.memory is not None
-    batches = [setting.batch if fitting else 0, most if most and known and most != setting.batch else 0]
-    speeds = [speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches]
+    batches = [
+        setting.batch if fitting else 0,
+        most if most and known and most != setting.batch else 0,
+    ]
+    speeds = [
+        speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches
+    ]
     asked, largest = (
-        None if speed is None else service_of(speed, dataclasses.replace(setting, batch=batch), hourly)
+        None
+        if speed is None
+        else service_of(speed, dataclasses.replace(setting, batch=batch), hourly)
         for speed, batch in zip(speeds, batches, strict=True)
     )
     silent = ""
@@ -266,7 +326,9 @@ def outlook_of(
         if full is not None:
             saved = setting.new * (full.step - speeds[0].step)
             payback = Payback(extra=speeds[0].prefill - full.prefill, saved=saved)
-    return Outlook(speed=speeds[0], asked=asked, most=largest, payback=payback, quality=quality, silent=silent)
+    return Outlook(
+        speed=speeds[0], asked=asked, most=largest, payback=payback, quality=quality, silent=silent
+    )
 
 
 def served_of(setting: Setting | HostSetting, price: int | float | None = None) -> Served | str:
@@ -289,8 +351,13 @@ def served_of(setting: Setting | HostSetting, price: int | float | None = None) 
 
     known = isinstance(one, Setting) or one.memory is not None
     slots = groups * (largest(fit, _MOST_BATCH) if known and fit(1) else 0)
-    both = [speed_of(dataclasses.replace(one, batch=batch)) if slots else None for batch in (groups, slots)]
-    hourly = None if price is None else price * (setting.gpus if isinstance(setting, Setting) else 1)
+    both = [
+        speed_of(dataclasses.replace(one, batch=batch)) if slots else None
+        for batch in (groups, slots)
+    ]
+    hourly = (
+        None if price is None else price * (setting.gpus if isinstance(setting, Setting) else 1)
+    )
     return slot.served(slots, *both, price=hourly)
 
 
@@ -303,7 +370,10 @@ def speed_of(setting: Setting | HostSetting) -> Speed | None:
         return None
     if isinstance(setting, HostSetting):
         return host_estimate(setting, host_weights(setting))
-    held, wide = (weights_of(setting.config, setting.dtype, setting.mesh, of) for of in (setting.weights, None))
+    held, wide = (
+        weights_of(setting.config, setting.dtype, setting.mesh, of)
+        for of in (setting.weights, None)
+    )
     return estimate(setting, wide, held)
 
 
@@ -350,7 +420,9 @@ def largest_batch(setting: Setting | HostSetting) -> int:
 def largest_context(setting: Setting | HostSetting) -> int:
     """Largest prompt length, the model's limit or a bucket's size, that fits with the setting's batch; 0 if none."""
     lengths = lengths_below(setting.config.max_positions)
-    return next((length for length in lengths if fits(dataclasses.replace(setting, context=length))), 0)
+    return next(
+        (length for length in lengths if fits(dataclasses.replace(setting, context=length))), 0
+    )
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
@@ -363,22 +435,32 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
         smaller = _with_smaller_budget(setting, policy, budget)
         if smaller is not None:
             rows, name = smaller.policy.parts().budget, policy_name(smaller.policy)
-            yield Remedy(about=f"a budget of {rows:,}: {name}", setting=smaller, peak=sizes_of(smaller).peak)
+            yield Remedy(
+                about=f"a budget of {rows:,}: {name}", setting=smaller, peak=sizes_of(smaller).peak
+            )
     # At least _LEAST_BUDGET, which every policy accepts, even for short prompts or a small budget.
-    budget = max(budget if isinstance(budget, int) else min(_USUAL_BUDGET, setting.context), _LEAST_BUDGET)
+    budget = max(
+        budget if isinstance(budget, int) else min(_USUAL_BUDGET, setting.context), _LEAST_BUDGET
+    )
     for name in _OTHERS if policy.parts().scorer is None else ():
         smaller = _with_smaller_budget(setting, POLICIES[name](budget=budget), budget)
         if smaller is not None:
-            yield Remedy(about=policy_name(smaller.policy), setting=smaller, peak=sizes_of(smaller).peak)
+            yield Remedy(
+                about=policy_name(smaller.policy), setting=smaller, peak=sizes_of(smaller).peak
+            )
             break
     for bits in (8, 4) if setting.weights is None else ():
         narrow = dataclasses.replace(setting, weights=f"int{bits}")
         if fits(narrow):
-            yield Remedy(about=f"weights in {bits} bits", setting=narrow, peak=sizes_of(narrow).peak)
+            yield Remedy(
+                about=f"weights in {bits} bits", setting=narrow, peak=sizes_of(narrow).peak
+            )
             break
     larger = _with_more_gpus(setting)
     if larger is not None:
-        about = f"{larger.gpu.name}x{larger.gpus}" + (f" as {larger.data}x{larger.split}" if larger.data > 1 else "")
+        about = f"{larger.gpu.name}x{larger.gpus}" + (
+            f" as {larger.data}x{larger.split}" if larger.data > 1 else ""
+        )
         yield Remedy(about=about, setting=larger, peak=sizes_of(larger).peak)
 
 
@@ -387,7 +469,9 @@ def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setti
 
     def changed(steps: int) -> Setting | None:
         try:
-            return dataclasses.replace(setting, policy=with_budget(policy, min(budget, steps * _STEP)))
+            return dataclasses.replace(
+                setting, policy=with_budget(policy, min(budget, steps * _STEP))
+            )
         except ValueError:
             return None
 

@@ -37,7 +37,9 @@ def title(setting: Setting) -> str:
     """One line of text: model name, dtype, number and kind of GPUs, and how the model is split over them."""
     split = f"split over {setting.split}" if setting.split > 1 else "not split"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
-    return f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
+    return (
+        f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
+    )
 
 
 def machine_title(setting: HostSetting) -> str:
@@ -132,22 +134,46 @@ class Plan:
             ("weights", sizes.weights, ""),
             ("cache", sizes.grown, rows),
             *_parts(sizes.parts),
-            ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a decode step"),
+            (
+                "activations",
+                sizes.prefill,
+                f"of prefill; {gigabytes(sizes.decode)} of a decode step",
+            ),
             *_waiting(sizes.waiting),
-            ("peak of prefill", sizes.prefill_peak, f"{_share(sizes.prefill_peak, setting.memory)} of {memory}"),
-            ("peak of decode", sizes.decode_peak, f"{_share(sizes.decode_peak, setting.memory)} of {memory}"),
+            (
+                "peak of prefill",
+                sizes.prefill_peak,
+                f"{_share(sizes.prefill_peak, setting.memory)} of {memory}",
+            ),
+            (
+                "peak of decode",
+                sizes.decode_peak,
+                f"{_share(sizes.decode_peak, setting.memory)} of {memory}",
+            ),
         ]
         if sizes.host:
             facts.append(("in host memory", sizes.host, f"on a {setting.gpu.word}'s behalf"))
         verdict = self._verdict()
-        limit = " (the model's own limit)" if self.largest_context == setting.config.max_positions else ""
-        lines = [*_head(title(setting), self, facts), f"{verdict[0].upper()}{verdict[1:]}.", _largest(self, limit)]
+        limit = (
+            " (the model's own limit)"
+            if self.largest_context == setting.config.max_positions
+            else ""
+        )
+        lines = [
+            *_head(title(setting), self, facts),
+            f"{verdict[0].upper()}{verdict[1:]}.",
+            _largest(self, limit),
+        ]
         lines += [f"  would fit: {each.about} ({gigabytes(each.peak)})" for each in self.remedies]
         if not self.fits and not self.remedies:
             tried = f"a smaller budget, another policy, up to 16 times the {setting.gpu.word}s"
             lines.append(f"  nothing that was tried would fit: {tried}")
         lines += self.outlook.lines("Estimated, with rates of one H200")
-        lines += [*notes([self]), *([""] if self.compiled is not None else []), *self.compiled_lines()]
+        lines += [
+            *notes([self]),
+            *([""] if self.compiled is not None else []),
+            *self.compiled_lines(),
+        ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -164,7 +190,9 @@ class Plan:
         if self.fits:
             return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each {word}"
         when = "prefill" if self.prefill_peak >= self.decode_peak else "decode"
-        return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each {word}"
+        return (
+            f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each {word}"
+        )
 
     def compiled_lines(self) -> list[str]:
         """Text lines with XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
@@ -178,7 +206,9 @@ class Plan:
         ):
             beside = (ours - weights) / max(1, theirs - weights) - 1
             both = f"{gigabytes(ours)} by arithmetic, {gigabytes(theirs)} by the compiler"
-            lines.append(f"  {name}: {both}: off by {ours / theirs - 1:+.2%}, weights left out by {beside:+.2%}")
+            lines.append(
+                f"  {name}: {both}: off by {ours / theirs - 1:+.2%}, weights left out by {beside:+.2%}"
+            )
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -208,14 +238,19 @@ class Plan:
             "fits": self.fits,
             "largest_batch": self.largest_batch,
             "largest_context": self.largest_context,
-            "would_fit": [{"change": each.about, "peak_bytes": each.peak} for each in self.remedies],
+            "would_fit": [
+                {"change": each.about, "peak_bytes": each.peak} for each in self.remedies
+            ],
             "cache_parts_bytes": dataclasses.asdict(sizes.parts),
             "waiting_rows_bytes": sizes.waiting,
             **self.outlook.as_dict(),
             "notes": list(self.notes),
         }
         if self.compiled is not None:
-            peaks = {f"{name}_peak_bytes": getattr(self.compiled, name).peak for name in ("prefill", "decode")}
+            peaks = {
+                f"{name}_peak_bytes": getattr(self.compiled, name).peak
+                for name in ("prefill", "decode")
+            }
             found["compiled"] = peaks | dataclasses.asdict(self.compiled)
         return found
 
@@ -259,21 +294,36 @@ class MachinePlan:
         """Report of a plan for this machine as text, as `jaxkv plan --gpus cpu` prints it."""
         made, free = self.process, self.setting.memory
         facts = [
-            ("Python and JAX", made.started + made.left, "with the tokenizer, and what loading leaves"),
+            (
+                "Python and JAX",
+                made.started + made.left,
+                "with the tokenizer, and what loading leaves",
+            ),
             ("weights", made.weights, f"{gigabytes(made.loading)} on top while they are loaded"),
             ("cache", made.cache, ""),
             *_parts(made.parts),
             ("activations", made.activations, "of prefill"),
-            ("programs", made.programs, f"{gigabytes(made.compiling)} on top in a first run, which compiles them"),
+            (
+                "programs",
+                made.programs,
+                f"{gigabytes(made.compiling)} on top in a first run, which compiles them",
+            ),
         ]
         if made.waiting:
             facts.append(("waiting rows", made.waiting, "of layers whose rows are offloaded"))
         facts.append(("peak", made.peak, f"{gigabytes(made.first_peak)} in a first run"))
         verdict = "Nothing says how much memory this machine has free."
         if free is not None:
-            verdict = f"It {'fits' if self.fits else 'does NOT fit'}: {gigabytes(free)} are free now."
+            verdict = (
+                f"It {'fits' if self.fits else 'does NOT fit'}: {gigabytes(free)} are free now."
+            )
         head = _head(machine_title(self.setting), self, facts)
-        lines = [*head, verdict, _largest(self), *self.outlook.lines("Estimated from rates measured here")]
+        lines = [
+            *head,
+            verdict,
+            _largest(self),
+            *self.outlook.lines("Estimated from rates measured here"),
+        ]
         return "\n".join([*lines, *notes([self])])
 
     def __repr__(self) -> str:
@@ -288,10 +338,17 @@ class MachinePlan:
         """Dict for JSON of the whole plan for this machine: request, sizes in bytes, whether it fits, speed, notes."""
         setting, made = self.setting, self.process
         return {
-            **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "questions", "dtype")},
+            **{
+                name: getattr(setting, name)
+                for name in ("model", "batch", "context", "new", "questions", "dtype")
+            },
             "policy": policy_name(setting.policy),
             "gpu": "cpu",
-            **{f"{name}_bytes": size for name, size in dataclasses.asdict(made).items() if name != "parts"},
+            **{
+                f"{name}_bytes": size
+                for name, size in dataclasses.asdict(made).items()
+                if name != "parts"
+            },
             "cache_parts_bytes": dataclasses.asdict(made.parts),
             "peak_bytes": made.peak,
             "first_peak_bytes": made.first_peak,
@@ -316,7 +373,11 @@ def _named(parts: CacheParts) -> list[tuple[str, int]]:
 
 def _waiting(size: int) -> list[tuple[str, int, str]]:
     """List of one (name, bytes, remark): all layers' uncompressed rows that prefill holds; empty if `size` is 0."""
-    return [("  of them", size, "uncompressed rows of all layers, until the last one is scored")] if size else []
+    return (
+        [("  of them", size, "uncompressed rows of all layers, until the last one is scored")]
+        if size
+        else []
+    )
 
 
 def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, str]]) -> list[str]:
@@ -337,11 +398,17 @@ def _share(size: int, memory: int) -> str:
 
 def _largest(plan: Plan | MachinePlan, limit: str = "") -> str:
     """Sentence as text with a plan's largest batch and longest context."""
-    batch, context = (f"{each:,}" if each else "none" for each in (plan.largest_batch, plan.largest_context))
+    batch, context = (
+        f"{each:,}" if each else "none" for each in (plan.largest_batch, plan.largest_context)
+    )
     several = _count_of_prompts(plan.setting)
-    return f"Largest batch of such prompts: {batch}. Longest context of {several}: {context}{limit}."
+    return (
+        f"Largest batch of such prompts: {batch}. Longest context of {several}: {context}{limit}."
+    )
 
 
 def notes(plans: Iterable[Plan | MachinePlan]) -> list[str]:
     """Text lines `Note: ...` of all plans' notes, each note once."""
-    return [f"Note: {note}." for note in dict.fromkeys(note for each in plans for note in each.notes)]
+    return [
+        f"Note: {note}." for note in dict.fromkeys(note for each in plans for note in each.notes)
+    ]

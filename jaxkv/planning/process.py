@@ -77,7 +77,11 @@ def host_weights(request: Request) -> int:
 def process_of(request: Request) -> Process:
     """`Process` (bytes by part) estimated for a request on a CPU; ValueError if the policy's budget cannot be kept."""
     config, policy, dtype = request.config, request.policy, request.dtype
-    parts, lengths, item = policy.parts(), np.full(request.batch, request.context), jnp.dtype(dtype).itemsize
+    parts, lengths, item = (
+        policy.parts(),
+        np.full(request.batch, request.context),
+        jnp.dtype(dtype).itemsize,
+    )
     room = first_room(parts, config.windows, lengths, request.new) if request.new else 0
     planned = plan_prefill(config, policy, lengths.tolist(), dtype=dtype, room=room)
     evicts = parts.ongoing is not None and parts.ongoing.evicts

@@ -46,7 +46,11 @@ SMALL = ("unordered", "placed", "counted", "ring_of")
 
 
 def abstract_model(
-    config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None, *, weights: str | None = None
+    config: ModelConfig,
+    dtype: Any = jnp.bfloat16,
+    axes: Axes | None = None,
+    *,
+    weights: str | None = None,
 ) -> Flat:
     """Flattened decoder whose parameters are abstract arrays (shapes and dtypes), sharded if `axes` is given."""
     decoder = Decoder(config, dtype=dtype, weights=weights)
@@ -106,15 +110,22 @@ class Work:
     def prefill(self) -> Prefilled:
         """Traces the engine's prefill on abstract arrays; returns `Prefilled` (program calls, cache); computed once."""
         flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
-        numbers = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.windows)
+        numbers = by_length(
+            self.policy.parts(), np.full(self.batch, self.tokens), flat.config.windows
+        )
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
             """Recorded function: runs prefill; returns cache, logits and prompt arrays, alive to the end of prefill."""
-            prompts = Prompts(flat, tokens, lengths, self.policy, needed, numbers, key, self.implementation)
+            prompts = Prompts(
+                flat, tokens, lengths, self.policy, needed, numbers, key, self.implementation
+            )
             cache = finished(read(prompts))
             logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
             # Angles are a dict by rotary embedding, whose keys JAX cannot sort.
-            held = [list(each.values()) if isinstance(each, dict) else each for each in vars(prompts).values()]
+            held = [
+                list(each.values()) if isinstance(each, dict) else each
+                for each in vars(prompts).values()
+            ]
             return cache, logits, [leaf for leaf in jax.tree.leaves(held) if is_traced(leaf)]
 
         calls, (cache, *_) = record(
@@ -148,8 +159,13 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
         # Tails are for CPUs; off a mesh the spec asks this machine's processor.
         spec = dataclasses.replace(spec, tail=False)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
-    done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((work.ends,), jnp.int32)
-    draw = jax.eval_shape(loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos)
+    done, eos = (
+        jax.ShapeDtypeStruct((work.batch,), bool),
+        jax.ShapeDtypeStruct((work.ends,), jnp.int32),
+    )
+    draw = jax.eval_shape(
+        loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos
+    )
     running = loop.begin(cache.arrays, spec=spec, size=BLOCK)
     given = loop.loop_arguments(flat, running, draw, work.new, work.sampling, 0, spec=spec)
     return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
@@ -164,7 +180,11 @@ def prefill_calls(work: Work) -> Iterator[Call]:
     for call in work.prefill.calls:
         if call.name not in SMALL:
             graphs = call.options.get("graphs")
-            kind = call_name(call), jax.tree.structure(call.arguments), None if graphs is None else graphs.spec
+            kind = (
+                call_name(call),
+                jax.tree.structure(call.arguments),
+                None if graphs is None else graphs.spec,
+            )
             heaviest[kind] = max(heaviest.get(kind, call), call, key=_live_bytes)
     for (name, *_), call in heaviest.items():
         yield dataclasses.replace(call, name=name)

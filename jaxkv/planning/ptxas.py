@@ -24,7 +24,11 @@ class Kernel:
 def ptxas() -> str | None:
     """Path of ptxas in the wheel `nvidia-cuda-nvcc` or the machine's CUDA toolkit; None if it is not installed."""
     wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/ptxas")
-    return next(iter(wheels), None) or shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
+    return (
+        next(iter(wheels), None)
+        or shutil.which("ptxas")
+        or shutil.which("/usr/local/cuda/bin/ptxas")
+    )
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
@@ -46,9 +50,16 @@ def said(text: str, path: str = "") -> list[Kernel]:
     """Parses the standard error of `ptxas -v`; returns a list of `Kernel`: registers, shared memory and spills."""
     found, entries = [], re.split(r"Compiling entry function '([^']+)'", text)
     for name, report in zip(entries[1::2], entries[2::2], strict=True):
-        spills = _sum_of(r"(\d+) bytes spill stores", report) + _sum_of(r"(\d+) bytes spill loads", report)
-        registers, shared = _sum_of(r"Used (\d+) registers", report), _sum_of(r"(\d+) bytes smem", report)
-        found.append(Kernel(name=name, registers=registers, shared=shared, spills=spills, path=path))
+        spills = _sum_of(r"(\d+) bytes spill stores", report) + _sum_of(
+            r"(\d+) bytes spill loads", report
+        )
+        registers, shared = (
+            _sum_of(r"Used (\d+) registers", report),
+            _sum_of(r"(\d+) bytes smem", report),
+        )
+        found.append(
+            Kernel(name=name, registers=registers, shared=shared, spills=spills, path=path)
+        )
     return found
 
 

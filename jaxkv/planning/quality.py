@@ -49,7 +49,11 @@ class Quality:
 
     def __str__(self) -> str:
         """One sentence of text: score and interval, and the task, samples, prompts and model measured."""
-        some = f"{self.samples:,} samples" if self.samples >= self.of else f"{self.samples:,} of {self.of:,} samples"
+        some = (
+            f"{self.samples:,} samples"
+            if self.samples >= self.of
+            else f"{self.samples:,} of {self.of:,} samples"
+        )
         prompts = "" if self.tokens is None else f" of {self.tokens:,.0f} tokens on average"
         better = "higher" if self.higher else "lower"
         unit = "%" if self.unit == "%" else f" {self.unit}"
@@ -76,7 +80,9 @@ def qualities(
     found, notes = list[Quality | None](), list[str]()
     for setting, policy in zip(settings, given, strict=True):
         texts = {repr(policy), repr(setting.policy)}
-        row = next((name for name, text in run.policies.items() if text in texts and name in begun), None)
+        row = next(
+            (name for name, text in run.policies.items() if text in texts and name in begun), None
+        )
         if row is None:
             found.append(None)
             continue
@@ -97,19 +103,26 @@ def qualities(
                 tokens=tokens,
             )
         )
-        if tokens is not None and not 1 / _OTHER_LENGTH <= tokens / setting.context <= _OTHER_LENGTH:
+        if (
+            tokens is not None
+            and not 1 / _OTHER_LENGTH <= tokens / setting.context <= _OTHER_LENGTH
+        ):
             notes.append(
                 f"scores of {folder} are of prompts with {tokens:,.0f} tokens on average, the plan's have "
                 f"{setting.context:,}: a budget in rows keeps another share of them"
             )
     if None in found:
         rows = ", ".join(name for name in run.policies if name in begun) or "no samples yet"
-        notes.append(f"where no score is shown, {folder} has none of this policy, budget and fields; it has {rows}")
+        notes.append(
+            f"where no score is shown, {folder} has none of this policy, budget and fields; it has {rows}"
+        )
     if settings and not _same_model(run.model, settings[0].model):
         notes.append(f"scores of {folder} are of {run.model}, the plan is of {settings[0].model}")
     short = run.lines - len(records)
     if short > 0:
-        notes.append(f"the evaluation of {folder} is unfinished: {len(records):,} of {run.lines:,} lines are there")
+        notes.append(
+            f"the evaluation of {folder} is unfinished: {len(records):,} of {run.lines:,} lines are there"
+        )
     return found, tuple(dict.fromkeys(notes))
 
 

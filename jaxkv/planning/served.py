@@ -53,12 +53,20 @@ class Served:
     @property
     def pause(self) -> float | None:
         """Most seconds between two tokens while prompts arrive: two layers' prefill and a step; None if unknown."""
-        return None if self.prefill is None or self.step is None else 2 * self.prefill / self.layers + self.step
+        return (
+            None
+            if self.prefill is None or self.step is None
+            else 2 * self.prefill / self.layers + self.step
+        )
 
     @property
     def price_of_requests(self) -> float | None:
         """Price of a thousand requests; None without a price or a speed."""
-        return None if self.price is None or self.requests is None else 1e3 * self.price / (3600 * self.requests)
+        return (
+            None
+            if self.price is None or self.requests is None
+            else 1e3 * self.price / (3600 * self.requests)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Dict for JSON: slots, bytes of one, requests and new tokens a second, longest pause, the price if given."""
@@ -70,7 +78,11 @@ class Served:
             "tokens_per_second": None if self.requests is None else self.requests * self.new,
             "longest_pause_seconds": self.pause,
         }
-        return found if self.price is None else found | {"price_per_thousand_requests": self.price_of_requests}
+        return (
+            found
+            if self.price is None
+            else found | {"price_per_thousand_requests": self.price_of_requests}
+        )
 
     def __str__(self) -> str:
         """One line of text: slots, requests and new tokens a second, longest pause, price."""
@@ -105,7 +117,9 @@ class Slot:
         parts, config = setting.policy.parts(), setting.config
         stretches = setting.mesh.shape["kv"] if isinstance(setting, Setting) else 1
         new = max(1, setting.new)
-        shape = slot_shape(parts, config, prompt=setting.context, question=0, new=new, stretches=stretches)
+        shape = slot_shape(
+            parts, config, prompt=setting.context, question=0, new=new, stretches=stretches
+        )
         each = parts.row_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize)
         return cls(setting=setting, nbytes=sum(shape.rows) * each)
 
@@ -115,7 +129,9 @@ class Slot:
         # A prompt that waits takes the bytes of a slot in each group.
         return (slots + ahead_of(slots * groups)) * self.nbytes
 
-    def served(self, slots: int, one: Speed | None, every: Speed | None, *, price: int | float | None) -> Served:
+    def served(
+        self, slots: int, one: Speed | None, every: Speed | None, *, price: int | float | None
+    ) -> Served:
         """Makes the `Served` of `slots` slots, by the speeds of one prompt and of a batch that fills all slots."""
         return Served(
             slots=slots,

@@ -42,7 +42,11 @@ def tokens_of(given: Any, name: str = "context") -> Any:
     """Number of tokens of text such as `131072`, `128K` (times 1024) or `1M`, else ValueError; non-text unchanged."""
     if not isinstance(given, str):
         return given
-    read = _TOKENS.fullmatch(given.strip().replace("_", "").replace(",", "")) if len(given) < 20 else None
+    read = (
+        _TOKENS.fullmatch(given.strip().replace("_", "").replace(",", ""))
+        if len(given) < 20
+        else None
+    )
     remedy = "give a number of tokens, such as 131072 or 128K (K is 1024)"
     require(read is not None, name, given, remedy)
     assert read is not None
@@ -85,7 +89,12 @@ class Request:
     questions: int = 1
 
     def __post_init__(self) -> None:
-        require(isinstance(self.policy, Method), "policy", self.policy, "give a policy such as SnapKV(budget=256)")
+        require(
+            isinstance(self.policy, Method),
+            "policy",
+            self.policy,
+            "give a policy such as SnapKV(budget=256)",
+        )
         require(isinstance(self.config, ModelConfig), "config", self.config, "give a ModelConfig")
         field(self, "batch", whole, "give 1 prompt or more")
         field(self, "context", whole, "every prompt needs at least one token")
@@ -157,7 +166,9 @@ class Setting(Request):
         if self.gpu.platform == "cuda":
             return Implementation.PALLAS
         dtype, dim = jnp.dtype(self.dtype), self.config.head_dim
-        return choose(Implementation.AUTO, platform=self.gpu.platform, dtype=dtype, head_dim=dim).prefill
+        return choose(
+            Implementation.AUTO, platform=self.gpu.platform, dtype=dtype, head_dim=dim
+        ).prefill
 
     @property
     def hosts(self) -> int:

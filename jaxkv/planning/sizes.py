@@ -96,7 +96,11 @@ class Sizes:
 def sizes_of(setting: Setting) -> Sizes:
     """Computes the `Sizes` (bytes of one GPU) of a setting by arithmetic; ValueError if the budget cannot be kept."""
     parts, config = setting.policy.parts(), setting.config
-    room = first_room(parts, config.windows, np.array([setting.context]), setting.new) if setting.new else 0
+    room = (
+        first_room(parts, config.windows, np.array([setting.context]), setting.new)
+        if setting.new
+        else 0
+    )
     planned = prefill_of(setting, room)
     last = planned
     if setting.new > MOST_AHEAD and parts.ongoing is None:
@@ -105,7 +109,9 @@ def sizes_of(setting: Setting) -> Sizes:
     activations, block, head, stepping = planned.peak_bytes - planned.cache_bytes, 0, 0, 0
     if setting.weights == "int4":
         # Products widen a matrix at a time, of one vector only the experts'; the head's is of a vector a sequence.
-        block, head = (jnp.dtype(setting.dtype).itemsize * each for each in widened_matrices(setting))
+        block, head = (
+            jnp.dtype(setting.dtype).itemsize * each for each in widened_matrices(setting)
+        )
         as_stored = setting.sequences == 1 and config.experts is None
         stepping = 0 if as_stored else max(block, head)
         head = min(head, stepping)
@@ -113,7 +119,9 @@ def sizes_of(setting: Setting) -> Sizes:
         activations += _HIDDEN_COPIES * 2 * setting.sequences * planned.slots * setting.local.embed
         stepping += weights_of(config, setting.dtype, setting.mesh, setting.weights, itemsize=2)
     budget = planned.budget.mean()
-    by_layer = [budget if width is None else min(width, setting.context) for width in config.windows]
+    by_layer = [
+        budget if width is None else min(width, setting.context) for width in config.windows
+    ]
     kept = np.mean(by_layer if planned.rows is None else planned.rows)
     if parts.read is not None and parts.scorer is None:
         kept = float(setting.context)
@@ -190,7 +198,9 @@ class Parameter(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def parameters_of(config: ModelConfig, dtype: str, weights: str | None = None) -> tuple[Parameter, ...]:
+def parameters_of(
+    config: ModelConfig, dtype: str, weights: str | None = None
+) -> tuple[Parameter, ...]:
     """Tuple of `Parameter` (name, shape, copies, itemsize) of a block, embedding, head and norm; cached.
 
     `weights` says how linear maps are held, as `jaxkv.load` takes it.
@@ -205,7 +215,12 @@ def parameters_of(config: ModelConfig, dtype: str, weights: str | None = None) -
 
 
 def weights_of(
-    config: ModelConfig, dtype: str, mesh: AbstractMesh, weights: str | None = None, *, itemsize: int | None = None
+    config: ModelConfig,
+    dtype: str,
+    mesh: AbstractMesh,
+    weights: str | None = None,
+    *,
+    itemsize: int | None = None,
 ) -> int:
     """Bytes of the parameters that one device of a mesh holds; `weights` says how linear maps are held.
 
@@ -220,10 +235,15 @@ def weights_of(
 
 def widened_matrices(request: Request) -> tuple[int, int]:
     """Pair of counts: elements of the largest matrix stored as codes on a device, in a block and of the head; or 0."""
-    codes = {each.name for each in parameters_of(request.config, request.dtype, request.weights) if each.itemsize == 1}
+    codes = {
+        each.name
+        for each in parameters_of(request.config, request.dtype, request.weights)
+        if each.itemsize == 1
+    }
     wide = [each for each in parameters_of(request.local, request.dtype) if each.name in codes]
     block, head = (
-        max((math.prod(each.shape) for each in wide if (each.name == "head") is of), default=0) for of in (False, True)
+        max((math.prod(each.shape) for each in wide if (each.name == "head") is of), default=0)
+        for of in (False, True)
     )
     return block, head
 
@@ -242,7 +262,9 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     if parts.ongoing is not None and parts.ongoing.attends:
         # Attention mass of each row; twice where it is summed over devices that share a kv head.
         received = 4 * rows * (2 if setting.mesh.shape["rep"] > 1 else 1)
-    hidden = widened + batch * (local.embed + local.hidden) * (4 + jnp.dtype(setting.dtype).itemsize)
+    hidden = widened + batch * (local.embed + local.hidden) * (
+        4 + jnp.dtype(setting.dtype).itemsize
+    )
     reading = parts.reading(local.windows, planned.slots)
     if reading is None:
         return logits + received + hidden
@@ -250,11 +272,15 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     if reading.page is not None:
         pools = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])
         # For one layer: upper bounds of q.k per page, as sums of two terms, and indices of the chosen rows.
-        scores = 8 * local.group * max(pools) // reading.page + 4 * local.kv_heads * min(reading.width, max(pools))
+        scores = 8 * local.group * max(pools) // reading.page + 4 * local.kv_heads * min(
+            reading.width, max(pools)
+        )
         chosen = batch * scores
     if reading.filters:
         # Logits of every query head of a filter layer, and the scores made of them.
-        each = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])[reading.filters[0]]
+        each = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])[
+            reading.filters[0]
+        ]
         chosen = 4 * batch * each * (local.group + 1)
     if loaded:
         # Attention transposes the rows of one layer.

@@ -98,18 +98,28 @@ def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed
     reading = parts.reading(setting.config.windows, bucket(setting.context))
     if reading is not None and reading.offloaded:
         return None
-    copy, item, layers = COPY * gpu.bandwidth, jnp.dtype(setting.dtype).itemsize, setting.config.layers
+    copy, item, layers = (
+        COPY * gpu.bandwidth,
+        jnp.dtype(setting.dtype).itemsize,
+        setting.config.layers,
+    )
     read, used = weights_read(setting, weights)
     # An embedding table beside a head is never narrow, and not read.
     beside = 0 if local.tied else local.vocab * local.embed * item
     narrow = 1.0 if stored is None else (stored - beside) / (weights - beside)
     flops = _products(setting) * PRODUCTS
     product = max(
-        narrow * read / (WEIGHTS[setting.weights] * gpu.bandwidth), 2 * used / item * setting.sequences / flops
+        narrow * read / (WEIGHTS[setting.weights] * gpu.bandwidth),
+        2 * used / item * setting.sequences / flops,
     )
     held, filters = rows_read(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
-    rows = parts.store.row_bytes(local.head_dim, item) * local.kv_heads * setting.sequences * float(held.sum())
+    rows = (
+        parts.store.row_bytes(local.head_dim, item)
+        * local.kv_heads
+        * setting.sequences
+        * float(held.sum())
+    )
     if filters:
         # A filter layer reads its keys once more to score them.
         rows += row * float(held[list(filters)].sum())
@@ -124,7 +134,9 @@ def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed
         # The whole step is one program, which a TPU runs without launches.
         launches = 0.0
     # Two all-reduces of float32 hidden states per layer and one for the embedding.
-    sent = (2 * layers + 1) * all_reduce(setting, 4 * setting.sequences * setting.config.embed, FLAGS)
+    sent = (2 * layers + 1) * all_reduce(
+        setting, 4 * setting.sequences * setting.config.embed, FLAGS
+    )
     scores = step_scores(setting) / (SCORES * _products(setting))
     # Codes are converted on the way into products.
     rate = copy * (1.0 if parts.store is Dense else OF_CODES)

@@ -26,7 +26,9 @@ def described(setting: Setting) -> Any:
     """Numpy array of JAX's descriptions of a setting's devices, for which programs can be compiled without them."""
     gpu = setting.gpu
     if isinstance(gpu, TPU):
-        found = topologies.get_topology_desc(platform="tpu", topology_name=gpu.slice_of(setting.gpus))
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=gpu.slice_of(setting.gpus)
+        )
         return np.asarray(found.devices[: setting.gpus])
     assert isinstance(gpu, GPU)
     hosts = setting.hosts if setting.gpus % setting.hosts == 0 else 1
@@ -42,7 +44,9 @@ def on_devices(setting: Setting) -> Iterator[Work]:
     devices = described(setting)
     axes = sharding = None
     if setting.gpus > 1:
-        mesh = model_mesh(Mesh(devices.reshape(setting.data, setting.split), ("data", "model")), setting.config)
+        mesh = model_mesh(
+            Mesh(devices.reshape(setting.data, setting.split), ("data", "model")), setting.config
+        )
         axes = Axes(mesh=mesh)
     else:
         mesh = Mesh(devices, ("x",))
@@ -76,7 +80,12 @@ def compiled_program(
     ended = time.perf_counter()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     sent = [
-        Sent(kind=kind, arrays=hlo.shown(arrays), bytes=sum(hlo.size_of(*each) for each in arrays), count=count)
+        Sent(
+            kind=kind,
+            arrays=hlo.shown(arrays),
+            bytes=sum(hlo.size_of(*each) for each in arrays),
+            count=count,
+        )
         for (kind, arrays), count in sorted(hlo.collectives(text).items())
     ]
     made = CompiledProgram(
@@ -101,12 +110,18 @@ def programs_of(setting: Setting) -> dict[str, Any]:
             weights = weigh((work.flat.ends, work.flat.blocks))
             began, name = time.perf_counter(), "the decode loop"
             loop, _ = traced_loop(work)
-            decode, _ = compiled_program("decode", loop, platform=platform, seconds=time.perf_counter() - began)
+            decode, _ = compiled_program(
+                "decode", loop, platform=platform, seconds=time.perf_counter() - began
+            )
             name, prefill = "a prefill's programs", []
             for call in prefill_calls(work):
                 name = f"a prefill's program: {call.name}"
                 made, _ = compiled_program(
-                    call.name, call.traced, platform=platform, beside=call.beside, seconds=call.seconds
+                    call.name,
+                    call.traced,
+                    platform=platform,
+                    beside=call.beside,
+                    seconds=call.seconds,
                 )
                 prefill.append(made)
     except jax.errors.JaxRuntimeError as error:

@@ -15,7 +15,13 @@ from jaxkv.policies.gates import Gate
 from jaxkv.policies.head_filters import HeadFilters
 from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.head_shares import CurveBudgets, Importance
-from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.heads import (
+    AdaptiveHeads,
+    ProtectedHeads,
+    SharedHeads,
+    TwoStageHeads,
+    UniformHeads,
+)
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import (
     EntropyLayers,

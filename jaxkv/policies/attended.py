@@ -44,7 +44,9 @@ class MaxPool(Value):
     def __post_init__(self) -> None:
         _require_odd(self)
 
-    def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
+    def __call__(
+        self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
+    ) -> Float[Array, "*rows S"]:
         """Pooled scores `[..., S]`: largest score in mask `inside` among a position's neighbours; -inf if none."""
         return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
 
@@ -62,7 +64,9 @@ class AvgPool(Value):
     def __post_init__(self) -> None:
         _require_odd(self)
 
-    def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
+    def __call__(
+        self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
+    ) -> Float[Array, "*rows S"]:
         """Pooled scores `[..., S]`: sum over a position's neighbours in mask `inside`, divided by `kernel`."""
         return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
 
@@ -71,7 +75,9 @@ class AvgPool(Value):
 class NoPool(Value):
     """Callable that returns scores unchanged, for scorers that do not pool over neighbouring positions."""
 
-    def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
+    def __call__(
+        self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
+    ) -> Float[Array, "*rows S"]:
         """Returns the scores `[..., S]` unchanged, whatever the mask `inside`."""
         return scores
 
@@ -82,14 +88,21 @@ Pooling = MaxPool | AvgPool | NoPool
 def _require_odd(pool: "MaxPool | AvgPool") -> None:
     """Replaces a pool's field `kernel` by an int, in place; raises ValueError unless it is positive and odd."""
     field(pool, "kernel", whole, "give a positive odd number of neighbours")
-    require(pool.kernel % 2 == 1, "kernel", pool.kernel, "an even kernel has no middle: give an odd number")
+    require(
+        pool.kernel % 2 == 1,
+        "kernel",
+        pool.kernel,
+        "an even kernel has no middle: give an odd number",
+    )
 
 
 # Wider kernels use `reduce_window`: as shifts, the program would grow with the kernel.
 _MOST_SHIFTS = 63
 
 
-def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) -> Float[Array, "*rows S"]:
+def _slide(
+    values: Float[Array, "*rows S"], kernel: int, empty: float, combine
+) -> Float[Array, "*rows S"]:
     """Array `[..., S]`: the `kernel` values around each position combined by `combine`, with `empty` past the ends."""
     # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
     half = kernel // 2
@@ -135,7 +148,9 @@ class CumulativeAttention(Scorer, Value):
         assert seen.sums is not None
         return seen.sums.mean(axis=2)
 
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: the attention received; with `mean`, divided by the row's age in queries."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.rank.rank(observed, age[:, None])
@@ -182,9 +197,13 @@ class WindowScorer(Scorer, Value):
         """Number of last queries that the scorer reads: `window`."""
         return self.window
 
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: observations pooled over neighbouring rows, the window's own columns left out."""
-        return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
+        return self.pooling(
+            observed, _before((length - self.window)[:, None, None], observed.shape[-1])
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,14 +231,18 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            more: dict[str, Any] = {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
+            more: dict[str, Any] = (
+                {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
+            )
             more |= {} if seen.softcap is None else {"softcap": seen.softcap}
             backend = backend_of(seen.implementation)
             return backend.window_mean(seen.q, seen.k, seen.q_positions, seen.length, **more)
         return self.reduced(seen, mean_over_window)
 
     def reduced(
-        self, seen: Observed, over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]]
+        self,
+        seen: Observed,
+        over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]],
     ) -> Float[Array, "B K S"]:
         """Attention `[B, K, S]` reduced by function `over_queries`, then over query heads; `FIRST` pools before both.
 
@@ -240,15 +263,24 @@ class WindowAttention(WindowScorer):
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
         return attention.window_mass(
-            seen.q, seen.k, seen.q_positions, reduce, sink_logits=seen.sink_logits, softcap=seen.softcap
+            seen.q,
+            seen.k,
+            seen.q_positions,
+            reduce,
+            sink_logits=seen.sink_logits,
+            softcap=seen.softcap,
         )
 
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: observations pooled over neighbours; unchanged (pooled before) with `PoolOrder.FIRST`."""
         return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
 
 
-def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
+def of_group(
+    observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None
+) -> Float[Array, "B K S"]:
     """Observations `[B, K, S]`, mean or max over devices that share a kv head; unchanged if no query heads are read."""
     if not sees_query_heads(scorer):
         # Scorers that read no query heads observe the same on all devices.

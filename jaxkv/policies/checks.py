@@ -50,7 +50,9 @@ def as_policy_budget(given: Any) -> Budget:
 def _meant(given: str) -> str:
     """Beginning of a remedy, such as "write 0.1; ", for a budget that is a number in quotes, or per cent; else ""."""
     try:
-        number = float(given.strip().removesuffix("%")) / (100 if given.strip().endswith("%") else 1)
+        number = float(given.strip().removesuffix("%")) / (
+            100 if given.strip().endswith("%") else 1
+        )
     except ValueError:
         return ""
     sound = 0 < number <= 1 or 1 < number < 1e9 and number.is_integer()
@@ -64,9 +66,19 @@ def as_budget(given: Any) -> int | float | None:
     """
     budget = float(given) if isinstance(given, (Decimal, Fraction)) else plain(given)
     number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-    require(budget is None or number, "budget", budget, "give rows per head (an int) or a share (a float)")
+    require(
+        budget is None or number,
+        "budget",
+        budget,
+        "give rows per head (an int) or a share (a float)",
+    )
     if isinstance(budget, float):
-        require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of rows give an int")
+        require(
+            0 < budget <= 1,
+            "budget",
+            budget,
+            "a ratio lies in (0, 1]; for a number of rows give an int",
+        )
     elif budget is not None:
         require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
     return budget
@@ -95,8 +107,14 @@ def as_spans(given: Any) -> tuple[Span, ...]:
     require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
     spans = []
     for pair in pairs:
-        edges = tuple(plain(edge) for edge in pair) if isinstance(pair, (tuple, list, np.ndarray)) else ()
-        whole = len(edges) == 2 and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in edges)
+        edges = (
+            tuple(plain(edge) for edge in pair)
+            if isinstance(pair, (tuple, list, np.ndarray))
+            else ()
+        )
+        whole = len(edges) == 2 and all(
+            isinstance(edge, int) and not isinstance(edge, bool) for edge in edges
+        )
         require(whole, "protect", given, remedy)
         spans.append((edges[0], edges[1]))
     return tuple(spans)
@@ -108,7 +126,9 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
     return value
 
 
-def checked(part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32) -> Array:
+def checked(
+    part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32
+) -> Array:
     """Returns the array `given` if it has this shape and dtype; else raises a TypeError naming the part's method.
 
     `about` names the axes for the message, such as "row, [B, K, S]".
@@ -125,5 +145,7 @@ def checked_tuple(part: Any, method: str, given: Any, kind: type) -> Any:
     """Returns `given` if it is of the NamedTuple class `kind`; else raises a TypeError naming the merger's method."""
     if not isinstance(given, kind):
         fields = ", ".join(kind._fields)  # type: ignore[attr-defined]
-        raise TypeError(f"{type(part).__name__}.{method}={type(given).__name__}: return {kind.__name__}({fields})")
+        raise TypeError(
+            f"{type(part).__name__}.{method}={type(given).__name__}: return {kind.__name__}({fields})"
+        )
     return given

@@ -35,7 +35,12 @@ class ChunkedHeads(SharedHeads):
         field(self, "chunk", whole, "give 1 row or more")
         if self.peaks is not None:
             field(self, "peaks", whole, "give 1 row or more")
-            require(self.peaks < self.chunk, "peaks", self.peaks, f"chunks have {self.chunk} rows: give fewer")
+            require(
+                self.peaks < self.chunk,
+                "peaks",
+                self.peaks,
+                f"chunks have {self.chunk} rows: give fewer",
+            )
 
     def choose(
         self,
@@ -60,11 +65,17 @@ class ChunkedHeads(SharedHeads):
         count = chunks(free).sum(axis=-1, dtype=jnp.int32)
         of_chunk = sortable(chunks(mean).sum(axis=-1) / jnp.maximum(count, 1).astype(jnp.float32))
         sizes = (
-            count if self.peaks is None else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays), self.peaks)
+            count
+            if self.peaks is None
+            else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays), self.peaks)
         )
-        order = jnp.argsort(jnp.where(chunks(stays).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True)
+        order = jnp.argsort(
+            jnp.where(chunks(stays).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True
+        )
         sizes = jnp.take_along_axis(sizes, order, axis=-1)
-        taken = jnp.clip(base[:, None] - (jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes), 0, sizes)
+        taken = jnp.clip(
+            base[:, None] - (jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes), 0, sizes
+        )
         taken = jnp.take_along_axis(taken, jnp.argsort(order, axis=-1), axis=-1)
         keys = jnp.where(free, sortable(mean), jnp.uint32(0))
         chosen = top(chunks(keys), taken).reshape(batch, -1)[:, :slots]

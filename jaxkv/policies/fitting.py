@@ -50,12 +50,22 @@ def _in_rows(policy: Method, config: ModelConfig, dtype: Any) -> Method:
         return policy
     # Of every kv head and layer one: what a budget of one row more takes. Window layers hold their windows beside it.
     row = config.kv_heads * parts.row_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
-    each, windows = config.windows.count(None) * row, sum(width or 0 for width in config.windows) * row
+    each, windows = (
+        config.windows.count(None) * row,
+        sum(width or 0 for width in config.windows) * row,
+    )
     beside = f" beside {windows:,} bytes of layers with windows" if windows else ""
     rows = ((bytes_of(budget) or 0) - windows) // each
-    require(rows >= 1, "budget", budget, f"a row of every kv head and layer takes {each:,} bytes{beside}: give more")
+    require(
+        rows >= 1,
+        "budget",
+        budget,
+        f"a row of every kv head and layer takes {each:,} bytes{beside}: give more",
+    )
     try:
         return with_budget(policy, min(rows, ENDLESS))
     except ValueError as error:
         # A policy's own least rows, of its sinks and window.
-        raise refusal("budget", budget, f"of {each:,} bytes a row in all kv heads and layers, {error}") from None
+        raise refusal(
+            "budget", budget, f"of {each:,} bytes a row in all kv heads and layers, {error}"
+        ) from None

@@ -88,7 +88,12 @@ class Merge(Merger, Value):
 
     def __post_init__(self) -> None:
         field(self, "beta", real, "give a weight between 0 and 1", high=1.0)
-        for name, kind in (("metric", Metric), ("weights", Weights), ("scope", Scope), ("decision", Decision)):
+        for name, kind in (
+            ("metric", Metric),
+            ("weights", Weights),
+            ("scope", Scope),
+            ("decision", Decision),
+        ):
             field(self, name, choice, kind)
         if self.threshold is not None:
             field(self, "threshold", real, "give a cosine, an infinity, or None", low=-math.inf)
@@ -111,14 +116,19 @@ class Merge(Merger, Value):
     @property
     def compares(self) -> tuple[str, ...]:
         """Tuple of the tensors whose cosines find a dropped row's nearest kept row: ("k",), ("v",) or ("k", "v")."""
-        return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[Metric(self.metric)]
+        return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[
+            Metric(self.metric)
+        ]
 
     def _changes(self, index: int) -> str:
         """String of the tensors, "k", "v" or "kv", that merge by the cosines of the tensor `compares[index]`."""
         return self.compares[index] if self.metric is Metric.BOTH else "kv"
 
     def moved(
-        self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
+        self,
+        tau: Float[Array, "B K"],
+        similarity: Float[Array, "B K N"],
+        dropped: Bool[Array, "B K N"],
     ) -> Float[Array, "B K"]:
         """Merge thresholds `[B, K]` after a running average with the mean cosine of rows dropped now (D2O, eq. 10).
 
@@ -142,7 +152,10 @@ class Merge(Merger, Value):
         return jnp.where(jnp.broadcast_to(count[..., 0] > 0, tau.shape), after, tau)
 
     def joins(
-        self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
+        self,
+        tau: Float[Array, "B K"],
+        similarity: Float[Array, "B K N"],
+        dropped: Bool[Array, "B K N"],
     ) -> Bool[Array, "B K N"]:
         """Mask `[B, K, N]` of dropped rows to merge: those whose cosine reaches the threshold.
 
@@ -160,7 +173,9 @@ class Merge(Merger, Value):
             order = jnp.argsort(~dropped, axis=-1, stable=True)
             together = jnp.take_along_axis(similarity, order, axis=-1).mean(axis=1, keepdims=True)
             rank = jnp.maximum(jnp.cumsum(dropped, axis=-1, dtype=jnp.int32) - 1, 0)
-            similarity = jnp.take_along_axis(jnp.broadcast_to(together, similarity.shape), rank, axis=-1)
+            similarity = jnp.take_along_axis(
+                jnp.broadcast_to(together, similarity.shape), rank, axis=-1
+            )
         return dropped & (similarity >= level[..., None])
 
     def _decided(
@@ -170,12 +185,16 @@ class Merge(Merger, Value):
         if tau is None:
             raise TypeError("Merge needs its thresholds")
         over = axes if self.across_heads else None
-        level, similarity, dropped = (gathered(each, "K", 1, over) for each in (tau[..., index], similarity, dropped))
+        level, similarity, dropped = (
+            gathered(each, "K", 1, over) for each in (tau[..., index], similarity, dropped)
+        )
         level = self.moved(level, similarity, dropped)
         joins = self.joins(level, similarity, dropped)
         return tau.at[..., index].set(own(level, "K", 1, over)), own(joins, "K", 1, over)
 
-    def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
+    def shares(
+        self, similarity: Float[Array, "..."]
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
         """Tuple of a merge's weights by cosine: dropped rows' in the sum, theirs in the divisor, kept row's in both.
 
         Args:
@@ -229,7 +248,8 @@ class Merge(Merger, Value):
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
-            name: (own * getattr(nearest, name) + add[..., None] * getattr(dropped, name)) / (own + divide)[..., None]
+            name: (own * getattr(nearest, name) + add[..., None] * getattr(dropped, name))
+            / (own + divide)[..., None]
             for name in self._changes(index)
         }
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
@@ -245,7 +265,9 @@ class Merge(Merger, Value):
             wide = rows.astype(jnp.float32)
             total = jnp.full(add.shape, own, jnp.float32).at[nearest].add(divide)
             summed = (own * wide).at[nearest].add(add[:, None] * wide)
-            return jnp.where((total != own)[:, None], summed / total[:, None], wide).astype(rows.dtype)
+            return jnp.where((total != own)[:, None], summed / total[:, None], wide).astype(
+                rows.dtype
+            )
 
         return one(rows, add, divide, nearest)
 
@@ -271,7 +293,9 @@ def nearest_kept(
     def head(inputs):
         rows, kept, dropped = inputs
         # Kept rows first, then dropped ones, each in order.
-        order = jnp.argsort(jnp.where(kept, 0, jnp.where(dropped, 1, 2)), stable=True).astype(jnp.int32)
+        order = jnp.argsort(jnp.where(kept, 0, jnp.where(dropped, 1, 2)), stable=True).astype(
+            jnp.int32
+        )
         count = kept.sum(dtype=jnp.int32)
         end = count + dropped.sum(dtype=jnp.int32)
         units = unit(rows[order])
@@ -285,7 +309,9 @@ def nearest_kept(
                 first = jnp.minimum(number * across, slots - across)
                 column = first + jnp.arange(across, dtype=jnp.int32)
                 others = lax.dynamic_slice_in_dim(units, first, across)
-                cosine = lax.dot_general(mine, others, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+                cosine = lax.dot_general(
+                    mine, others, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+                )
                 cosine = jnp.where(column < count, cosine, -jnp.inf)
                 most = cosine.max(axis=1)
                 lowest = jnp.where(cosine == most[:, None], column, slots).min(axis=1)
@@ -293,7 +319,10 @@ def nearest_kept(
 
             none = (jnp.full((take,), -jnp.inf, jnp.float32), jnp.zeros((take,), jnp.int32))
             best = lax.fori_loop(0, (count + across - 1) // across, compare, none)
-            return tuple(lax.dynamic_update_slice_in_dim(a, b, begin, 0) for a, b in zip(found, best, strict=True))
+            return tuple(
+                lax.dynamic_update_slice_in_dim(a, b, begin, 0)
+                for a, b in zip(found, best, strict=True)
+            )
 
         nothing = (jnp.zeros((slots,), jnp.float32), jnp.zeros((slots,), jnp.int32))
         cosine, at = lax.fori_loop(0, (end - count + take - 1) // take, block, nothing)
@@ -301,7 +330,9 @@ def nearest_kept(
         back = cosine[place]
         return jnp.where(dropped, back, 0.0), jnp.where(dropped, order[at[place]], 0)
 
-    cosine, at = lax.map(head, tuple(each.reshape(batch * heads, *each.shape[2:]) for each in (rows, kept, dropped)))
+    cosine, at = lax.map(
+        head, tuple(each.reshape(batch * heads, *each.shape[2:]) for each in (rows, kept, dropped))
+    )
     return cosine.reshape(batch, heads, slots), at.reshape(batch, heads, slots)
 
 
@@ -327,7 +358,9 @@ class ValueMerge(Merger, Value):
 
     def __post_init__(self) -> None:
         field(self, "window", whole, "give at least 1 token")
-        field(self, "start", real, "give a share from 0 up to, but not, 1", high=math.nextafter(1, 0))
+        field(
+            self, "start", real, "give a share from 0 up to, but not, 1", high=math.nextafter(1, 0)
+        )
         field(self, "expected", flag)
 
     @property
@@ -352,7 +385,9 @@ class ValueMerge(Merger, Value):
         if axes is not None:
             head = head + first("K", heads, axes)
         keys = jax.vmap(lambda h: jax.random.fold_in(key, h))(head)
-        each = jax.vmap(lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0))
+        each = jax.vmap(
+            lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0)
+        )
         draws = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(slots, dtype=jnp.int32))
         length = inside.sum(axis=-1, dtype=jnp.int32)
         fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
@@ -362,7 +397,13 @@ class ValueMerge(Merger, Value):
         return Merged(k, jnp.where(drops, fold(v, mass, length, draws), v), tau)
 
     @partial(jax.jit, static_argnums=0)
-    def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
+    def _fold(
+        self,
+        v: Float[Array, "S D"],
+        mass: Float[Array, " S"],
+        length: Array,
+        draws: Float[Array, " S"],
+    ):
         """Values `[S, D]` of a kv head after each (kept or not) added by chance a share to the next `window` values."""
         slots, window = v.shape[0], self.window
         index = jnp.arange(slots, dtype=jnp.int32)
@@ -373,7 +414,11 @@ class ValueMerge(Merger, Value):
         # The largest of each row and the window - 1 rows after it.
         around = lax.reduce_window(padded, 0.0, lax.max, (window,), (1,), "VALID")
         top = jnp.maximum(first_top, around)
-        chance = jnp.where(top > 0, jnp.clip(mass / jnp.where(top > 0, top, 1.0), 0, 1), jnp.where(mass > 0, 1.0, 0.0))
+        chance = jnp.where(
+            top > 0,
+            jnp.clip(mass / jnp.where(top > 0, top, 1.0), 0, 1),
+            jnp.where(mass > 0, 1.0, 0.0),
+        )
         factor = chance if self.expected else (draws < chance).astype(jnp.float32)
         acts = (index >= begin) & (index + window < length)
         factor = jnp.where(acts, factor, 0.0) / window
@@ -383,5 +428,7 @@ class ValueMerge(Merger, Value):
             behind = lax.dynamic_slice_in_dim(wide, at + 1, window)
             return lax.dynamic_update_slice_in_dim(wide, behind + factor[at] * mine, at + 1, 0)
 
-        wide = lax.fori_loop(begin, jnp.maximum(length - window, begin), step, v.astype(jnp.float32))
+        wide = lax.fori_loop(
+            begin, jnp.maximum(length - window, begin), step, v.astype(jnp.float32)
+        )
         return wide.astype(v.dtype)

@@ -27,7 +27,9 @@ class Gate(FileArrays):
     """
 
     of_field: ClassVar[str] = "gate"
-    wanted: ClassVar[str] = "the gate of your model, a safetensors file or its folder: jaxkv fit-gate makes one"
+    wanted: ClassVar[str] = (
+        "the gate of your model, a safetensors file or its folder: jaxkv fit-gate makes one"
+    )
     # Pattern of the beginning of each tensor's name, with the layer's number.
     beginning: ClassVar[str]
 
@@ -47,7 +49,12 @@ class Gate(FileArrays):
         """Makes a gate from a tuple of each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
         shapes = [[each.shape for each in jax.tree.leaves(layer)] for layer in weights]
         for layer, each in enumerate(shapes):
-            require(each == shapes[0], f"layer {layer}", each, f"shapes of tensors differ from layer 0's, {shapes[0]}")
+            require(
+                each == shapes[0],
+                f"layer {layer}",
+                each,
+                f"shapes of tensors differ from layer 0's, {shapes[0]}",
+            )
         heads, embed = cls.sizes(weights[0])
         heading = repr((cls.__name__, jax.tree.structure(weights), shapes))
         return cls.of_arrays(weights, heading, layers=len(weights), heads=heads, embed=embed)
@@ -82,9 +89,13 @@ class Gate(FileArrays):
             match = re.match(cls.beginning, name)
             if match is None or match[1] != str(int(match[1])):
                 raise ValueError(f"tensor {name} belongs to no such gate")
-            layers.setdefault(int(match[1]), NamedTensors(match[0], {})).stored[name[match.end() :]] = tensor
+            layers.setdefault(int(match[1]), NamedTensors(match[0], {})).stored[
+                name[match.end() :]
+            ] = tensor
         if sorted(layers) != list(range(len(layers))) or not layers:
-            raise ValueError(f"tensors of the layers {sorted(layers)}, not of 0 and all that follow")
+            raise ValueError(
+                f"tensors of the layers {sorted(layers)}, not of 0 and all that follow"
+            )
         return [layers[layer] for layer in range(len(layers))]
 
     @property

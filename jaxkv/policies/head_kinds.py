@@ -17,11 +17,15 @@ from jaxkv.policies.reading import without_window
 from jaxkv.policies.topk import sortable, top
 
 
-def kinds_of(pattern: tuple[tuple[float, ...], ...], sparsity: float) -> tuple[tuple[bool, ...], ...]:
+def kinds_of(
+    pattern: tuple[tuple[float, ...], ...], sparsity: float
+) -> tuple[tuple[bool, ...], ...]:
     """Nested tuple of bools `[L][K]`, True for retrieval heads: all but the share `sparsity` of lowest numbers."""
     numbers = np.asarray(pattern)
     # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
-    few = numbers.size if sparsity == 1 else math.ceil(Fraction(repr(sparsity)) * (numbers.size - 1))
+    few = (
+        numbers.size if sparsity == 1 else math.ceil(Fraction(repr(sparsity)) * (numbers.size - 1))
+    )
     kinds = np.ones(numbers.size, bool)
     kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
     return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
@@ -42,7 +46,9 @@ class HeadKinds(OfModel, LayerBudgets, Value):
     """
 
     of_field: ClassVar[str] = "pattern"
-    wanted: ClassVar[str] = "a number for each layer and kv head, a table [L][K] or the published folder"
+    wanted: ClassVar[str] = (
+        "a number for each layer and kv head, a table [L][K] or the published folder"
+    )
     uniform: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     needs_norms: ClassVar[bool] = False
@@ -69,10 +75,23 @@ class HeadKinds(OfModel, LayerBudgets, Value):
         self.require_sizes(layers=len(windows))
         index = without_window(windows)
         pattern = tuple(self.pattern[layer] for layer in index) if self.pattern else ()
-        kinds = kinds_of(pattern, self.sparsity) if pattern else tuple(self.retrieval[layer] for layer in index)
+        kinds = (
+            kinds_of(pattern, self.sparsity)
+            if pattern
+            else tuple(self.retrieval[layer] for layer in index)
+        )
         return dataclasses.replace(self, retrieval=kinds, pattern=pattern)
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Mean rows per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""
         self.require_sizes(layers=layers)
         xp, heads = namespace(length), self.heads
@@ -96,7 +115,13 @@ class HeadKinds(OfModel, LayerBudgets, Value):
         return np.where(np.asarray(self.retrieval or ((),), bool), ENDLESS, self.reach)
 
     def choose(
-        self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
+        self,
+        scores: Array,
+        candidates: Array,
+        base: Array,
+        forced: Array,
+        norms: Any = None,
+        layer: Any = None,
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows to keep: all candidates in retrieval heads, in others the best `reach - forced`."""
         self.require_sizes(heads=scores.shape[1])

@@ -13,7 +13,9 @@ from jaxkv._values import shortened
 # A model has thousands of heads; published files say some numbers of each.
 _MOST_BYTES = 32 << 20
 _PATTERN = "full_attention_heads.tsv"
-_REMEDY = "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...], or a JSON file of them"
+_REMEDY = (
+    "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...], or a JSON file of them"
+)
 
 
 def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
@@ -42,10 +44,17 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
         path = os.path.join(path, _PATTERN) if os.path.isdir(path) else path
         beside = os.path.join(os.path.dirname(path), "config.json")
         config = _content(field, beside, remedy) if os.path.exists(beside) else {}
-        table = [line.split("\t") for line in _text(field, path, remedy).splitlines() if line.strip()]
+        table = [
+            line.split("\t") for line in _text(field, path, remedy).splitlines() if line.strip()
+        ]
     # Only a file's numbers are text.
     array = _numbers(table, "iufV" if table is given else "U")
-    fits = array.ndim == 2 and array.size > 0 and bool(np.isfinite(array).all()) and isinstance(config, dict)
+    fits = (
+        array.ndim == 2
+        and array.size > 0
+        and bool(np.isfinite(array).all())
+        and isinstance(config, dict)
+    )
     require(fits, field, given, remedy)
     return tuple(map(tuple, array.clip(0, 1).tolist())), config
 
@@ -56,20 +65,32 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
     Raises ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of
     numbers from 0 to 1, in each of which some head keeps a share of its rows.
     """
-    remedy, table = f"give {count} tables of a number from 0 to 1 for each layer and kv head, or a .npy file", given
+    remedy, table = (
+        f"give {count} tables of a number from 0 to 1 for each layer and kv head, or a .npy file",
+        given,
+    )
     if isinstance(given, (str, os.PathLike)):
         path = _file(field, given, remedy)
         try:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except OSError as error:
-            raise refusal(field, given, f"it cannot be read ({error.strerror or error}): {remedy}") from None
+            raise refusal(
+                field, given, f"it cannot be read ({error.strerror or error}): {remedy}"
+            ) from None
         except Exception as error:  # numpy raises errors of ten kinds for damaged headers
-            raise refusal(field, given, f"no .npy file ({shortened(str(error))}): {remedy}") from None
+            raise refusal(
+                field, given, f"no .npy file ({shortened(str(error))}): {remedy}"
+            ) from None
     array = _numbers(table) if getattr(table, "nbytes", 0) <= _MOST_BYTES else np.zeros(0)
     fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
     require(fits and bool((array <= 1).all()), field, given, remedy)
     full = [at + 1 for at, each in enumerate(array) if each.min() == 1]
-    require(not full, field, given, f"table {next(iter(full), 0)} drops all rows: some head must keep a share of them")
+    require(
+        not full,
+        field,
+        given,
+        f"table {next(iter(full), 0)} drops all rows: some head must keep a share of them",
+    )
     tables: Any = array.tolist()
     return tuple(tuple(map(tuple, each)) for each in tables)
 
@@ -104,7 +125,9 @@ def _text(field: str, path: str | os.PathLike[str], remedy: str) -> str:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise refusal(field, path, f"it cannot be read ({error.strerror or error}): {remedy}") from None
+        raise refusal(
+            field, path, f"it cannot be read ({error.strerror or error}): {remedy}"
+        ) from None
     except ValueError as error:
         raise refusal(field, path, f"it is no text ({shortened(str(error))}): {remedy}") from None
 

@@ -68,36 +68,72 @@ class Importance(OfModel, LayerBudgets, Value):
         if any(config.windows):
             self.among(config.windows)
         remedy = f"the model has {config.kv_heads} kv heads and {config.heads} query heads: give {self.wanted}"
-        require(self.heads in (config.kv_heads, config.heads), self.of_field, f"{self.heads} heads", remedy)
+        require(
+            self.heads in (config.kv_heads, config.heads),
+            self.of_field,
+            f"{self.heads} heads",
+            remedy,
+        )
 
     def among(self, windows: tuple[int | None, ...]) -> "Importance":
         """Copy with the scores of the layers without a window alone; ValueError if all of these are 0."""
         self.require_sizes(layers=len(windows))
         assert not isinstance(self.scores, str)
-        scores = tuple(row for row, width in zip(self.scores, windows, strict=True) if width is None)
+        scores = tuple(
+            row for row, width in zip(self.scores, windows, strict=True) if width is None
+        )
         remedy = "all are 0 in the layers without a window: give one of these more"
         require(any(map(any, scores)), self.of_field, f"of {len(scores)} layers", remedy)
         return dataclasses.replace(self, scores=scores)
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of all other rows of the budget."""
         self.require_sizes(layers=layers)
         xp, shares = namespace(budget), self.shares().sum(axis=1)[:, None]
         rest = layers * (xp.asarray(budget, xp.int64) - forced)
-        return forced + round_to_sum(xp.asarray(shares) * rest.astype(xp.float64), rest, length - forced)
+        return forced + round_to_sum(
+            xp.asarray(shares) * rest.astype(xp.float64), rest, length - forced
+        )
 
     def choose(
-        self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
+        self,
+        scores: Array,
+        candidates: Array,
+        base: Array,
+        forced: Array,
+        norms: Any = None,
+        layer: Any = None,
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
         shares, heads = self.shares(), scores.shape[1]
         self.require_sizes(heads=heads)
-        each = shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300  # even parts of a layer without a share
-        parts = jnp.asarray(round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32)[layer]
+        each = (
+            shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300
+        )  # even parts of a layer without a share
+        parts = jnp.asarray(
+            round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32
+        )[layer]
         total = heads * base[:, None]
-        rest, rows = total % _PARTS * parts, total // _PARTS * parts + total % _PARTS * parts // _PARTS
-        more = top((rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - rows.sum(axis=-1, dtype=jnp.int32))
-        rows, keys = rows + more.astype(jnp.int32), jnp.where(candidates, sortable(scores), jnp.uint32(0))
+        rest, rows = (
+            total % _PARTS * parts,
+            total // _PARTS * parts + total % _PARTS * parts // _PARTS,
+        )
+        more = top(
+            (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - rows.sum(axis=-1, dtype=jnp.int32)
+        )
+        rows, keys = (
+            rows + more.astype(jnp.int32),
+            jnp.where(candidates, sortable(scores), jnp.uint32(0)),
+        )
         return top(keys, jnp.minimum(rows, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
 
 

@@ -154,7 +154,9 @@ class AdaptiveHeads(_Uneven):
             Rows per head. Ties of remainders go to the lowest head.
         """
         floor, remainder = self._divided(won, base)
-        missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+        missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(
+            axis=-1, keepdims=True, dtype=jnp.int32
+        )
         # Keys start at 1: a head without a remainder never takes a row before one that has some.
         extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
         return floor + extra.astype(jnp.int32)
@@ -164,7 +166,9 @@ class AdaptiveHeads(_Uneven):
         floor, remainder = self._divided(won, base)
         return floor + (remainder > 0).astype(jnp.int32)
 
-    def _divided(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
+    def _divided(
+        self, won: Int[Array, "B K"], base: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
         """Two arrays `[B, K]`: (1 - alpha) * won + alpha * base rounded down, and remainders times the denominator."""
         share = Fraction(self.alpha).limit_denominator(1000)
         den, num = share.denominator, share.numerator
@@ -216,7 +220,9 @@ class ProtectedHeads(_Uneven):
             Guaranteed rows per head, at most `base`.
         """
         share = Fraction(self.alpha).limit_denominator(1000)
-        return jnp.clip(jnp.maximum(1, (base + forced) * share.numerator // share.denominator) - forced, 0, base)
+        return jnp.clip(
+            jnp.maximum(1, (base + forced) * share.numerator // share.denominator) - forced, 0, base
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,7 +235,10 @@ class HeadsAround(Value):
         instance("budgets", self.budgets, HeadBudgets, "give head budgets, UniformHeads() say")
 
     def chosen_within(
-        self, rows: tuple[Array, Array, Array, Array], norms: Array | None, layer: Int[Array, ""] | None
+        self,
+        rows: tuple[Array, Array, Array, Array],
+        norms: Array | None,
+        layer: Int[Array, ""] | None,
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` that the inner `budgets` choose; `rows` are scores, candidates, base and forced rows."""
         of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
@@ -278,7 +287,9 @@ class TwoStageHeads(HeadsAround):
         """Mask `[B, K, S]`, as many rows per head as `budgets` choose: `first` by score, others by score * norm."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
-        count = self.chosen_within((scores, candidates, base, forced), None, layer).sum(axis=-1, dtype=jnp.int32)
+        count = self.chosen_within((scores, candidates, base, forced), None, layer).sum(
+            axis=-1, dtype=jnp.int32
+        )
         return self.staged(scores, candidates, count, forced, norms)
 
     def staged(
@@ -303,7 +314,9 @@ class TwoStageHeads(HeadsAround):
 def chooses_apart(heads: HeadBudgets) -> bool:
     """True if each kv head's rows are known to be chosen by its own scores alone, not by other heads'."""
     # A class derived from these may choose otherwise.
-    return type(heads) is UniformHeads or (type(heads) is TwoStageHeads and chooses_apart(heads.budgets))
+    return type(heads) is UniformHeads or (
+        type(heads) is TwoStageHeads and chooses_apart(heads.budgets)
+    )
 
 
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:

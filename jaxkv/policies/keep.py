@@ -34,10 +34,15 @@ class Keep(Value):
     def __post_init__(self) -> None:
         field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         field(self, "window", whole, "give 0 or more last tokens", least=0)
-        remedy = "give the share of a layer's rows, between 0 and 1; a number of last tokens is window="
+        remedy = (
+            "give the share of a layer's rows, between 0 and 1; a number of last tokens is window="
+        )
         field(self, "recent", real, remedy, high=1.0)
         # Cut to the range of positions, int32, so that the device can hold them.
-        spans = [[max(-FARTHEST, min(edge, FARTHEST)) for edge in span] for span in as_spans(self.protect)]
+        spans = [
+            [max(-FARTHEST, min(edge, FARTHEST)) for edge in span]
+            for span in as_spans(self.protect)
+        ]
         object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
 
     def mask(self, lengths: Any, slots: int) -> Any:
@@ -67,7 +72,9 @@ class Keep(Value):
         """
         xp = namespace(lengths)
         lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
-        spans = self._spans(lengths if prompts is None else xp.asarray(prompts, lengths.dtype), lengths)
+        spans = self._spans(
+            lengths if prompts is None else xp.asarray(prompts, lengths.dtype), lengths
+        )
         first = xp.stack([xp.maximum(first, xp.zeros_like(lengths)) for first, _ in spans])
         last = xp.stack([xp.minimum(last, lengths) for _, last in spans])
         order = xp.argsort(first, axis=0, stable=True)

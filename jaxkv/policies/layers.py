@@ -68,7 +68,16 @@ class LayerBudgets(Protocol):
         """Weight `[B]` of one layer in the division of rows among layers: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]` of each layer and prompt, forced rows included, at most the prompt's length.
 
         Args:
@@ -169,7 +178,16 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
 class UniformLayers(LayerBudgets, Value):
     """Layer budgets that give every layer the same number of rows per kv head: the budget."""
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]`: the budget, in every layer."""
         xp = namespace(budget)
         return xp.broadcast_to(xp.asarray(budget, xp.int64), (layers, *np.shape(budget)))
@@ -190,7 +208,14 @@ class _WithBeta(LayerBudgets, Value):
     beta: int | float = 20.0
 
     def __post_init__(self) -> None:
-        field(self, "beta", real, "give at least 1 (uniform); the paper uses 14 to 20", low=1.0, high=1e30)
+        field(
+            self,
+            "beta",
+            real,
+            "give at least 1 (uniform); the paper uses 14 to 20",
+            low=1.0,
+            high=1e30,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +234,16 @@ class _Decreasing(_WithBeta):
         """
         raise TypeError(f"{type(self).__name__} has no schedule")
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `shape`."""
         xp = namespace(budget)
         base = xp.asarray(budget, xp.int64) - forced
@@ -282,14 +316,25 @@ class FromScores(LayerBudgets, Value):
         """
         return finite(weights)
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `weights`."""
         xp = namespace(weights)
         base = xp.asarray(budget, xp.int64) - forced
         wanted = self._share(weights) * (layers * base).astype(xp.float64)
         return forced + round_to_sum(wanted, layers * base, length - forced)
 
-    def at_most(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, weights: Any) -> Table:
+    def at_most(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, weights: Any
+    ) -> Table:
         """Upper bound `[n, N]` of the rows that `rows` gives the lowest n layers, whatever later layers' weights are.
 
         `weights` are those of the n layers. All layers' bounds sum to L times twice the budget and one row at most.
@@ -299,7 +344,12 @@ class FromScores(LayerBudgets, Value):
         xp = namespace(weights)
         total, room = layers * (xp.asarray(budget, xp.int64) - forced), length - forced
         spread = xp.maximum(total - room, 0) / max(layers - 1, 1)
-        most = xp.floor(self._share(weights) * total.astype(xp.float64) + spread + 1e-6).astype(xp.int64) + 1
+        most = (
+            xp.floor(self._share(weights) * total.astype(xp.float64) + spread + 1e-6).astype(
+                xp.int64
+            )
+            + 1
+        )
         return forced + xp.minimum(most, room)
 
     def _share(self, weights: Any) -> Reals:
@@ -309,7 +359,9 @@ class FromScores(LayerBudgets, Value):
         return xp.where(total > 0, parts / xp.where(total > 0, total, 1.0), 1 / len(parts))
 
 
-def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, "B K S"]:
+def _shares(
+    scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]
+) -> Float[Array, "B K S"]:
     """Scores of candidates divided by their sum in each kv head, `[B, K, S]`; 0 for other rows."""
     inside = jnp.where(candidates, scores.astype(jnp.float32), 0.0)
     total = inside.sum(axis=-1, keepdims=True)
@@ -343,7 +395,9 @@ class GiniLayers(FromScores):
         ordered = jnp.sort(share, axis=-1)
         slots = share.shape[-1]
         rank = jnp.arange(1, slots + 1, dtype=jnp.float32) - (slots - count)[..., None]
-        weighted = jnp.where(ordered >= 0, (2 * rank - count[..., None] - 1) * ordered, 0.0).sum(axis=-1)
+        weighted = jnp.where(ordered >= 0, (2 * rank - count[..., None] - 1) * ordered, 0.0).sum(
+            axis=-1
+        )
         return weighted / jnp.maximum(count, 1.0)
 
 
@@ -353,9 +407,20 @@ class _Published(_WithBeta):
 
     exact: ClassVar[bool] = False
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]`: `_one` of each prompt, at least the forced rows, at most the prompt's length."""
-        columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
+        columns = [
+            self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)
+        ]
         return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:

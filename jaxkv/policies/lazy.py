@@ -42,17 +42,34 @@ class LazyLayers(LayerBudgets, Value):
     ) -> Float[Array, "B K G"]:
         """Mean attention `[B, K, G]` of the last queries, by query head, on all rows but first and most recent ones."""
 
-        def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]) -> Float[Array, " G"]:
+        def reduce(
+            p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]
+        ) -> Float[Array, " G"]:
             index = jnp.arange(p.shape[-1], dtype=jnp.int32)
             between = (index >= self.sinks) & (index < length - self.recent)
             return jnp.where(between, mean_over_window(p, position), 0.0).sum(axis=-1)
 
         length = jnp.broadcast_to(seen.length[:, None], seen.k.shape[:2])
         return attention.window_mass(
-            seen.q, seen.k, seen.q_positions, reduce, length, sink_logits=seen.sink_logits, softcap=seen.softcap
+            seen.q,
+            seen.k,
+            seen.q_positions,
+            reduce,
+            length,
+            sink_logits=seen.sink_logits,
+            softcap=seen.softcap,
         )
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Rows per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced rows."""
         weights = finite(weights)
         xp = namespace(weights)

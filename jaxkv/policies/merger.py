@@ -164,7 +164,12 @@ def check_merger(label: str, merge: Any) -> None:
         return
     instance(label, merge, Merger, "give Merge(...), or None")
     named = isinstance(merge.compares, tuple) and set(merge.compares) <= {"k", "v"}
-    require(named, f"{label}.compares", merge.compares, "give ('k',), ('v',), both, or () for prompts only")
+    require(
+        named,
+        f"{label}.compares",
+        merge.compares,
+        "give ('k',), ('v',), both, or () for prompts only",
+    )
     for name, wanted in (("merge", True), ("merge_one", bool(merge.compares))):
         if wanted and getattr(type(merge), name) is getattr(Merger, name):
             raise TypeError(f"{label}={type(merge).__name__}: write its method `{name}`")

@@ -30,7 +30,11 @@ class OfModel:
 
     of_field: ClassVar[str]
     wanted: ClassVar[str]
-    words: ClassVar[dict[str, str]] = {"heads": "kv heads", "embed": "numbers in a hidden state", "dim": "channels"}
+    words: ClassVar[dict[str, str]] = {
+        "heads": "kv heads",
+        "embed": "numbers in a hidden state",
+        "dim": "channels",
+    }
 
     def agrees(self, name: str, size: int) -> bool:
         """True if the value's size of this name fits a model's `size`: if both are equal, by default."""
@@ -41,11 +45,18 @@ class OfModel:
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
-                require(self.agrees(name, size), self.of_field, f"{own} {self.words.get(name, name)}", remedy)
+                require(
+                    self.agrees(name, size),
+                    self.of_field,
+                    f"{own} {self.words.get(name, name)}",
+                    remedy,
+                )
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError unless the value's sizes fit a model's layers, kv heads, hidden and head dimensions."""
-        self.require_sizes(layers=config.layers, heads=config.kv_heads, embed=config.embed, dim=config.head_dim)
+        self.require_sizes(
+            layers=config.layers, heads=config.kv_heads, embed=config.embed, dim=config.head_dim
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +103,9 @@ class FileArrays(OfModel, Value, abc.ABC):
         try:
             return cls.of_tensors(tensors(path) if path.is_dir() else read_header(path))
         except (OSError, ValueError) as error:
-            raise refusal(name, os.fspath(given), f"no {cls.__name__} in it: {error}: give {cls.wanted}") from None
+            raise refusal(
+                name, os.fspath(given), f"no {cls.__name__} in it: {error}: give {cls.wanted}"
+            ) from None
 
     @classmethod
     @abc.abstractmethod

@@ -52,7 +52,9 @@ class PagedReads(Value):
         """Raises ValueError if all layers of the model that attend to the whole prompt are dense ones."""
         layers = config.windows.count(None)
         remedy = f"no layer is left to read pages, the model has {layers}{' without a window' * any(config.windows)}"
-        require(self.dense_layers < layers, "dense_layers", self.dense_layers, f"{remedy}: give fewer")
+        require(
+            self.dense_layers < layers, "dense_layers", self.dense_layers, f"{remedy}: give fewer"
+        )
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
         """Number `[B]` of rows, new tokens' included, that each kv head reads per token in layers that read pages.

@@ -13,9 +13,23 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, as_policy_budget
-from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, own_limits, shares_positions
+from jaxkv.policies.heads import (
+    HeadBudgets,
+    UniformHeads,
+    own_budgets,
+    own_limits,
+    shares_positions,
+)
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, UniformLayers, check_layers, sets_rows
+from jaxkv.policies.layers import (
+    Counts,
+    FromScores,
+    LayerBudgets,
+    Table,
+    UniformLayers,
+    check_layers,
+    sets_rows,
+)
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
@@ -116,7 +130,9 @@ class Parts(Value):
         field(self, "rolling", flag)
         field(self, "nested", flag)
         if not (isinstance(self.store, type) and issubclass(self.store, Store)):
-            raise TypeError(f"store={self.store!r}: give a subclass of jaxkv.cache.Store, such as Dense")
+            raise TypeError(
+                f"store={self.store!r}: give a subclass of jaxkv.cache.Store, such as Dense"
+            )
         self._check_together()
         if isinstance(self.budget, int):
             object.__setattr__(self, "budget", min(self.budget, ENDLESS))
@@ -130,7 +146,9 @@ class Parts(Value):
         remedy = f"how many rows stay follows from {self.layers}: leave it out"
         require(budget is None or not fixed, "budget", budget, remedy)
         remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
-        require(own_limits(self.heads) is None or self.layers == self.heads, "heads", self.heads, remedy)
+        require(
+            own_limits(self.heads) is None or self.layers == self.heads, "heads", self.heads, remedy
+        )
         remedy = "without a scorer everything is kept: give one, or choose a policy such as SnapKV"
         require(budget is None or scorer is not None, "budget", budget, remedy)
         if isinstance(budget, int):
@@ -145,7 +163,12 @@ class Parts(Value):
         needy = getattr(self.layers, "needs_queries", False)
         require(not needy or bool(scorer and scorer.queries), "layers", self.layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
-        require(not self.layers.joint or own_budgets(self.heads) is not None, "layers", self.layers, remedy)
+        require(
+            not self.layers.joint or own_budgets(self.heads) is not None,
+            "layers",
+            self.layers,
+            remedy,
+        )
         check_threshold(self.heads)
         some = self.threshold is not None
         remedy = "rows have no scores without a scorer: give one"
@@ -155,13 +178,28 @@ class Parts(Value):
         remedy = f"how many rows stay follows from {self.layers}: give UniformLayers(), or GlobalLayers()"
         require(not (some and self.claims), "threshold", self.threshold, remedy)
         one_set = shares_positions(self.heads)
-        require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
+        require(
+            not self.nested or one_set,
+            "nested",
+            self.nested,
+            "heads need one set of positions: use SharedHeads()",
+        )
         read = self.read
         if read is not None and scorer is not None:
             remedy = "rows that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
             require(not read.whole_prompts, "read", read, remedy)
-            require(isinstance(after, Append), "read", read, "tokens are chosen of a prompt that stays: use Append()")
-            require(not self.rolling, "read", read, "positions within the cache change: leave rolling positions out")
+            require(
+                isinstance(after, Append),
+                "read",
+                read,
+                "tokens are chosen of a prompt that stays: use Append()",
+            )
+            require(
+                not self.rolling,
+                "read",
+                read,
+                "positions within the cache change: leave rolling positions out",
+            )
         if read is not None and read.whole_prompts:
             remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
             require(self.store is Dense, "store", self.store.__name__, remedy)
@@ -169,21 +207,45 @@ class Parts(Value):
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)
             twice = scorer is not None and replay_of(scorer) is not None and after.rank is None
-            require(not twice, "every", after.every, "a cache has no prompt to read a second time: leave it out")
-            require(not self.nested, "every", after.every, "layers that build on one another are chosen once only")
-            remedy = f"{scorer} reads all queries of a prompt, which no cache remembers: leave it out"
+            require(
+                not twice,
+                "every",
+                after.every,
+                "a cache has no prompt to read a second time: leave it out",
+            )
+            require(
+                not self.nested,
+                "every",
+                after.every,
+                "layers that build on one another are chosen once only",
+            )
+            remedy = (
+                f"{scorer} reads all queries of a prompt, which no cache remembers: leave it out"
+            )
             require(scorer is None or blocks_of(scorer) is None, "every", after.every, remedy)
-            remedy = f"{scorer} reads hidden states of a prompt, which no cache remembers: leave it out"
+            remedy = (
+                f"{scorer} reads hidden states of a prompt, which no cache remembers: leave it out"
+            )
             gated = gate_of(scorer) is not None and after.rank is None
             require(not gated, "every", after.every, remedy)
             staged = scorer is not None and two_stages(scorer) and after.rank is None
-            require(not staged, "every", after.every, "a first stage looks at prompts: leave it, or the stage, out")
+            require(
+                not staged,
+                "every",
+                after.every,
+                "a first stage looks at prompts: leave it, or the stage, out",
+            )
             asks = scorer is not None and future_of(scorer) is not None and after.rank is None
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
             require(not asks or bool(scorer and scorer.queries), "every", after.every, remedy)
         if isinstance(after, Evict):
             require(scorer is not None, "after", after, keeps)
-            require(not self.nested, "after", after, "layers that build on one another are chosen once only")
+            require(
+                not self.nested,
+                "after",
+                after,
+                "layers that build on one another are chosen once only",
+            )
             remedy = "rolling positions move in steps: give every=64, say"
             require(not self.rolling, "after", after, remedy)
             remedy = "heads that drop the same rows need segments that lie alike: give a schedule, or every=64, say"
@@ -192,7 +254,12 @@ class Parts(Value):
             require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
             fits = bool(merge.compares) or not isinstance(after, Evict)
             require(fits, "merge", merge, "it folds prompts only: give Merge(), or None")
-            require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
+            require(
+                not self.rolling,
+                "merge",
+                merge,
+                "keys before RoPE are not compared: leave rolling positions out",
+            )
             remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
             require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)
 
@@ -208,8 +275,15 @@ class Parts(Value):
         """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
-        require(bool(whole) or (self.scorer or self.read) is None, "policy", self.scorer or self.read, remedy)
-        remedy = "some layers of this model have windows, and this is not built for them: leave it out"
+        require(
+            bool(whole) or (self.scorer or self.read) is None,
+            "policy",
+            self.scorer or self.read,
+            remedy,
+        )
+        remedy = (
+            "some layers of this model have windows, and this is not built for them: leave it out"
+        )
         require(not self.rolling, "rolling", self.rolling, remedy)
         self.among(windows)
 
@@ -324,7 +398,11 @@ class Parts(Value):
     def reading(self, windows: tuple[int | None, ...], slots: int) -> Reading | None:
         """Static config `Reading` of which rows each layer reads while decoding; None if all read every kept row."""
         every_row = self.scorer is None
-        return None if self.read is None else reading_beside(self.read, windows, slots, every_row=every_row)
+        return (
+            None
+            if self.read is None
+            else reading_beside(self.read, windows, slots, every_row=every_row)
+        )
 
     @property
     def scored(self) -> bool:
@@ -354,7 +432,11 @@ class Parts(Value):
             return lengths.copy()
         if isinstance(budget, str):
             raise refusal("budget", budget, "bytes are rows of one model: give rows, or a share")
-        rows = np.maximum(share_of(lengths, budget), 1) if isinstance(budget, float) else np.minimum(budget, lengths)
+        rows = (
+            np.maximum(share_of(lengths, budget), 1)
+            if isinstance(budget, float)
+            else np.minimum(budget, lengths)
+        )
         low = np.flatnonzero(rows < forced)
         if strict and low.size and (self.min_budget == "raise" or not isinstance(budget, float)):
             row = int(low[0])
@@ -369,7 +451,9 @@ class Parts(Value):
         if not isinstance(self.budget, float) or sets_rows(self.layers) or self.scorer is None:
             return 0
         lengths = np.asarray(lengths, np.int64)
-        return int((np.maximum(share_of(lengths, self.budget), 1) < self.keep.counts(lengths)).sum())
+        return int(
+            (np.maximum(share_of(lengths, self.budget), 1) < self.keep.counts(lengths)).sum()
+        )
 
     def recents(
         self,
@@ -396,7 +480,12 @@ class Parts(Value):
         """Dict of texts for people by part name: scorer, layers, heads, kept rows, behaviour while decoding."""
         scorer = "everything" if self.scorer is None else repr(self.scorer)
         kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
-        parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}
+        parts = {
+            "scorer": scorer,
+            "layers": repr(self.layers),
+            "heads": repr(self.heads),
+            "always kept": kept,
+        }
         if self.keep.recent:
             parts["recent"] = f"{self.keep.recent} of the rest"
         if self.merge is not None:

@@ -80,11 +80,24 @@ class Method(Value):
         super().__init_subclass__(**options)
         if inspect.isfunction(vars(cls).get("parts")):
             cls.parts = _made_once(cls.parts)  # type: ignore[assignment,method-assign]
-        fields = {field.name for field in dataclasses.fields(cls)}  # its base's: `cls` is not decorated yet
+        fields = {
+            field.name for field in dataclasses.fields(cls)
+        }  # its base's: `cls` is not decorated yet
         # Bases that are policies were checked when they were defined; mixins were not.
-        for each in (cls, *(base for base in cls.__mro__[: cls.__mro__.index(Method)] if not issubclass(base, Method))):
+        for each in (
+            cls,
+            *(
+                base
+                for base in cls.__mro__[: cls.__mro__.index(Method)]
+                if not issubclass(base, Method)
+            ),
+        ):
             said = vars(each).keys() | inspect.get_annotations(each).keys()
-            unread = set() if {"parts", "wrap"} & said else _PARTS & said - (fields if each is cls else set())
+            unread = (
+                set()
+                if {"parts", "wrap"} & said
+                else _PARTS & said - (fields if each is cls else set())
+            )
             for name in sorted(unread):
                 remedy = f"nobody reads it: write `parts`, returning dataclasses.replace(super().parts(), {name}=...)"
                 raise TypeError(f"{each.__name__}.{name}: {remedy}")
@@ -93,7 +106,11 @@ class Method(Value):
         name = type(self).__name__
         for field in dataclasses.fields(self):
             # The class that declares a field has no attribute of its name if the field has no plain default.
-            declared = (each for each in type(self).__mro__ if field.name in vars(each) or _declares(each, field.name))
+            declared = (
+                each
+                for each in type(self).__mro__
+                if field.name in vars(each) or _declares(each, field.name)
+            )
             owner = next(declared)
             default = vars(owner).get(field.name, dataclasses.MISSING)
             if default is not field.default:
@@ -107,14 +124,20 @@ class Method(Value):
         check_merger("merge", self.merge)
         self._check()
         if not callable(self.parts):
-            raise TypeError(f"{name}.parts={self.parts!r}: make it a method that returns Parts(...)")
+            raise TypeError(
+                f"{name}.parts={self.parts!r}: make it a method that returns Parts(...)"
+            )
         parts = self.parts()
         if not isinstance(parts, Parts):
-            raise TypeError(f"{name}.parts()={parts!r}: return Parts(...), or self.compose(scorer=...)")
+            raise TypeError(
+                f"{name}.parts()={parts!r}: return Parts(...), or self.compose(scorer=...)"
+            )
         try:
             hash(parts)
         except TypeError as error:
-            remedy = "programs are kept by a policy's parts: give numbers, tuples and frozen dataclasses"
+            remedy = (
+                "programs are kept by a policy's parts: give numbers, tuples and frozen dataclasses"
+            )
             raise TypeError(f"{name}: {error}; {remedy}") from None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,10 +158,17 @@ class Method(Value):
         Returns:
             The parts.
         """
-        raise TypeError(f"{type(self).__name__}: write its method `parts`, which returns self.compose(scorer=...)")
+        raise TypeError(
+            f"{type(self).__name__}: write its method `parts`, which returns self.compose(scorer=...)"
+        )
 
     def compose(
-        self, *, scorer: Scorer | None, keep: Keep | None = None, evict: Rank | None = None, **parts: Any
+        self,
+        *,
+        scorer: Scorer | None,
+        keep: Keep | None = None,
+        evict: Rank | None = None,
+        **parts: Any,
     ) -> Parts:
         """Returns `Parts` of the arguments and of the fields of every policy: budget, spans, `every` and merging.
 

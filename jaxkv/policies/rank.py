@@ -35,7 +35,9 @@ class Rank(Protocol):
         """
         return None
 
-    def begin(self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]) -> Float[Array, "B K N"]:
+    def begin(
+        self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]
+    ) -> Float[Array, "B K N"]:
         """Initial float32 scores `[B, K, N]` of new rows, before they receive attention; zeros by default.
 
         Args:
@@ -147,11 +149,17 @@ def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Fl
 def check_rank(label: str, rank: object) -> None:
     """Raises TypeError unless `rank` is an instance of Rank, and ValueError for a decay outside [0, 1]."""
     if isinstance(rank, type):
-        raise TypeError(f"{label}={rank.__name__}: it is a class: give an instance, {rank.__name__}()")
+        raise TypeError(
+            f"{label}={rank.__name__}: it is a class: give an instance, {rank.__name__}()"
+        )
     if not isinstance(rank, Rank):
-        raise TypeError(f"{label}={rank!r}: give a rank such as ByAttention(), or a subclass of jaxkv.policies.Rank")
+        raise TypeError(
+            f"{label}={rank!r}: give a rank such as ByAttention(), or a subclass of jaxkv.policies.Rank"
+        )
     if rank.decay is not None:
         remedy = "give a share between 0 and 1, or None where attention changes nothing"
         # Programs compute with the rank's own value, unconverted: a Decimal would fail there.
-        require(not isinstance(rank.decay, (Decimal, Fraction)), f"{label}.decay", rank.decay, remedy)
+        require(
+            not isinstance(rank.decay, (Decimal, Fraction)), f"{label}.decay", rank.decay, remedy
+        )
         real(f"{label}.decay", rank.decay, remedy, high=1.0)

@@ -107,13 +107,19 @@ def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[
     Hao et al., OmniKV, section 4.1: (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
     anchors = [*range(filters[0]), *filters, layers]
-    return tuple(layer for at, after in pairwise(anchors) for layer in range(at, min(at + adjacent + 1, after)))
+    return tuple(
+        layer
+        for at, after in pairwise(anchors)
+        for layer in range(at, min(at + adjacent + 1, after))
+    )
 
 
 def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
     """Tuple, by layer, of the index of the filter layer whose choice it reads; WHOLE (-1) if it reads every row."""
     whole = set(whole_layers(filters, adjacent, layers))
-    return tuple(WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers))
+    return tuple(
+        WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers)
+    )
 
 
 @runtime_checkable
@@ -184,7 +190,8 @@ class FilteredReads(Value):
             remedy = "give one or more layers, ascending, such as (2, 8, 18)"
             require(not isinstance(given, Mapping), "filter_layers", given, remedy)
             layers = tuple(
-                whole("filter_layers", each, remedy, least=0) for each in several("filter_layers", given, remedy)
+                whole("filter_layers", each, remedy, least=0)
+                for each in several("filter_layers", given, remedy)
             )
             require(sorted(set(layers)) == list(layers), "filter_layers", given, remedy)
             object.__setattr__(self, "filter_layers", layers)
@@ -196,7 +203,9 @@ class FilteredReads(Value):
         blocks = chunk <= 256 or chunk % 256 == 0
         require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of it")
         if self.prefill_ratio is not None:
-            remedy = "give chosen tokens per token of a chunk, such as 2, or None for full attention"
+            remedy = (
+                "give chosen tokens per token of a chunk, such as 2, or None for full attention"
+            )
             field(self, "prefill_ratio", real, remedy, high=1e9, open_low=True)
         generated, offload = self.include_generated, self.offload
         remedy = "rows after the prompt stay on the device and are always read there: leave one out"
@@ -206,7 +215,12 @@ class FilteredReads(Value):
     def _check_budget(self) -> None:
         """Raises ValueError for bad `mem`, `mem` and a budget, or too small a budget; stores the default budget."""
         mem, budget = self.mem, self.budget
-        require(mem is None or budget is None, "mem", mem, f"it solves for the budget, which is {budget!r}: give one")
+        require(
+            mem is None or budget is None,
+            "mem",
+            mem,
+            f"it solves for the budget, which is {budget!r}: give one",
+        )
         if mem is not None:
             remedy = "give the share of the cache that stays at hand, in (0, 1]"
             field(self, "mem", real, remedy, high=1.0, open_low=True)
@@ -241,7 +255,9 @@ class FilteredReads(Value):
     def described(self) -> str:
         """Text for people that names the budget or `mem`, the selector, and whether unread rows lie in host memory."""
         tokens = f"mem={self.mem}" if self.budget is None else f"budget={self.budget!r}"
-        chosen = f"{tokens}, chosen by the {Selector(self.selector).value} selector in filter layers"
+        chosen = (
+            f"{tokens}, chosen by the {Selector(self.selector).value} selector in filter layers"
+        )
         return chosen + ("; the rest waits in host memory" if self.offload else "")
 
     def check(self, layers: int) -> None:
@@ -254,7 +270,12 @@ class FilteredReads(Value):
             ValueError: naming `filter_layers`.
         """
         filters = self._filters
-        require(filters[-1] < layers, "filter_layers", filters, f"the model's layers are 0 to {layers - 1}")
+        require(
+            filters[-1] < layers,
+            "filter_layers",
+            filters,
+            f"the model's layers are 0 to {layers - 1}",
+        )
         remedy = f"no layer is left to read what they choose: all {layers} read all, with adjacent={self.adjacent}"
         require(len(self.whole(layers)) < layers, "filter_layers", filters, remedy)
 
@@ -269,24 +290,36 @@ class FilteredReads(Value):
         """
         self.check(config.layers)
         filters, windows = self._filters, config.windows
-        index, found = without_window(windows), [layer for layer in filters if windows[layer] is not None]
+        index, found = (
+            without_window(windows),
+            [layer for layer in filters if windows[layer] is not None],
+        )
         remedy = f"layers {found} have windows: of this model the layers {', '.join(map(str, index))} can choose"
         require(not found, "filter_layers", filters, remedy)
         mine, layers = self.among(windows), len(index)
         remedy = "no layer is left to read what they choose: all that attend to the whole prompt read all, with "
         left = len(mine.whole(layers)) < layers
-        require(left, "filter_layers", filters, f"{remedy}adjacent={self.adjacent}: {', '.join(map(str, index))}")
+        require(
+            left,
+            "filter_layers",
+            filters,
+            f"{remedy}adjacent={self.adjacent}: {', '.join(map(str, index))}",
+        )
         mine._share(layers)
 
     def among(self, windows: tuple[int | None, ...]) -> "FilteredReads":
         """Copy of the config whose filter layers are counted among the layers that attend to the whole prompt."""
         index = without_window(windows)
-        return dataclasses.replace(self, filter_layers=tuple(index.index(layer) for layer in self._filters))
+        return dataclasses.replace(
+            self, filter_layers=tuple(index.index(layer) for layer in self._filters)
+        )
 
     @property
     def _filters(self) -> tuple[int, ...]:
         """Tuple of the filter layers' indices; raises ValueError if they are None."""
-        remedy = "give them, such as (2, 8, 18); `generate` and `prefill` take those found for the model"
+        remedy = (
+            "give them, such as (2, 8, 18); `generate` and `prefill` take those found for the model"
+        )
         require(self.filter_layers is not None, "filter_layers", None, remedy)
         return self.filter_layers or ()
 
@@ -329,10 +362,16 @@ class FilteredReads(Value):
             wanted = np.full_like(lengths, self.budget)
         else:
             share = self._share(layers)
-            wanted = np.asarray([n * share.numerator // share.denominator for n in lengths.tolist()], np.int64)
+            wanted = np.asarray(
+                [n * share.numerator // share.denominator for n in lengths.tolist()], np.int64
+            )
         # Where later tokens have to be chosen as well, a budget in tokens is no smaller for a short prompt.
         grows = self.include_generated and isinstance(self.budget, int)
-        return np.maximum(wanted, self._least) if grows else np.minimum(np.maximum(wanted, self._least), lengths)
+        return (
+            np.maximum(wanted, self._least)
+            if grows
+            else np.minimum(np.maximum(wanted, self._least), lengths)
+        )
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config: filter layers, layers that read their choices, offloaded layers."""
@@ -372,7 +411,9 @@ class LoadedReads(Value):
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if the model has no layer above the resident ones whose rows could be offloaded."""
         layers = config.windows.count(None)
-        remedy = f"the model has {layers} layers{' without a window' * any(config.windows)}: give fewer"
+        remedy = (
+            f"the model has {layers} layers{' without a window' * any(config.windows)}: give fewer"
+        )
         require(self.resident_layers < layers, "resident_layers", self.resident_layers, remedy)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:

@@ -68,11 +68,17 @@ class Redundancy(WindowScorer):
             return _softmax(_mean_cosines(k, length, self.threshold), column < length)
 
         lengths = jnp.broadcast_to(seen.length[:, None], (batch, heads)).reshape(-1)
-        redundancy = lax.map(head, (seen.k.reshape(-1, *seen.k.shape[2:]), lengths)).reshape(paid.shape)
+        redundancy = lax.map(head, (seen.k.reshape(-1, *seen.k.shape[2:]), lengths)).reshape(
+            paid.shape
+        )
         weight = jnp.float32(self.mix_lambda)
-        return jnp.where(before, weight * self.pooling(paid, before) - (1 - weight) * redundancy, 0.0)
+        return jnp.where(
+            before, weight * self.pooling(paid, before) - (1 - weight) * redundancy, 0.0
+        )
 
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: the observations unchanged, since `observe` has pooled attention already."""
         return observed
 
@@ -84,10 +90,14 @@ def compares_keys(scorer: Scorer | None) -> bool:
 
 def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
     """Softmax over the last axis among the elements in mask `inside`, 0 elsewhere; an array of the same shape."""
-    return jnp.where(inside, jax.nn.softmax(jnp.where(inside, x, jnp.finfo(jnp.float32).min), axis=-1), 0.0)
+    return jnp.where(
+        inside, jax.nn.softmax(jnp.where(inside, x, jnp.finfo(jnp.float32).min), axis=-1), 0.0
+    )
 
 
-def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: float) -> Float[Array, " S"]:
+def _mean_cosines(
+    k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
+) -> Float[Array, " S"]:
     """Mean cosine `[S]` of each key with its head's other keys; among a key's similar rows the last is not charged."""
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
@@ -99,7 +109,11 @@ def _mean_cosines(k: Float[Array, "S D"], length: Int[Array, ""], threshold: flo
         at = jnp.minimum(row, slots - 1)
         # Products of keys of 16 bits are exact in float32: normalised keys would be rounded, or slow, on GPUs.
         products = jnp.einsum(
-            "rd,sd->rs", k[at], k, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+            "rd,sd->rs",
+            k[at],
+            k,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         )
         off = (column != row[:, None]) & (row < length)[:, None]
         cosines = jnp.where(off, products * scale[at, None] * scale, 0.0)

@@ -55,11 +55,18 @@ def policy_class(name: str, field: str = "policy") -> type[Method]:
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
-    require(plain in POLICIES, field, name, f"no such policy; known policies: {', '.join(POLICIES)}{meant}")
+    require(
+        plain in POLICIES,
+        field,
+        name,
+        f"no such policy; known policies: {', '.join(POLICIES)}{meant}",
+    )
     return POLICIES[plain]
 
 
-def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Method:
+def as_policy(
+    given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None
+) -> Method:
     """Returns a policy instance, given itself, its name or class (made with fields `options`), or None for FullKV.
 
     Refusals call the argument `field`.
@@ -75,7 +82,9 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
     fields = [each for each in dataclasses.fields(cls) if each.init]
     needed = [f.name for f in fields if f.default is missing and f.default_factory is missing]
     if needed:
-        raise TypeError(f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)")
+        raise TypeError(
+            f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)"
+        )
     return cls(**(options or {}))
 
 

@@ -67,7 +67,9 @@ class Replay(Value):
     sinks: int = 4
     tail: int = 8
     first: str | tuple[int, ...] = "\n\nRepeat the previous context exactly."
-    following: str | tuple[int, ...] = "\n\nRepeat the part of the previous context exactly, starting with"
+    following: str | tuple[int, ...] = (
+        "\n\nRepeat the part of the previous context exactly, starting with"
+    )
     closing: str | tuple[int, ...] | None = None
     weighted: bool = False
 
@@ -88,7 +90,9 @@ class Replay(Value):
             object.__setattr__(self, name, ids)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"]
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
     """Pytree of float32 mean and covariance of each query head's queries, as if rotated to positions after the text.
@@ -319,7 +323,9 @@ class Scorer(Protocol):
         """
         ...
 
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Float32 scores `[B, K, S]` by which rows are kept, higher first; the observations by default.
 
         Args:
@@ -344,7 +350,9 @@ def looks_at_end(scorer: Scorer) -> bool:
 
 def sees_query_heads(scorer: Scorer) -> bool:
     """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
-    return bool(scorer.queries or scorer.sums or future_of(scorer) or replay_of(scorer) or blocks_of(scorer))
+    return bool(
+        scorer.queries or scorer.sums or future_of(scorer) or replay_of(scorer) or blocks_of(scorer)
+    )
 
 
 def norms_of(scorer: Scorer) -> bool:
@@ -382,17 +390,29 @@ def check_scorer(label: str, scorer: Any) -> None:
     if scorer is None:
         return
     if isinstance(scorer, type):
-        raise TypeError(f"{label}={scorer.__name__}: it is a class: give an instance, {scorer.__name__}()")
-    missing = [each for each in ("queries", "sums", "rank", "observe", "scores") if not hasattr(scorer, each)]
+        raise TypeError(
+            f"{label}={scorer.__name__}: it is a class: give an instance, {scorer.__name__}()"
+        )
+    missing = [
+        each
+        for each in ("queries", "sums", "rank", "observe", "scores")
+        if not hasattr(scorer, each)
+    ]
     if missing:
         remedy = f"a scorer has {', '.join(missing)}, too: subclass jaxkv.policies.Scorer"
         raise TypeError(f"{label}={scorer!r}: {remedy}")
     if type(scorer) is Scorer or getattr(type(scorer), "observe", None) is Scorer.observe:
-        raise TypeError(f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `observe`")
+        raise TypeError(
+            f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `observe`"
+        )
     if not is_whole(scorer.queries):
-        raise TypeError(f"{label}.queries={scorer.queries!r}: give a number of last queries, 0 or more")
+        raise TypeError(
+            f"{label}.queries={scorer.queries!r}: give a number of last queries, 0 or more"
+        )
     # Only now: by default `looks_at_end` compares `queries`.
-    flags = {name: getattr(scorer, name, False) for name in ("sums", "draws", "norms", "looks_at_end")}
+    flags = {
+        name: getattr(scorer, name, False) for name in ("sums", "draws", "norms", "looks_at_end")
+    }
     for name, value, fits, wanted in (
         *((name, value, isinstance(value, bool), "True or False") for name, value in flags.items()),
         ("rank", scorer.rank, isinstance(scorer.rank, (Rank, type(None))), "a Rank, or None"),
@@ -408,13 +428,19 @@ def check_scorer(label: str, scorer: Any) -> None:
     if not isinstance(blocks_of(scorer), (BlockAttention, type(None))):
         raise TypeError(f"{label}.blocks={scorer.blocks!r}: give BlockAttention(...), or None")
     if not isinstance(gate_of(scorer), (Gate, type(None))):
-        raise TypeError(f"{label}.gate={scorer.gate!r}: give a Gate, KVzapGate.read('gate', path) say, or None")
+        raise TypeError(
+            f"{label}.gate={scorer.gate!r}: give a Gate, KVzapGate.read('gate', path) say, or None"
+        )
     try:
         group_of(scorer)
     except ValueError:
-        raise TypeError(f"{label}.group={scorer.group!r}: give GroupReduce.MEAN or GroupReduce.MAX") from None
+        raise TypeError(
+            f"{label}.group={scorer.group!r}: give GroupReduce.MEAN or GroupReduce.MAX"
+        ) from None
     try:
         hash(scorer)
     except TypeError as error:
-        remedy = f"programs are kept by it ({error}): make it a frozen dataclass of numbers and tuples"
+        remedy = (
+            f"programs are kept by it ({error}): make it a frozen dataclass of numbers and tuples"
+        )
         raise TypeError(f"{label}={type(scorer).__name__}: {remedy}") from None

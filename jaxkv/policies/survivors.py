@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, own_budgets
+from jaxkv.policies.heads import (
+    AdaptiveHeads,
+    HeadBudgets,
+    ProtectedHeads,
+    TwoStageHeads,
+    own_budgets,
+)
 from jaxkv.policies.threshold import without_threshold
 from jaxkv.policies.topk import sortable, top
 

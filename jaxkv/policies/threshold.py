@@ -34,9 +34,24 @@ class ThresholdHeads(HeadsAround):
         field(self, "threshold", real, _REMEDY, low=-_LARGEST, high=_LARGEST)
         remedy = "give UniformHeads(), or AdaptiveHeads()"
         inner = self.budgets
-        require(not isinstance(inner, ThresholdHeads), "budgets", inner, f"one threshold is enough: {remedy}")
-        require(not shares_positions(inner), "budgets", inner, f"heads that keep the same rows share scores: {remedy}")
-        require(own_limits(inner) is None, "budgets", inner, f"heads with numbers of rows of their own: {remedy}")
+        require(
+            not isinstance(inner, ThresholdHeads),
+            "budgets",
+            inner,
+            f"one threshold is enough: {remedy}",
+        )
+        require(
+            not shares_positions(inner),
+            "budgets",
+            inner,
+            f"heads that keep the same rows share scores: {remedy}",
+        )
+        require(
+            own_limits(inner) is None,
+            "budgets",
+            inner,
+            f"heads with numbers of rows of their own: {remedy}",
+        )
 
     @property
     def needs_norms(self) -> bool:
@@ -57,7 +72,10 @@ class ThresholdHeads(HeadsAround):
         return self.above(chosen, scores, candidates)[0]
 
     def above(
-        self, chosen: Bool[Array, "B K S"], scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]
+        self,
+        chosen: Bool[Array, "B K S"],
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
         """Mask `[B, K, S]` of chosen rows scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
         high = scores >= jnp.float32(self.threshold)
@@ -91,6 +109,8 @@ def check_threshold(heads: HeadBudgets) -> None:
     while isinstance(heads, HeadsAround):
         inside = isinstance(heads.budgets, ThresholdHeads)
         kind = type(heads).__name__
-        remedy = f"put the threshold around {kind}: ThresholdHeads(threshold=..., budgets={kind}(...))"
+        remedy = (
+            f"put the threshold around {kind}: ThresholdHeads(threshold=..., budgets={kind}(...))"
+        )
         require(not inside, "heads", heads, remedy)
         heads = heads.budgets

@@ -13,7 +13,9 @@ def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def kth_largest(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> UInt[Array, "*rows 1"]:
+def kth_largest(
+    keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]
+) -> UInt[Array, "*rows 1"]:
     """The `count`-th largest sort key along the last axis (1: the largest); the largest uint32 for a count of 0.
 
     Bisection on the bits: 32 counts instead of a sort, with a count that may differ by array row and is no shape.

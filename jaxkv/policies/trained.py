@@ -19,7 +19,11 @@ _NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
 _EPSILON = 1e-6
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "inner", "inner_bias"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "bias", "inner", "inner_bias"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzapWeights:
     """Weights of one layer of KVzap's gate: a linear map to K scores, after an optional hidden layer `inner`.
@@ -57,7 +61,9 @@ class KVzapGate(Gate):
     @classmethod
     def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
         """Tuple of two ints from one layer's weights: number of kv heads K, width of hidden states E."""
-        return len(weights.bias), (weights.weight if weights.inner is None else weights.inner).shape[1]
+        return len(weights.bias), (
+            weights.weight if weights.inner is None else weights.inner
+        ).shape[1]
 
     def to_bytes(self) -> bytes:
         """Bytes of a safetensors file of this gate, with the published names of tensors."""
@@ -67,14 +73,20 @@ class KVzapGate(Gate):
             if weights.inner is not None:
                 names = {f"2.{name}": array for name, array in names.items()}
                 names |= {"0.weight": weights.inner, "0.bias": weights.inner_bias}
-            found |= {f"layers.{layer}.{name}": np.ascontiguousarray(array) for name, array in names.items()}
+            found |= {
+                f"layers.{layer}.{name}": np.ascontiguousarray(array)
+                for name, array in names.items()
+            }
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]` of rows, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
-            x = jax.nn.gelu(exact_einsum("bse,we->bsw", x, weights.inner) + weights.inner_bias, approximate=False)
+            x = jax.nn.gelu(
+                exact_einsum("bse,we->bsw", x, weights.inner) + weights.inner_bias,
+                approximate=False,
+            )
         return exact_einsum("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
 
 
@@ -125,7 +137,9 @@ class FastKVzipGate(Gate):
         """Tuple of two ints from one layer's weights: number of kv heads K, width of hidden states E."""
         return weights.k.shape[0], weights.k.shape[2]
 
-    def scores(self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]
+    ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]` from 0 to 1: the own key's share of a softmax with base keys, mean over query maps."""
         x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
         q = exact_einsum("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
@@ -136,6 +150,8 @@ class FastKVzipGate(Gate):
         return jax.nn.sigmoid(own - jax.nn.logsumexp(base, axis=-1)).mean(axis=-1)
 
 
-def _normed(x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]) -> Float[Array, "... C"]:
+def _normed(
+    x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]
+) -> Float[Array, "... C"]:
     """Float vectors after RMS normalisation over the last axis, times `weight`."""
     return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + _EPSILON) * weight

@@ -41,7 +41,9 @@ class KeyDifference(Scorer, Value):
         k = jnp.where(inside[..., None], seen.k.astype(jnp.float32), 0.0)
         unit = k / jnp.maximum(jnp.sqrt((k * k).sum(axis=-1, keepdims=True)), 1e-12)
         anchor = unit.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
-        anchor = anchor / jnp.maximum(jnp.sqrt((anchor * anchor).sum(axis=-1, keepdims=True)), 1e-12)
+        anchor = anchor / jnp.maximum(
+            jnp.sqrt((anchor * anchor).sum(axis=-1, keepdims=True)), 1e-12
+        )
         return -(unit * anchor[:, :, None]).sum(axis=-1)
 
 
@@ -100,7 +102,9 @@ class FutureAttention(Scorer, Value):
         logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
         most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
         weight = jnp.where(counts, jnp.exp(logits - most), 0.0)
-        share = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        share = weight / jnp.maximum(
+            weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny
+        )
         score = share.mean(axis=2) + jnp.float32(self.epsilon)
         if not self.value_norms:
             return score
@@ -182,7 +186,12 @@ class WorstAttention(Scorer, Value):
             return (pooled * ratio).max(axis=(0, 1))
 
         most = attention.window_mass(
-            seen.q, seen.k, seen.q_positions, worst, sink_logits=seen.sink_logits, softcap=seen.softcap
+            seen.q,
+            seen.k,
+            seen.q_positions,
+            worst,
+            sink_logits=seen.sink_logits,
+            softcap=seen.softcap,
         )
         # Reduced before the mean over the row, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
@@ -195,14 +204,22 @@ class WorstAttention(Scorer, Value):
     def first(self, seen: Observed) -> Int[Array, "B K S"]:
         """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
         slots = seen.k.shape[2]
-        column, before = jnp.arange(slots, dtype=jnp.int32), (seen.length - self.window)[:, None, None]
+        column, before = (
+            jnp.arange(slots, dtype=jnp.int32),
+            (seen.length - self.window)[:, None, None],
+        )
 
         def mean(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             return mean_over_window(p, position).mean(axis=0)
 
         paid = mean_of_devices(
             attention.window_mass(
-                seen.q, seen.k, seen.q_positions, mean, sink_logits=seen.sink_logits, softcap=seen.softcap
+                seen.q,
+                seen.k,
+                seen.q_positions,
+                mean,
+                sink_logits=seen.sink_logits,
+                softcap=seen.softcap,
             ),
             "G",
             seen.group_axes,
@@ -254,7 +271,9 @@ class Uniform01(Scorer, Value):
         """Scores `[B, K, S]` drawn uniformly from [0, 1)."""
         batch, heads, slots = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
-        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
+        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(
+            jnp.arange(slots, dtype=jnp.int32)
+        )
         # Drawn for all heads, also where a device has some of them: a head's draws are the same everywhere.
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
         draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)

@@ -11,7 +11,15 @@ from jaxtyping import Array, Bool, Float
 from jaxkv._checks import choice, field, real
 from jaxkv._errors import require
 from jaxkv._values import Value, halved, is_traced, namespace, plain
-from jaxkv.policies.layers import Counts, LayerBudgets, Reals, Table, finite, round_remainders, round_to_sum
+from jaxkv.policies.layers import (
+    Counts,
+    LayerBudgets,
+    Reals,
+    Table,
+    finite,
+    round_remainders,
+    round_to_sum,
+)
 from jaxkv.policies.reading import without_window
 from jaxkv.policies.scorer import Observed
 
@@ -61,14 +69,19 @@ class VarianceLayers(LayerBudgets, Value):
         given = self.dense_layers
         listed = isinstance(given, (tuple, list, np.ndarray))
         layers = tuple(plain(layer) for layer in given) if listed else ()
-        whole = listed and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+        whole = listed and all(
+            isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
+        )
         require(whole, "dense_layers", given, "give layers such as (0, 1, -1)")
         object.__setattr__(self, "dense_layers", layers)
 
     def among(self, windows: tuple[int | None, ...]) -> "VarianceLayers":
         """Copy whose `dense_layers` are counted among the layers without a window; ValueError if one has a window."""
         named = np.flatnonzero(dense_mask(self.dense_layers, len(windows))).tolist()
-        index, found = without_window(windows), [layer for layer in named if windows[layer] is not None]
+        index, found = (
+            without_window(windows),
+            [layer for layer in named if windows[layer] is not None],
+        )
         remedy = f"layers {found} have windows, and keep no more than these: name some of {', '.join(map(str, index))}"
         require(not found, "dense_layers", self.dense_layers, remedy)
         return dataclasses.replace(self, dense_layers=tuple(index.index(layer) for layer in named))
@@ -102,7 +115,16 @@ class VarianceLayers(LayerBudgets, Value):
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
-    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+    def rows(
+        self,
+        budget: Counts,
+        length: Counts,
+        forced: Counts,
+        *,
+        layers: int,
+        window: int,
+        weights: Any,
+    ) -> Table:
         """Number of rows per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
         stat = finite(weights)
         xp = namespace(stat)
@@ -113,7 +135,9 @@ class VarianceLayers(LayerBudgets, Value):
         budget, long, forced = (xp.where(whole, two, each) for each in (budget, length, forced))
         return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
-    def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
+    def _of_cut(
+        self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int
+    ) -> Table:
         """Integers `[L, N]`: rows per kv head of prompts over the budget; ValueError if dense layers take too many."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
@@ -136,7 +160,9 @@ class VarianceLayers(LayerBudgets, Value):
         """Raises ValueError if `dense_layers` leave too few of some prompt's `total` rows to the other layers."""
         low = np.flatnonzero(~np.asarray(fits))
         at = int(low[0]) if low.size else 0
-        remedy = f"they take {taken[at]} of {total[at]} rows: name fewer of them, or raise the budget"
+        remedy = (
+            f"they take {taken[at]} of {total[at]} rows: name fewer of them, or raise the budget"
+        )
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
@@ -158,7 +184,9 @@ class VarianceLayers(LayerBudgets, Value):
             case Statistic.LAYER_ZSCORE:
                 off = stat.std(axis=0)
                 flat = (stat.max(axis=0) == stat.min(axis=0)) | (off == 0)
-                return xp.where(flat, 1.0, xp.exp(-(stat - stat.mean(axis=0)) / xp.where(flat, 1.0, off)))
+                return xp.where(
+                    flat, 1.0, xp.exp(-(stat - stat.mean(axis=0)) / xp.where(flat, 1.0, off))
+                )
         return xp.exp(-(stat - stat.min(axis=0)))
 
 
@@ -166,7 +194,12 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
     """Mask `[L]` of the layers with these indices, negative ones from the top; raises ValueError if out of range."""
     mask = np.zeros(layers, bool)
     for layer in dense_layers:
-        require(-layers <= layer < layers, "dense_layers", dense_layers, f"the model has {layers} layers")
+        require(
+            -layers <= layer < layers,
+            "dense_layers",
+            dense_layers,
+            f"the model has {layers} layers",
+        )
         mask[layer] = True
     return mask
 
@@ -185,7 +218,9 @@ def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
     logs = xp.log(xp.where(alive, claims, 1.0))
 
     def lifted(by: Reals) -> Reals:
-        return xp.where(alive, xp.clip(xp.exp(xp.minimum(logs + by, xp.log(most) + 1)), least, most), least)
+        return xp.where(
+            alive, xp.clip(xp.exp(xp.minimum(logs + by, xp.log(most) + 1)), least, most), least
+        )
 
     low = xp.log(least) - xp.where(alive, logs, -np.inf).max(axis=0) - 1.0
     high = xp.log(most) - xp.where(alive, logs, np.inf).min(axis=0) + 1.0
@@ -231,7 +266,9 @@ class OfficialVarianceLayers(VarianceLayers):
         dense = dense_mask(self.dense_layers, layers)[:, None] | (heavy + recent >= length)
         return xp.where(dense, length - recent, heavy), recent
 
-    def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
+    def _of_cut(
+        self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int
+    ) -> Table:
         """Integers `[L, N]`: rows kept per kv head, those by score plus the most recent, at least the forced ones."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
@@ -249,7 +286,9 @@ class OfficialVarianceLayers(VarianceLayers):
         dense = int(dense_mask(self.dense_layers, layers).sum())
         least = (length + 1) // _LEAST
         # Each of the two sizes is cut to an integer on its own, and forced rows stay whatever they come to.
-        raised = layers * (np.asarray(budget, np.int64) + 2 + least + np.maximum(0, forced - least + 2))
+        raised = layers * (
+            np.asarray(budget, np.int64) + 2 + least + np.maximum(0, forced - least + 2)
+        )
         return np.minimum(raised + dense * length, layers * length)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:

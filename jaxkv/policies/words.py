@@ -21,7 +21,9 @@ def by_name(cls: C) -> C:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         if "compression_ratio" in options:
             kept = share_kept(options["compression_ratio"])
-            raise TypeError(f"compression_ratio: it is kvpress' share removed. Give {kept}, the share that is kept.")
+            raise TypeError(
+                f"compression_ratio: it is kvpress' share removed. Give {kept}, the share that is kept."
+            )
         made(self, *args, **options)
 
     __init__.named = True  # type: ignore[attr-defined]
@@ -33,4 +35,8 @@ def share_kept(removed: Any) -> str:
     """Text "budget=0.75" for kvpress' compression ratio of 0.25; "budget=1 - compression_ratio" if out of [0, 1)."""
     number = as_real(removed)
     # Rounded: in floats 1 - 0.9 is a little less than 0.1.
-    return "budget=1 - compression_ratio" if number is None or not 0 <= number < 1 else f"budget={round(1 - number, 9)}"
+    return (
+        "budget=1 - compression_ratio"
+        if number is None or not 0 <= number < 1
+        else f"budget={round(1 - number, 9)}"
+    )

@@ -14,7 +14,9 @@ from jaxkv.policies.registry import as_policy
 _SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
 
 
-def check_shared(policy: Method, base: Method | None, remedy: str, *, but: tuple[str, ...] = ()) -> None:
+def check_shared(
+    policy: Method, base: Method | None, remedy: str, *, but: tuple[str, ...] = ()
+) -> None:
     """Raises ValueError if a field of `Method`, outside `but`, has neither its default nor the base policy's value."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
@@ -42,8 +44,12 @@ class Wrapper(Method):
         if self.base is None and not self.usual:
             raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
         given = {name: getattr(self, name) for name in _SHARED}
-        options = {name: value for name, value in given.items() if typed(value) != typed(_SHARED[name])}
-        return as_policy(self.usual if self.base is None else self.base, field="base", options=options)
+        options = {
+            name: value for name, value in given.items() if typed(value) != typed(_SHARED[name])
+        }
+        return as_policy(
+            self.usual if self.base is None else self.base, field="base", options=options
+        )
 
     def _check(self) -> None:
         inner, its = self.inner, self.inner.parts()
@@ -69,7 +75,9 @@ class Wrapper(Method):
         Returns:
             This policy's parts.
         """
-        raise TypeError(f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)")
+        raise TypeError(
+            f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)"
+        )
 
     def parts(self) -> Parts:
         """Returns the base policy's `Parts`, changed by this policy's `wrap`."""

@@ -5,4 +5,12 @@ from jaxkv.serving.engine import Engine
 from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.stats import EngineStats, RequestStats
 
-__all__ = ["Document", "Engine", "EngineClosed", "EngineStats", "QueueFull", "Request", "RequestStats"]
+__all__ = [
+    "Document",
+    "Engine",
+    "EngineClosed",
+    "EngineStats",
+    "QueueFull",
+    "Request",
+    "RequestStats",
+]

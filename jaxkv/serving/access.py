@@ -14,7 +14,15 @@ from jaxkv.serving.refused import Refused, draining
 from jaxkv.serving.service import Record, Service
 
 LOG = logging.getLogger("jaxkv.serving")
-_KNOWN = ("/", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/documents", "/health", "/metrics")
+_KNOWN = (
+    "/",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/documents",
+    "/health",
+    "/metrics",
+)
 # Asked every few seconds by machines.
 _QUIET = ("/health", "/metrics")
 
@@ -59,8 +67,12 @@ class Access:
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")
             if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode()):
-                message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
-                return Refused(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                message = (
+                    "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+                )
+                return Refused(
+                    401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
         return draining() if works and self._service.draining else None
 
 
@@ -77,7 +89,9 @@ def _route(path: str) -> str:
 def _log(scope: Scope, record: Record) -> None:
     """Writes one line of a request: id, method, path, status, tokens of prompt and answer, seconds; no text of it."""
     path = urllib.parse.quote(scope["path"][:100], errors="replace")
-    counts = ["-" if count is None else str(count) for count in (record.prompt_tokens, record.new_tokens)]
+    counts = [
+        "-" if count is None else str(count) for count in (record.prompt_tokens, record.new_tokens)
+    ]
     LOG.log(
         logging.DEBUG if path in _QUIET else logging.INFO,
         "%s %s %s %s prompt_tokens=%s new_tokens=%s seconds=%.3f",

@@ -16,7 +16,12 @@ from jaxkv.serving.requests import Request, result_of
 
 
 def submitted(
-    engine: Engine, asked: Asked, document: Document | None, *, seconds: int | float, offline: bool = False
+    engine: Engine,
+    asked: Asked,
+    document: Document | None,
+    *,
+    seconds: int | float,
+    offline: bool = False,
 ) -> list[Request]:
     """Submits a request for each prompt and answer; cancels all of them if one is refused, and raises its error.
 
@@ -27,8 +32,14 @@ def submitted(
     try:
         for at, prompt in enumerate(asked.prompts):
             drawn = range(at * asked.n, (at + 1) * asked.n)
-            keys = [key if key is None or asked.answers == 1 else jax.random.fold_in(key, each) for each in drawn]
-            left, options = max(1e-3, ends - time.monotonic()), {"offline": offline, **asked.options}
+            keys = [
+                key if key is None or asked.answers == 1 else jax.random.fold_in(key, each)
+                for each in drawn
+            ]
+            left, options = (
+                max(1e-3, ends - time.monotonic()),
+                {"offline": offline, **asked.options},
+            )
             first = engine.submit(prompt, key=keys, deadline=left, document=document, **options)
             made += [first, *first.others]
     except BaseException:

@@ -44,7 +44,9 @@ class Begun:
     def done(self) -> bool:
         """True if all its requests are answered, or one has failed."""
         ended = [each for each in self.requests if each.done]
-        return len(ended) == len(self.requests) or any(each.future.exception() is not None for each in ended)
+        return len(ended) == len(self.requests) or any(
+            each.future.exception() is not None for each in ended
+        )
 
 
 class Batch:
@@ -72,7 +74,9 @@ class Batch:
             if named not in (None, self._name):
                 raise unknown_model(named, [self._name])
             document = None if asked.document is None else self.engine.documents.of(asked.document)
-            requests = asking.submitted(self.engine, asked, document, seconds=_SECONDS, offline=True)
+            requests = asking.submitted(
+                self.engine, asked, document, seconds=_SECONDS, offline=True
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, the other lines are answered
             self._require_alive()
             return Begun(line=line, error=error)
@@ -103,13 +107,17 @@ class Batch:
         left, under_way = iter(lines), list[Begun]()
         try:
             while True:
-                while sum(len(each.requests) for each in under_way) < self.most and (line := next(left, None)):
+                while sum(len(each.requests) for each in under_way) < self.most and (
+                    line := next(left, None)
+                ):
                     under_way.append(self.begin(line))
                     if under_way[-1].done:
                         break
                 if not under_way:
                     return
-                waiting = [each.future for begun in under_way for each in begun.requests if not each.done]
+                waiting = [
+                    each.future for begun in under_way for each in begun.requests if not each.done
+                ]
                 if not any(each.done for each in under_way):
                     wait(waiting, return_when=FIRST_COMPLETED)
                 ended = [each for each in under_way if each.done]
@@ -128,7 +136,9 @@ class Batch:
 
 def _read(line: Line, form: Form, *, usual: int) -> Asked:
     """Reads a line's body; ValueError for a stream. Without a seed, the line has one of its own."""
-    asked = asked_by(line.body, form, chat=line.url == CHATS, most_answers=MOST_ANSWERS, usual_tokens=usual)
+    asked = asked_by(
+        line.body, form, chat=line.url == CHATS, most_answers=MOST_ANSWERS, usual_tokens=usual
+    )
     require(not asked.stream, "stream", True, "the answers of a batch are whole: leave it out")
     given = asked.seed is None or line.body.get("seed") is not None
     return asked if given else dataclasses.replace(asked, seed=line.seed)

@@ -48,8 +48,12 @@ class Ledger:
         self._known.executescript(_TABLES)
         for line in lines_of(requests, about):
             if line.fault is None:
-                self._known.execute("INSERT OR IGNORE INTO named VALUES (?, ?)", (line.custom_id, line.number))
-            self._known.execute("INSERT INTO lines VALUES (?, ?)", (line.number, self._checked(line).id))
+                self._known.execute(
+                    "INSERT OR IGNORE INTO named VALUES (?, ?)", (line.custom_id, line.number)
+                )
+            self._known.execute(
+                "INSERT INTO lines VALUES (?, ?)", (line.number, self._checked(line).id)
+            )
         self._end = 0
         for file, path in ((_OUT, out), (_PARTIAL, self.partial)):
             if path.exists():
@@ -94,7 +98,10 @@ class Ledger:
             nonlocal bad
             with contextlib.ExitStack() as stack:
                 paths = (self._out, self.partial)
-                files = [stack.enter_context(open(path, "rb")) if path.exists() else None for path in paths]
+                files = [
+                    stack.enter_context(open(path, "rb")) if path.exists() else None
+                    for path in paths
+                ]
                 order = "SELECT file, at, size FROM lines JOIN answers USING (id) ORDER BY number"
                 for number, at, size in self._known.execute(order):
                     file = files[number]
@@ -123,7 +130,9 @@ class Ledger:
         if first == line.number:
             return line
         fault = f"line {line.number}: custom_id={line.custom_id!r}: line {first} has it: give each its own"
-        return Line(number=line.number, id=f"{line.id}-{line.number}", custom_id=line.custom_id, fault=fault)
+        return Line(
+            number=line.number, id=f"{line.id}-{line.number}", custom_id=line.custom_id, fault=fault
+        )
 
     def _find(self, file: int, path: Path) -> int:
         """Notes the answers in a file; returns the bytes of its complete lines, up to one that cannot be read."""
@@ -133,7 +142,10 @@ class Ledger:
                 answer = _answer(data)
                 if answer is None:
                     break
-                total, same = total + 1, self._count("SELECT COUNT(*) FROM lines WHERE id = ?", answer["id"])
+                total, same = (
+                    total + 1,
+                    self._count("SELECT COUNT(*) FROM lines WHERE id = ?", answer["id"]),
+                )
                 ours += bool(same)
                 if same and _status(answer) == 200:
                     place = (answer["id"], file, end, len(data))
@@ -157,7 +169,11 @@ def _answer(data: bytes) -> dict[str, Any] | None:
         found = json.loads(data) if data.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("id"), str) and "response" in found else None
+    return (
+        found
+        if isinstance(found, dict) and isinstance(found.get("id"), str) and "response" in found
+        else None
+    )
 
 
 def _head(path: Path) -> bytes:
@@ -180,12 +196,19 @@ def alone(out: Path) -> Iterator[None]:
     path = out.with_name(out.name + ".lock")
     # The lock is an empty file: one that holds something is somebody's own, and would be emptied.
     ours = not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0)
-    require(ours, "-o", str(out), f"{path.name} beside it is no lock of a batch: move it, or give another file")
+    require(
+        ours,
+        "-o",
+        str(out),
+        f"{path.name} beside it is no lock of a batch: move it, or give another file",
+    )
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        raise refusal("-o", str(out), "another process is at it: wait for its end, or give another file") from None
+        raise refusal(
+            "-o", str(out), "another process is at it: wait for its end, or give another file"
+        ) from None
     try:
         yield
     finally:

@@ -23,7 +23,11 @@ async def body_of(request: HttpRequest, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A browser sends other types from any page without asking the server first.
-        raise Refused(415, f"content-type={kind[:100]!r}: send application/json", code="unsupported_media_type")
+        raise Refused(
+            415,
+            f"content-type={kind[:100]!r}: send application/json",
+            code="unsupported_media_type",
+        )
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and (len(told) > 15 or int(told) > limits.body_bytes):
         raise _too_long(limits)

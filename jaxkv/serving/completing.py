@@ -26,7 +26,9 @@ async def complete(service: Service, request: HttpRequest, *, chat: bool) -> Res
     body = await body_of(request, service.limits)
     try:
         # Parsing and tokenizing a long prompt take long: other connections are served meanwhile.
-        asked, requests, document = await run_in_threadpool(_submitted, service, request, body, chat=chat)
+        asked, requests, document = await run_in_threadpool(
+            _submitted, service, request, body, chat=chat
+        )
     except Refused:
         raise
     except Exception as error:
@@ -51,16 +53,26 @@ def _submitted(
     """Reads a body and submits its requests; returns both, and the document that is asked. Notes the model."""
     form, limits = service.forms[request.url.path], service.limits
     given = strict_json(body)
-    asked = asked_by(given, form, chat=chat, most_answers=limits.answers, usual_tokens=service.most_tokens)
+    asked = asked_by(
+        given, form, chat=chat, most_answers=limits.answers, usual_tokens=service.most_tokens
+    )
     model, document = service.asked(given.get("model"), asked.document)
     request.state.record.model = model
     # Two bodies of many answers that fill the queue in turns would both be refused.
     with service.submitting if asked.answers > 1 else contextlib.nullcontext():
-        return asked, asking.submitted(service.models[model], asked, document, seconds=limits.seconds), document
+        return (
+            asked,
+            asking.submitted(service.models[model], asked, document, seconds=limits.seconds),
+            document,
+        )
 
 
 def _told(
-    service: Service, requests: list[Request], asked: Asked, document: Document | None, record: Record
+    service: Service,
+    requests: list[Request],
+    asked: Asked,
+    document: Document | None,
+    record: Record,
 ) -> dict[str, Any]:
     """Numbers of tokens of answered requests; notes them for the log and for the metrics."""
     usage = usage_of(requests, asked.n, document)
@@ -87,7 +99,12 @@ class EventStream(Response):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._service, self._requests, self._asked, self._document = service, requests, asked, document
+        self._service, self._requests, self._asked, self._document = (
+            service,
+            requests,
+            asked,
+            document,
+        )
         self._replies, self._record = replies, record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +117,9 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         """Sends the headers and all events; an error after the headers is an event of its own."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         try:
             async for sent in self._events():
                 if sent:
@@ -108,16 +127,24 @@ class EventStream(Response):
         except Exception as error:
             refused = self._service.refusal_of(error, self._record)
             self._record.status = refused.status
-            await send({"type": "http.response.body", "body": event(refused.body()), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": event(refused.body()), "more_body": True}
+            )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Yields the events of all answers, in the order in which their text is drawn."""
         unopened = set(range(len(self._requests)))
         async for at, piece in asking.pieces(self._requests):
-            sent = self._replies.piece(at, piece) if isinstance(piece, str) else self._replies.end(at, piece)
+            sent = (
+                self._replies.piece(at, piece)
+                if isinstance(piece, str)
+                else self._replies.end(at, piece)
+            )
             # Clients take the first event for the first token.
             yield self._replies.opening(at) + sent if at in unopened else sent
             unopened.discard(at)
-        yield self._replies.total(_told(self._service, self._requests, self._asked, self._document, self._record))
+        yield self._replies.total(
+            _told(self._service, self._requests, self._asked, self._document, self._record)
+        )
         yield DONE

@@ -74,7 +74,13 @@ class Documents:
     """
 
     def __init__(
-        self, params: LanguageModel, policy: Method, *, shape: SlotShape, most_bytes: int, folder: Path | None
+        self,
+        params: LanguageModel,
+        policy: Method,
+        *,
+        shape: SlotShape,
+        most_bytes: int,
+        folder: Path | None,
     ):
         """Finds the documents in `folder`, if one is given; reads none of their caches yet.
 
@@ -156,7 +162,9 @@ class Documents:
             except ValueError as error:
                 # Whoever removed it meanwhile took its folder away.
                 self.of(name)
-                raise UnreadableDocument(f"document={name!r}: its saved cache cannot be read: {error}") from error
+                raise UnreadableDocument(
+                    f"document={name!r}: its saved cache cannot be read: {error}"
+                ) from error
         self._hold(name, cache)
         return laid_out(cache, cache.axes, rows=self._shape.rows)
 
@@ -219,8 +227,14 @@ class Documents:
     def _write(self, document: Document, cache: KVCache) -> None:
         """Writes a document's cache and description to disk."""
         cache.save(self._folder / document.id)
-        plain = {field.name: getattr(document, field.name) for field in dataclasses.fields(document)}
-        written = {"turn": document.turn.value, "kept": document.kept.described(), "made_for": self._made_for()}
+        plain = {
+            field.name: getattr(document, field.name) for field in dataclasses.fields(document)
+        }
+        written = {
+            "turn": document.turn.value,
+            "kept": document.kept.described(),
+            "made_for": self._made_for(),
+        }
         described = plain | written
         write_whole(self._json(document.id), json.dumps(described).encode())
 
@@ -238,6 +252,8 @@ class Documents:
             _NOTICES.warning("%s: left out, it was made by another model or policy", path)
             return
         if document.tokens > self._shape.prompt:
-            _NOTICES.warning("%s: left out, %d tokens are more than a prompt's", path, document.tokens)
+            _NOTICES.warning(
+                "%s: left out, %d tokens are more than a prompt's", path, document.tokens
+            )
             return
         self._known[document.id] = document

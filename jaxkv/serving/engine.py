@@ -116,14 +116,28 @@ class Engine:
         """
         params = arguments.as_model(params, mesh)
         spread = params.axes is not None and hosts.spans(params.axes.mesh)
-        require(not spread, "mesh", "devices of several processes", "an engine runs in one process: give its devices")
+        require(
+            not spread,
+            "mesh",
+            "devices of several processes",
+            "an engine runs in one process: give its devices",
+        )
         self._limit = _checks.whole("queue", queue, "let at least 1 request wait")
-        self._session = Session(params, policy, implementation=arguments.as_implementation(implementation))
-        limits = limits_of(params.config, prompt=max_prompt_tokens, new=max_new_tokens, question=max_question_tokens)
+        self._session = Session(
+            params, policy, implementation=arguments.as_implementation(implementation)
+        )
+        limits = limits_of(
+            params.config,
+            prompt=max_prompt_tokens,
+            new=max_new_tokens,
+            question=max_question_tokens,
+        )
         share = _checks.real("memory_share", memory_share, high=1, open_low=True)
         wanted = slots_that_fit(self._session, **limits, share=share) if slots == "auto" else slots
         count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
-        self._slots = Slots(self._session, count=count, ends=max(1, len(params.ends)), start=False, **limits)
+        self._slots = Slots(
+            self._session, count=count, ends=max(1, len(params.ends)), start=False, **limits
+        )
         folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
             left = memory.available_bytes(device_of(params)) - self._slots.needed
@@ -146,10 +160,14 @@ class Engine:
             self.start()
 
     @settled
-    def start(self, tick: Callable[[str], object] = lambda what: None, name: str = "engine") -> None:
+    def start(
+        self, tick: Callable[[str], object] = lambda what: None, name: str = "engine"
+    ) -> None:
         """Starts an engine made with `start=False`; `tick` is told each part of `name` before it is compiled."""
         COMPUTING.add(self._scheduler)
-        self._slots.compile(lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile)
+        self._slots.compile(
+            lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile
+        )
         self._thread.start()
         self._compiler.start()
 
@@ -198,9 +216,15 @@ class Engine:
         new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
         new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
-        keys = [own_key(each, self._session.key) for each in (key if isinstance(key, Sequence) else [key])]
+        keys = [
+            own_key(each, self._session.key)
+            for each in (key if isinstance(key, Sequence) else [key])
+        ]
         require(
-            0 < len(keys) <= self._limit, "key", f"{len(keys)} keys", f"give 1 to {self._limit}, the queue's length"
+            0 < len(keys) <= self._limit,
+            "key",
+            f"{len(keys)} keys",
+            f"give 1 to {self._limit}, the queue's length",
         )
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
         offline = _checks.flag("offline", offline)
@@ -209,10 +233,17 @@ class Engine:
         for each in keys:
             arguments.require_drawable(params, sampling, each, stops)
         if document is not None and not isinstance(document, Document):
-            raise TypeError(f"document={type(document).__name__}: give what this engine's document returned")
+            raise TypeError(
+                f"document={type(document).__name__}: give what this engine's document returned"
+            )
         turn = Turn.START if document is None else self._documents.of(document.id).turn
         encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
-        require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "submit one, or give all of them to map")
+        require(
+            encoded.single,
+            "prompt",
+            f"{len(encoded.ids)} prompts",
+            "submit one, or give all of them to map",
+        )
         self._require_fits(int(encoded.lengths[0]), document)
         order = Order(
             encoded=encoded,
@@ -226,7 +257,9 @@ class Engine:
             offline=offline,
             document=document,
         )
-        works = [Work(dataclasses.replace(order, key=each), Request(), params.text) for each in keys]
+        works = [
+            Work(dataclasses.replace(order, key=each), Request(), params.text) for each in keys
+        ]
         works[0].request.others = tuple(work.request for work in works[1:])
         self._queued(works)
         return works[0].request
@@ -267,22 +300,41 @@ class Engine:
 
     @settled
     def submit_document(
-        self, prompt: Prompt, *, raw: bool = False, key: Any = None, budget: Any = None, deadline: Any = None
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        key: Any = None,
+        budget: Any = None,
+        deadline: Any = None,
     ) -> Future[Document]:
         """Queues a `document` with the same arguments; returns a future of its handle, whose `cancel` ends it."""
-        params, key, raw = self._session.params, own_key(key, self._session.key), _checks.flag("raw", raw)
+        params, key, raw = (
+            self._session.params,
+            own_key(key, self._session.key),
+            _checks.flag("raw", raw),
+        )
         remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
         require(self._slots.shape.question > 0, "document", "not asked", remedy)
         encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "give one document")
         self._require_fits(int(encoded.lengths[0]), None)
-        arguments.warn_unseen(self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget)
-        reading = Reading(encoded, key, own_policy(budget, self._session.policy, None), own_deadline(deadline))
+        arguments.warn_unseen(
+            self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget
+        )
+        reading = Reading(
+            encoded, key, own_policy(budget, self._session.policy, None), own_deadline(deadline)
+        )
         self._queued([reading])
         return reading.future
 
     def map(
-        self, prompts: Iterable[Prompt], *, ordered: bool = True, key: PRNGKeyArray | int | None = None, **options: Any
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        ordered: bool = True,
+        key: PRNGKeyArray | int | None = None,
+        **options: Any,
     ) -> Iterator[Completion]:
         """Answers any number of prompts; yields the `Completion` of each. Twice as many as slots are under way at once.
 
@@ -298,7 +350,9 @@ class Engine:
         waiting, most = self._scheduler.waiting, self._limit
         submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
         given, ordered = arguments.as_key(key), _checks.flag("ordered", ordered)
-        return mapped(submit, prompts, min(most, 2 * self._slots.count), key=given, ordered=ordered, **options)
+        return mapped(
+            submit, prompts, min(most, 2 * self._slots.count), key=given, ordered=ordered, **options
+        )
 
     @property
     def session(self) -> Session:
@@ -352,7 +406,12 @@ class Engine:
         """Returns the engine."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         """Closes the engine: answers the requests it has; cancels them if the block ended by an error."""
         self.close(drain=error is None)
 
@@ -363,8 +422,17 @@ class Engine:
 
     def _require_fits(self, tokens: int, document: Document | None) -> None:
         """Raises ValueError for a prompt or question of more tokens than the slots take."""
-        kind, most = ("prompt", self.limits.prompt) if document is None else ("question", self.limits.question)
-        require(tokens <= most, "prompt", f"{tokens} tokens", f"this engine takes up to max_{kind}_tokens={most}")
+        kind, most = (
+            ("prompt", self.limits.prompt)
+            if document is None
+            else ("question", self.limits.question)
+        )
+        require(
+            tokens <= most,
+            "prompt",
+            f"{tokens} tokens",
+            f"this engine takes up to max_{kind}_tokens={most}",
+        )
 
     def _queued(self, works: Sequence[Work | Reading]) -> None:
         """Queues all requests, or a document, or none, for the engine's thread; raises if full, closed or failed."""
@@ -372,11 +440,15 @@ class Engine:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
             if self._closing or not self._thread.is_alive():
-                raise EngineClosed("the engine is closed, or its thread is in another process: make another one")
+                raise EngineClosed(
+                    "the engine is closed, or its thread is in another process: make another one"
+                )
             waiting = self._scheduler.waiting
             if len(waiting) + len(works) > self._limit:
                 self._refused += len(works)
-                raise QueueFull(f"{len(waiting)} requests wait already: try again later, or make the queue longer")
+                raise QueueFull(
+                    f"{len(waiting)} requests wait already: try again later, or make the queue longer"
+                )
             waiting.extend(works)
             self._changed.notify_all()
 

@@ -51,7 +51,11 @@ def whole(least: int, most: int) -> Field:
     def read(name: str, value: Any) -> int:
         integral = isinstance(value, float) and value.is_integer()
         return _checks.whole(
-            name, int(value) if integral else value, f"give an integer from {least} to {most}", least=least, most=most
+            name,
+            int(value) if integral else value,
+            f"give an integer from {least} to {most}",
+            least=least,
+            most=most,
         )
 
     return Field(read=read, schema={"type": "integer", "minimum": least, "maximum": most})
@@ -65,7 +69,11 @@ def real(low: int | float, high: int | float, *, open_low: bool = False) -> Fiel
 
     return Field(
         read=read,
-        schema={"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high},
+        schema={
+            "type": "number",
+            "exclusiveMinimum" if open_low else "minimum": low,
+            "maximum": high,
+        },
     )
 
 
@@ -74,7 +82,11 @@ def amount() -> Field:
 
     def read(name: str, value: Any) -> int | float:
         number = _checks.real(
-            name, value, "give rows, or a share of the prompt such as 0.2", high=2**31 - 1, open_low=True
+            name,
+            value,
+            "give rows, or a share of the prompt such as 0.2",
+            high=2**31 - 1,
+            open_low=True,
         )
         return value if isinstance(value, int) else number
 
@@ -101,7 +113,9 @@ def text(*, least: int = 0, most: int | None = None) -> Field:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise refusal(name, ascii(value[:40]), f"half a character at {error.start}: give whole ones") from None
+            raise refusal(
+                name, ascii(value[:40]), f"half a character at {error.start}: give whole ones"
+            ) from None
         return str(value)
 
     sizes = {"minLength": least} | ({} if most is None else {"maxLength": most})
@@ -123,7 +137,9 @@ def fixed(*values: Any, remedy: str) -> Field:
 
     def read(name: str, value: Any) -> None:
         same = any(type(value) is type(each) and value == each for each in values)
-        numbers = type(value) in (int, float) and any(type(each) is int and value == each for each in values)
+        numbers = type(value) in (int, float) and any(
+            type(each) is int and value == each for each in values
+        )
         require(same or numbers, name, value, remedy)
 
     return Field(read=read, schema={"enum": list(values)} if values else {"type": "null"})
@@ -135,7 +151,9 @@ def stops() -> Field:
 
     def read(name: str, value: Any) -> tuple[str, ...]:
         given = value if isinstance(value, list) else [value]
-        require(len(given) <= _MOST_STOPS, name, f"{len(given)} texts", f"give at most {_MOST_STOPS}")
+        require(
+            len(given) <= _MOST_STOPS, name, f"{len(given)} texts", f"give at most {_MOST_STOPS}"
+        )
         return tuple(one.read(name, each) for each in given)
 
     many = {"type": "array", "items": one.schema, "maxItems": _MOST_STOPS}
@@ -147,16 +165,30 @@ def prompts() -> Field:
     one, index = text(least=1), whole(0, 2**31 - 1)
 
     def ids(name: str, value: Any) -> list[int]:
-        require(isinstance(value, list) and bool(value), name, value, "give a text or token ids, or a list of them")
+        require(
+            isinstance(value, list) and bool(value),
+            name,
+            value,
+            "give a text or token ids, or a list of them",
+        )
         return [index.read(name, each) for each in value]
 
     def read(name: str, value: Any) -> list[Any]:
         if isinstance(value, str):
             return [one.read(name, value)]
-        require(isinstance(value, list) and bool(value), name, value, "give a text or token ids, or a list of them")
+        require(
+            isinstance(value, list) and bool(value),
+            name,
+            value,
+            "give a text or token ids, or a list of them",
+        )
         if isinstance(value[0], str):
             return [one.read(name, each) for each in value]
-        return [ids(name, each) for each in value] if isinstance(value[0], list) else [ids(name, value)]
+        return (
+            [ids(name, each) for each in value]
+            if isinstance(value[0], list)
+            else [ids(name, value)]
+        )
 
     tokens = {"type": "array", "items": index.schema, "minItems": 1}
     several = [{"type": "array", "items": each, "minItems": 1} for each in (one.schema, tokens)]
@@ -167,7 +199,12 @@ def messages() -> Field:
     """Field of a list of chat messages of text; read as a list of {"role", "content"}."""
 
     def read(name: str, value: Any) -> list[dict[str, str]]:
-        require(isinstance(value, list) and bool(value), name, value, "give a list of at least one message")
+        require(
+            isinstance(value, list) and bool(value),
+            name,
+            value,
+            "give a list of at least one message",
+        )
         return [_message(f"{name}[{at}]", each) for at, each in enumerate(value)]
 
     part = {
@@ -193,13 +230,28 @@ def messages() -> Field:
 
 def _message(name: str, given: Any) -> dict[str, str]:
     """One chat message as {"role", "content"}, its parts of text joined; ValueError for tools, pictures and sound."""
-    require(isinstance(given, dict), name, given, 'give objects such as {"role": "user", "content": "Hi"}')
+    require(
+        isinstance(given, dict),
+        name,
+        given,
+        'give objects such as {"role": "user", "content": "Hi"}',
+    )
     for key in given.keys() - {"role", "content", "name"}:
         empty = key in _EMPTY and given[key] in (None, [])
         require(empty, f"{name}.{key}", given[key], "messages have a role and a text: leave it out")
     role, content = given.get("role"), given.get("content")
-    require(isinstance(role, str) and role in _ROLES, f"{name}.role", role, f"give one of {', '.join(_ROLES)}")
-    require(given.get("name") is None or isinstance(given["name"], str), f"{name}.name", given.get("name"), "give text")
+    require(
+        isinstance(role, str) and role in _ROLES,
+        f"{name}.role",
+        role,
+        f"give one of {', '.join(_ROLES)}",
+    )
+    require(
+        given.get("name") is None or isinstance(given["name"], str),
+        f"{name}.name",
+        given.get("name"),
+        "give text",
+    )
     if isinstance(content, list):
         require(bool(content), f"{name}.content", content, "give a text")
         content = "".join(_part(f"{name}.content", each) for each in content)
@@ -208,7 +260,11 @@ def _message(name: str, given: Any) -> dict[str, str]:
 
 def _part(name: str, given: Any) -> str:
     """Text of one part of a message's content; ValueError for other kinds of parts."""
-    fine = isinstance(given, dict) and given.get("type") == "text" and isinstance(given.get("text"), str)
+    fine = (
+        isinstance(given, dict)
+        and given.get("type") == "text"
+        and isinstance(given.get("text"), str)
+    )
     fine = fine and given.keys() == {"type", "text"}
     require(fine, name, given, 'only text is read: give {"type": "text", "text": "..."}')
     return str(given["text"])

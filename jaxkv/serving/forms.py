@@ -42,11 +42,15 @@ class Form:
         for name in body:
             if name not in self.fields:
                 raise refusal(
-                    inside + name[:64], "...", f"there is no such field here; there are {', '.join(self.fields)}"
+                    inside + name[:64],
+                    "...",
+                    f"there is no such field here; there are {', '.join(self.fields)}",
                 )
         given = {name: value for name, value in body.items() if value is not None}
         for names in self.required:
-            require(any(name in given for name in names), names[0], None, f"give {' or '.join(names)}")
+            require(
+                any(name in given for name in names), names[0], None, f"give {' or '.join(names)}"
+            )
         return {name: self.fields[name].read(inside + name, value) for name, value in given.items()}
 
     def schema(self) -> dict[str, Any]:
@@ -72,7 +76,9 @@ def _stream_options() -> Field:
     inner = Form(fields=known, required=())
 
     def read(name: str, value: Any) -> bool:
-        require(isinstance(value, dict), name, value, 'give an object such as {"include_usage": true}')
+        require(
+            isinstance(value, dict), name, value, 'give an object such as {"include_usage": true}'
+        )
         return bool(inner.read(value, inside=f"{name}.").get("include_usage", False))
 
     return Field(read=read, schema=inner.schema())
@@ -134,7 +140,9 @@ def chat_form(*, most_tokens: int, most_answers: int) -> Form:
         "audio": fields.fixed(remedy=_TEXT_ONLY),
         "prediction": fields.fixed(remedy="answers are not predicted: leave it out"),
         "web_search_options": fields.fixed(remedy="nothing is searched: leave it out"),
-        "reasoning_effort": fields.fixed("none", remedy="the model decides by itself: leave it out"),
+        "reasoning_effort": fields.fixed(
+            "none", remedy="the model decides by itself: leave it out"
+        ),
         "verbosity": fields.fixed("medium", remedy="the model decides by itself: leave it out"),
         "store": fields.fixed(False, remedy=_NOT_KEPT),
         "service_tier": fields.fixed("auto", "default", remedy="there is one: leave it out"),
@@ -184,21 +192,37 @@ class Asked:
         return len(self.prompts) * self.n
 
 
-def asked_by(body: Mapping[str, Any], form: Form, *, chat: bool, most_answers: int, usual_tokens: int) -> Asked:
+def asked_by(
+    body: Mapping[str, Any], form: Form, *, chat: bool, most_answers: int, usual_tokens: int
+) -> Asked:
     """Reads a body of a completion by its form; ValueError names the field at fault."""
     given = form.read(body)
     prompts = [given["messages"]] if chat else given["prompt"]
     n, document = given.get("n", 1), given.get("document")
-    remedy = f"with n={n} these are {len(prompts) * n} answers: ask for {most_answers} at most at a time"
-    require(len(prompts) * n <= most_answers, "n" if chat else "prompt", f"{len(prompts)} prompts", remedy)
+    remedy = (
+        f"with n={n} these are {len(prompts) * n} answers: ask for {most_answers} at most at a time"
+    )
+    require(
+        len(prompts) * n <= most_answers,
+        "n" if chat else "prompt",
+        f"{len(prompts)} prompts",
+        remedy,
+    )
     stream = given.get("stream", False)
-    require(stream or "stream_options" not in given, "stream_options", body.get("stream_options"), "give stream, too")
+    require(
+        stream or "stream_options" not in given,
+        "stream_options",
+        body.get("stream_options"),
+        "give stream, too",
+    )
     drawn = _sampling(given)
     seed = given.get("seed")
     if seed is None and given.get("temperature", _USUAL_TEMPERATURE) > 0:
         seed = secrets.randbits(32)
     options = {
-        "max_new_tokens": _tokens(given, usual_tokens if chat else min(_USUAL_TOKENS, usual_tokens)),
+        "max_new_tokens": _tokens(
+            given, usual_tokens if chat else min(_USUAL_TOKENS, usual_tokens)
+        ),
         "sampling": drawn,
         "stop": given.get("stop", ()),
         "budget": given.get("budget"),
@@ -220,7 +244,12 @@ def asked_by(body: Mapping[str, Any], form: Form, *, chat: bool, most_answers: i
 def _tokens(given: Mapping[str, Any], usual: int) -> int:
     """Most tokens of an answer: `max_tokens`, or as chats call it now `max_completion_tokens`."""
     old, new = given.get("max_tokens"), given.get("max_completion_tokens")
-    require(old is None or new in (None, old), "max_tokens", old, f"max_completion_tokens={new} says another number")
+    require(
+        old is None or new in (None, old),
+        "max_tokens",
+        old,
+        f"max_completion_tokens={new} says another number",
+    )
     return next((each for each in (new, old) if each is not None), usual)
 
 

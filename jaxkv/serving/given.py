@@ -23,7 +23,9 @@ def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
     key = as_key(given)
     if key is None:
         return None
-    require(key.dtype == like.dtype, "key", key.dtype, "give jax.random.key(0), or a seed such as 0")
+    require(
+        key.dtype == like.dtype, "key", key.dtype, "give jax.random.key(0), or a seed such as 0"
+    )
     # Whoever gave it may delete it, and it may lie on another device.
     return jax.random.wrap_key_data(jax.device_put(np.asarray(jax.random.key_data(key))))
 
@@ -35,14 +37,20 @@ def takes_own_budget(policy: Method) -> bool:
 
 def own_deadline(given: Any) -> float | None:
     """Time on the clock `time.monotonic` that is as many seconds from now as `given`; None for None."""
-    return None if given is None else time.monotonic() + _checks.real("deadline", given, _SECONDS, open_low=True)
+    return (
+        None
+        if given is None
+        else time.monotonic() + _checks.real("deadline", given, _SECONDS, open_low=True)
+    )
 
 
 def own_policy(given: Any, policy: Method, document: Document | None) -> Method | None:
     """An engine's policy with a request's budget; None for None. ValueError for a budget above it, or junk."""
     if given is None:
         return None
-    require(document is None, "budget", given, "a document has been compressed already: leave it out")
+    require(
+        document is None, "budget", given, "a document has been compressed already: leave it out"
+    )
     most = policy.parts().budget
     require(
         takes_own_budget(policy),
@@ -53,6 +61,12 @@ def own_policy(given: Any, policy: Method, document: Document | None) -> Method 
     budget = as_budget(given)
     assert most is not None and budget is not None
     kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"
-    fits = isinstance(most, (int, float)) and isinstance(budget, int) == isinstance(most, int) and budget <= most
-    require(fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that")
+    fits = (
+        isinstance(most, (int, float))
+        and isinstance(budget, int) == isinstance(most, int)
+        and budget <= most
+    )
+    require(
+        fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that"
+    )
     return with_budget(policy, budget)

@@ -16,7 +16,13 @@ from jaxkv.serving.bodies import ClientGone
 from jaxkv.serving.completing import complete
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.given import takes_own_budget
-from jaxkv.serving.keeping import add_document, delete_document, kept_of_document, list_documents, one_document
+from jaxkv.serving.keeping import (
+    add_document,
+    delete_document,
+    kept_of_document,
+    list_documents,
+    one_document,
+)
 from jaxkv.serving.limits import Limits
 from jaxkv.serving.openapi import description
 from jaxkv.serving.page import page
@@ -42,7 +48,12 @@ class Application(Access):
             limits: limits of a request; the usual ones if None.
         """
         self.service = Service(models, limits=limits or Limits())
-        handlers: Any = {Refused: _refused, HTTPException: _of_starlette, ClientGone: _gone, Exception: self._failed}
+        handlers: Any = {
+            Refused: _refused,
+            HTTPException: _of_starlette,
+            ClientGone: _gone,
+            Exception: self._failed,
+        }
         inner = Starlette(routes=_routes(self.service), exception_handlers=handlers)
         inner.router.redirect_slashes = False
         super().__init__(inner, self.service)
@@ -77,14 +88,21 @@ def _routes(service: Service) -> list[Route]:
     by_path: dict[str, dict[str, Endpoint]] = {}
     for method, path, endpoint in endpoints:
         by_path.setdefault(path, {})[method] = endpoint
-    return [Route(path, _one_of(service, methods), methods=list(methods)) for path, methods in by_path.items()]
+    return [
+        Route(path, _one_of(service, methods), methods=list(methods))
+        for path, methods in by_path.items()
+    ]
 
 
-def _one_of(service: Service, methods: dict[str, Endpoint]) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _one_of(
+    service: Service, methods: dict[str, Endpoint]
+) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Function of a request that calls its method's endpoint."""
 
     async def endpoint(request: HttpRequest) -> Response:
-        return await methods["GET" if request.method == "HEAD" else request.method](service, request)
+        return await methods["GET" if request.method == "HEAD" else request.method](
+            service, request
+        )
 
     return endpoint
 
@@ -115,7 +133,9 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
 
 async def _models(service: Service, request: HttpRequest) -> Response:
     """GET /v1/models: a list of all models, the first one first."""
-    return as_json({"object": "list", "data": [_model_object(service, name) for name in service.models]})
+    return as_json(
+        {"object": "list", "data": [_model_object(service, name) for name in service.models]}
+    )
 
 
 async def _model(service: Service, request: HttpRequest) -> Response:

@@ -31,7 +31,11 @@ async def add_document(service: Service, request: HttpRequest) -> Response:
         name = "text" if "text" in given else "messages"
         record.model = service.model(given.get("model"))
         engine = service.models[record.model]
-        options = {"raw": given.get("raw", False), "budget": given.get("budget"), "deadline": service.limits.seconds}
+        options = {
+            "raw": given.get("raw", False),
+            "budget": given.get("budget"),
+            "deadline": service.limits.seconds,
+        }
         future = await run_in_threadpool(engine.submit_document, given[name], **options)
         document = await while_connected(request.receive, result_of(future))
     except Refused:
@@ -63,8 +67,12 @@ def _remove(engine: Engine, ended: Future[Document]) -> None:
 
 async def list_documents(service: Service, request: HttpRequest) -> Response:
     """GET: all documents, in order of their ids."""
-    found = [(each, model) for model, engine in service.models.items() for each in engine.documents.all()]
-    objects = [document_object(each, model) for each, model in sorted(found, key=lambda pair: pair[0].id)]
+    found = [
+        (each, model) for model, engine in service.models.items() for each in engine.documents.all()
+    ]
+    objects = [
+        document_object(each, model) for each, model in sorted(found, key=lambda pair: pair[0].id)
+    ]
     return as_json({"object": "list", "data": objects})
 
 
@@ -90,7 +98,10 @@ def _kept(service: Service, model: str, document: Document, query: QueryParams) 
     layer, head = _index(query, "layer", kept.layers), _index(query, "head", kept.heads)
     if layer is None and head is not None:
         raise Refused(
-            400, f"head={head}: heads are those of a layer: give layer, too", param="head", code="invalid_value"
+            400,
+            f"head={head}: heads are those of a layer: give layer, too",
+            param="head",
+            code="invalid_value",
         )
     text = session.params.text
     assert text is not None
@@ -120,7 +131,9 @@ def _index(query: QueryParams, name: str, count: int) -> int | None:
     if len(given) == 1 and re.fullmatch("[0-9]{1,9}", given[0]) and int(given[0]) < count:
         return int(given[0])
     said = given[0][:40] if len(given) == 1 else f"{len(given)} numbers"
-    raise Refused(400, f"{name}={said}: give one from 0 to {count - 1}", param=name, code="invalid_value")
+    raise Refused(
+        400, f"{name}={said}: give one from 0 to {count - 1}", param=name, code="invalid_value"
+    )
 
 
 async def delete_document(service: Service, request: HttpRequest) -> Response:

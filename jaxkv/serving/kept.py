@@ -27,7 +27,9 @@ class Kept:
     @classmethod
     def of(cls, cache: KVCache, ids: Sequence[int]) -> "Kept":
         """Reads the mask from the cache of one document, whose token ids are `ids`."""
-        return cls(ids=np.asarray(ids, np.int32), bits=np.packbits(cache.holds(0, len(ids)), axis=-1))
+        return cls(
+            ids=np.asarray(ids, np.int32), bits=np.packbits(cache.holds(0, len(ids)), axis=-1)
+        )
 
     @property
     def layers(self) -> int:

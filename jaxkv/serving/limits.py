@@ -32,4 +32,9 @@ class Limits:
             _checks.field(self, name, _checks.real, "give seconds above 0", open_low=True, high=1e9)
         key = self.api_key
         fine = key is None or (bool(key) and key.isascii() and key.isprintable() and " " not in key)
-        require(fine, "api_key", "...", "give visible ASCII characters, without blanks; none at all for no key")
+        require(
+            fine,
+            "api_key",
+            "...",
+            "give visible ASCII characters, without blanks; none at all for no key",
+        )

@@ -25,7 +25,10 @@ class Metrics:
         self._registry.register(_State(models))
         self._models = models
         self._requests = Counter(
-            "jaxkv_http_requests", "HTTP requests by route and status.", ["route", "status"], registry=self._registry
+            "jaxkv_http_requests",
+            "HTTP requests by route and status.",
+            ["route", "status"],
+            registry=self._registry,
         )
         self._first = Histogram(
             "jaxkv_time_to_first_token_seconds",
@@ -48,7 +51,11 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
-        counted: dict[str, Any] = {"labelnames": ["model"], "buckets": _TOKENS, "registry": self._registry}
+        counted: dict[str, Any] = {
+            "labelnames": ["model"],
+            "buckets": _TOKENS,
+            "registry": self._registry,
+        }
         self._prompt = Histogram("jaxkv_prompt_tokens", "Tokens of a prompt.", **counted)
         self._new = Histogram("jaxkv_answer_tokens", "Tokens of an answer.", **counted)
         self._mean = dict.fromkeys(models, 1.0)
@@ -68,7 +75,9 @@ class Metrics:
         self._prompt.labels(model).observe(stats.prompt_tokens)
         self._new.labels(model).observe(stats.new_tokens)
         if stats.new_tokens > 1:
-            self._step.labels(model).observe((stats.seconds - stats.first_token_seconds) / (stats.new_tokens - 1))
+            self._step.labels(model).observe(
+                (stats.seconds - stats.first_token_seconds) / (stats.new_tokens - 1)
+            )
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
     def retry_after(self, model: str) -> int:
@@ -109,7 +118,12 @@ def _numbers(engine: Engine) -> Iterator[tuple[type[Any], str, str, float]]:
     about = "Rows of all documents per kv head and layer."
     yield gauge, "documents_rows", about, sum(each.rows for each in documents)
     yield gauge, "documents_bytes", "Bytes of documents on the device.", now.document_bytes
-    yield gauge, "longest_pause_seconds", "Longest time between two tokens.", now.longest_pause_seconds
+    yield (
+        gauge,
+        "longest_pause_seconds",
+        "Longest time between two tokens.",
+        now.longest_pause_seconds,
+    )
     yield counter, "answers", "Requests answered.", now.answered
     yield counter, "queue_refusals", "Requests refused because the queue was full.", now.refused
     yield counter, "tokens", "Tokens drawn.", now.new_tokens

@@ -34,19 +34,30 @@ def description(service: Service) -> dict[str, Any]:
                 }
             },
             "/v1/models": {"get": _page("List the models", _object("data"), (401,))},
-            "/v1/models/{id}": {"get": _page("Look at a model", _object("id"), (401, 404), named=True)},
+            "/v1/models/{id}": {
+                "get": _page("Look at a model", _object("id"), (401, 404), named=True)
+            },
             "/v1/completions": {"post": _completion(service, "/v1/completions")},
             "/v1/chat/completions": {"post": _completion(service, "/v1/chat/completions")},
             "/v1/documents": {
-                "post": _page("Compress a document", _DOCUMENT, _ANY_POST) | _body(service, "/v1/documents"),
+                "post": _page("Compress a document", _DOCUMENT, _ANY_POST)
+                | _body(service, "/v1/documents"),
                 "get": _page("List documents", _object("data"), (401,)),
             },
             "/v1/documents/{id}": {
                 "get": _page("Look at a document", _DOCUMENT, (401, 404), named=True),
-                "delete": _page("Delete a document", _object("id", "deleted"), (401, 404, 503), named=True),
+                "delete": _page(
+                    "Delete a document", _object("id", "deleted"), (401, 404, 503), named=True
+                ),
             },
             "/v1/documents/{id}/kept": {
-                "get": _page("See which tokens are kept", _KEPT, (400, 401, 404), named=True, query=("layer", "head"))
+                "get": _page(
+                    "See which tokens are kept",
+                    _KEPT,
+                    (400, 401, 404),
+                    named=True,
+                    query=("layer", "head"),
+                )
             },
             "/health": {"get": _page("Whether requests are taken", _object("status"), (503,))},
             "/metrics": {
@@ -97,7 +108,19 @@ _DOCUMENT = {
 _WHOLE = {"type": "integer", "minimum": 0}
 _KEPT = {
     "type": "object",
-    "required": ["id", "object", "model", "layers", "heads", "layer", "head", "pairs", "pieces", "special", "kept"],
+    "required": [
+        "id",
+        "object",
+        "model",
+        "layers",
+        "heads",
+        "layer",
+        "head",
+        "pairs",
+        "pieces",
+        "special",
+        "kept",
+    ],
     "properties": {
         "id": {"type": "string"},
         "object": {"const": "document.kept"},
@@ -124,18 +147,35 @@ def _object(*names: str) -> dict[str, Any]:
 def _answers(content: dict[str, Any], statuses: Iterable[int]) -> dict[str, Any]:
     """Responses: 200 with `content`, and errors."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    told = {str(status): {"description": _ERRORS[status], "content": error} for status in sorted({405, *statuses})}
+    told = {
+        str(status): {"description": _ERRORS[status], "content": error}
+        for status in sorted({405, *statuses})
+    }
     return {"200": {"description": "Done.", "content": content}, **told}
 
 
 def _page(
-    about: str, schema: dict[str, Any], statuses: Iterable[int], *, named: bool = False, query: Iterable[str] = ()
+    about: str,
+    schema: dict[str, Any],
+    statuses: Iterable[int],
+    *,
+    named: bool = False,
+    query: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Description of one method of one page; `query` names whole numbers that may stand behind its question mark."""
-    inside = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    inside = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
     numbers = [{"name": name, "in": "query", "required": False, "schema": _WHOLE} for name in query]
     answers = _answers({"application/json": {"schema": schema}}, statuses)
-    return {"summary": about, "responses": answers, **({"parameters": [inside, *numbers]} if named else {})}
+    return {
+        "summary": about,
+        "responses": answers,
+        **({"parameters": [inside, *numbers]} if named else {}),
+    }
 
 
 def _body(service: Service, path: str) -> dict[str, Any]:
@@ -150,4 +190,6 @@ def _completion(service: Service, path: str) -> dict[str, Any]:
         "application/json": {"schema": _object("id", "object", "choices", "usage")},
         "text/event-stream": {},
     }
-    return {"summary": "Answer a prompt", "responses": _answers(content, _ANY_POST)} | _body(service, path)
+    return {"summary": "Answer a prompt", "responses": _answers(content, _ANY_POST)} | _body(
+        service, path
+    )

@@ -51,7 +51,10 @@ class Replica:
     async def ask(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """Answers an HTTP request; yields the ASGI messages of its response."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        given, gone = iter([{"type": "http.request", "body": body, "more_body": False}]), asyncio.Event()
+        given, gone = (
+            iter([{"type": "http.request", "body": body, "more_body": False}]),
+            asyncio.Event(),
+        )
 
         async def receive() -> Message:
             message = next(given, None)
@@ -124,7 +127,11 @@ class Router:
         if not self._watching:
             self._watching = [asyncio.create_task(self._watch(place)) for place in self._places]
         try:
-            body = await body_of(request, self._limits) if request.method in ("POST", "PUT", "PATCH") else b""
+            body = (
+                await body_of(request, self._limits)
+                if request.method in ("POST", "PUT", "PATCH")
+                else b""
+            )
             async with asyncio.timeout(self._limits.seconds + _MARGIN):
                 return await self._answered(request, body)
         except Refused as refused:
@@ -134,7 +141,9 @@ class Router:
         except ClientGone:
             return Refused(499, "the client closed the connection", code="client_gone").response()
         except TimeoutError:
-            return Refused(504, "the time for this request is over", code="deadline_exceeded").response()
+            return Refused(
+                504, "the time for this request is over", code="deadline_exceeded"
+            ).response()
 
     async def _answered(self, request: HttpRequest, body: bytes) -> Response:
         """Response of a replica; if one ends before it has begun to answer, another one is asked, where that can be."""
@@ -185,7 +194,9 @@ class Router:
             headers = {name.decode(): value.decode() for name, value in start["headers"]}
             if headers.get("content-type", "").startswith("text/event-stream"):
                 kept = left.pop_all()
-                return StreamingResponse(_events(messages, place, kept), status_code=start["status"], headers=headers)
+                return StreamingResponse(
+                    _events(messages, place, kept), status_code=start["status"], headers=headers
+                )
             data, more = b"", True
             while more:
                 message = await _next(messages, place)
@@ -280,7 +291,16 @@ def _document_of(request: HttpRequest, body: bytes) -> str | None:
 
 def _scope_of(request: HttpRequest) -> dict[str, Any]:
     """Copies a request's ASGI scope (method, path, query, headers) without entries that cannot be sent to a process."""
-    names = ("type", "method", "path", "raw_path", "query_string", "root_path", "scheme", "http_version")
+    names = (
+        "type",
+        "method",
+        "path",
+        "raw_path",
+        "query_string",
+        "root_path",
+        "scheme",
+        "http_version",
+    )
     return {name: request.scope[name] for name in names if name in request.scope} | {
         "headers": [(bytes(name), bytes(value)) for name, value in request.scope["headers"]],
         "asgi": {"version": "3.0"},
@@ -291,7 +311,9 @@ def app(args: Mapping[str, Any]) -> Any:
     """Builds the Ray Serve application from the `args` of its configuration; docs/serving.md lists them."""
     known = ", ".join(sorted(_ARGUMENTS))
     for name in args:
-        require(name in _ARGUMENTS, name, args[name], f"there is no such argument; there are {known}")
+        require(
+            name in _ARGUMENTS, name, args[name], f"there is no such argument; there are {known}"
+        )
     count = _checks.whole("replicas", args.get("replicas", 1), "start at least 1")
     model = args.get("model", "smollm2-135m-instruct")
     options = {name: args[name] for name in _OF_ENGINE if name in args}
@@ -299,16 +321,28 @@ def app(args: Mapping[str, Any]) -> Any:
     options["max_question_tokens"] = args.get("max_question_tokens", 256)
     numbers = {name: args.get(name) for name in ("dtype", "weights", "mesh")}
     recipe = Recipe(model=model, **numbers, options=options)
-    given = {"api_key": args.get("api_key"), "seconds": args.get("timeout"), "body_bytes": args.get("max_body_bytes")}
+    given = {
+        "api_key": args.get("api_key"),
+        "seconds": args.get("timeout"),
+        "body_bytes": args.get("max_body_bytes"),
+    }
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     resources = {"num_cpus": args.get("cpus", 1), "num_gpus": args.get("gpus", 0)}
-    replica = serve.deployment(Replica).options(max_ongoing_requests=_MOST, ray_actor_options=resources)
-    router = serve.deployment(Router).options(max_ongoing_requests=_MOST, ray_actor_options={"num_cpus": 0})
+    replica = serve.deployment(Replica).options(
+        max_ongoing_requests=_MOST, ray_actor_options=resources
+    )
+    router = serve.deployment(Router).options(
+        max_ongoing_requests=_MOST, ray_actor_options={"num_cpus": 0}
+    )
     made = []
     for at in range(count):
         own = recipe
         if args.get("documents") is not None:
             # A replica that is started again finds its own.
-            own = dataclasses.replace(recipe, options={**options, "documents": f"{args['documents']}/{at}"})
-        made.append(replica.options(name=f"replica-{at}").bind(own, args.get("name", model), limits))
+            own = dataclasses.replace(
+                recipe, options={**options, "documents": f"{args['documents']}/{at}"}
+            )
+        made.append(
+            replica.options(name=f"replica-{at}").bind(own, args.get("name", model), limits)
+        )
     return router.bind(limits, *made)

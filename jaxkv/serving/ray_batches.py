@@ -55,7 +55,11 @@ def cluster_answers(
         gpus = recipe.devices if ray.cluster_resources().get("GPU", 0) else 0
         count = _workers(gpus) if workers is None else workers
         cls = ray.remote(Worker).options(
-            num_cpus=1, num_gpus=gpus, max_restarts=_AGAIN, max_task_retries=_AGAIN, max_concurrency=_THREADS
+            num_cpus=1,
+            num_gpus=gpus,
+            max_restarts=_AGAIN,
+            max_task_retries=_AGAIN,
+            max_concurrency=_THREADS,
         )
         made = [cls.remote(recipe, name) for _ in range(count)]
         most = ray.get([each.most.remote() for each in made])
@@ -72,11 +76,18 @@ def _workers(gpus: int) -> int:
     if not gpus:
         return sum(node["Alive"] for node in ray.nodes())
     there = int(ray.cluster_resources()["GPU"])
-    require(there >= gpus, "--mesh", f"{gpus} devices", f"the cluster has {there} GPUs: give a smaller mesh")
+    require(
+        there >= gpus,
+        "--mesh",
+        f"{gpus} devices",
+        f"the cluster has {there} GPUs: give a smaller mesh",
+    )
     return there // gpus
 
 
-def _answers(workers: dict[Any, int], lines: Iterable[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
+def _answers(
+    workers: dict[Any, int], lines: Iterable[Line]
+) -> Iterator[tuple[Line, dict[str, Any]]]:
     """Yields each line with its output object; gives lines to the workers as they have room."""
     left, under_way, busy = iter(lines), dict[Any, tuple[Any, Line]](), dict.fromkeys(workers, 0)
     while True:
@@ -102,4 +113,6 @@ def _result(done: Any) -> dict[str, Any]:
     except ray.exceptions.RayError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         last = lines[-1].strip() if lines else type(error).__name__
-        raise OSError(f"--ray: a worker failed: {last}; the same command goes on from here") from error
+        raise OSError(
+            f"--ray: a worker failed: {last}; the same command goes on from here"
+        ) from error

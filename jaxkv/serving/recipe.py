@@ -44,5 +44,10 @@ class Recipe:
         mesh = None if self.mesh is None else mesh_of(self.mesh, name="mesh")
         enable_compilation_cache()
         params = load(self.model, dtype=self.dtype, weights=self.weights)
-        require(params.text is not None, "model", self.model, "the checkpoint has no tokenizer: answers are texts")
+        require(
+            params.text is not None,
+            "model",
+            self.model,
+            "the checkpoint has no tokenizer: answers are texts",
+        )
         return Engine(params, mesh=mesh, **self.options)

@@ -12,7 +12,12 @@ from jaxkv.serving.documents import UnknownDocument, UnreadableDocument
 from jaxkv.serving.requests import EngineClosed, QueueFull
 
 # OpenAI's `type` of an error by its status; others are "server_error" from 500 on, else "invalid_request_error".
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 # Names that the engine's own errors give to fields of a body.
 _FIELDS = {"max_new_tokens": "max_tokens", "key": "seed", "sampling": "top_p"}
 
@@ -35,8 +40,12 @@ class Refused(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
-        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _KINDS.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> Response:
         """The HTTP response."""
@@ -45,12 +54,16 @@ class Refused(Exception):
 
 def json_bytes(value: Any) -> bytes:
     """JSON in UTF-8; halves of characters, which a body's escapes can hold, become question marks."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", "replace"
+    )
 
 
 def as_json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """HTTP response with a value as JSON."""
-    return Response(json_bytes(value), status_code=status, headers=headers, media_type="application/json")
+    return Response(
+        json_bytes(value), status_code=status, headers=headers, media_type="application/json"
+    )
 
 
 def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "prompt") -> Refused:
@@ -62,9 +75,13 @@ def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
     if isinstance(error, Refused):
         return error
     if isinstance(error, QueueFull):
-        return Refused(429, str(error), code="queue_full", headers={"Retry-After": str(retry_after)})
+        return Refused(
+            429, str(error), code="queue_full", headers={"Retry-After": str(retry_after)}
+        )
     if isinstance(error, TimeoutError):
-        return Refused(504, str(error) or "the time for this request is over", code="deadline_exceeded")
+        return Refused(
+            504, str(error) or "the time for this request is over", code="deadline_exceeded"
+        )
     if isinstance(error, (concurrent.futures.CancelledError, EngineClosed)):
         return draining()
     if isinstance(error, MemoryError):
@@ -78,9 +95,17 @@ def refused_by(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
     if isinstance(error, (ValueError, TypeError, OverflowError)):
         named = re.match(r"([\w.\[\]]+)=", str(error))
         param = None if named is None else _FIELDS.get(named[1], named[1])
-        return Refused(400, str(error), param=prompt if param == "prompt" else param, code="invalid_value")
-    message = str(error) if isinstance(error, RuntimeError) else f"an error of the server's own: {type(error).__name__}"
-    return Refused(500, message, code="engine_failed" if isinstance(error, RuntimeError) else "internal_error")
+        return Refused(
+            400, str(error), param=prompt if param == "prompt" else param, code="invalid_value"
+        )
+    message = (
+        str(error)
+        if isinstance(error, RuntimeError)
+        else f"an error of the server's own: {type(error).__name__}"
+    )
+    return Refused(
+        500, message, code="engine_failed" if isinstance(error, RuntimeError) else "internal_error"
+    )
 
 
 def unknown_model(name: str, there: Iterable[str]) -> Refused:
@@ -93,4 +118,6 @@ def unknown_model(name: str, there: Iterable[str]) -> Refused:
 def draining() -> Refused:
     """The answer to new requests while the server ends."""
     remedy = "the server is ending: it answers the requests that it has, and takes no new ones"
-    return Refused(503, remedy, code="draining", headers={"Retry-After": "5", "Connection": "close"})
+    return Refused(
+        503, remedy, code="draining", headers={"Retry-After": "5", "Connection": "close"}
+    )

@@ -46,7 +46,11 @@ class Replies:
 
     def total(self, usage: dict[str, Any]) -> bytes:
         """Event with the stream's numbers of tokens, if they were asked for; nothing else."""
-        return event({**self._shared, "object": self._kind, "choices": [], "usage": usage}) if self.usage else b""
+        return (
+            event({**self._shared, "object": self._kind, "choices": [], "usage": usage})
+            if self.usage
+            else b""
+        )
 
     @property
     def _kind(self) -> str:
@@ -55,7 +59,12 @@ class Replies:
 
     def _chunk(self, at: int, said: Any, reason: str | None) -> bytes:
         """Event of one choice's chunk."""
-        choice = {"index": at, "delta" if self.chat else "text": said, "logprobs": None, "finish_reason": reason}
+        choice = {
+            "index": at,
+            "delta" if self.chat else "text": said,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
         usage = {"usage": None} if self.usage else {}
         return event({**self._shared, "object": self._kind, "choices": [choice], **usage})
 

@@ -67,7 +67,14 @@ def slots_that_fit(
     params, parts = session.params, session.policy.parts()
     config, axes = params.config, params.axes
     groups, stretches = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
-    shape = slot_shape(parts, config, prompt=max_prompt, question=max_question, new=max_new_tokens, stretches=stretches)
+    shape = slot_shape(
+        parts,
+        config,
+        prompt=max_prompt,
+        question=max_question,
+        new=max_new_tokens,
+        stretches=stretches,
+    )
     device = device_of(params)
     # Devices of a CPU mesh share the machine's memory.
     together = 1 if axes is None else axes.in_one_memory
@@ -75,7 +82,9 @@ def slots_that_fit(
     prompt = session.planned(np.asarray([max_prompt]), 0)
     # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
     beside = prompt.peak_bytes * together
-    memory.check_bytes(beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device)
+    memory.check_bytes(
+        beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device
+    )
     fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
     counts = range(1, most_slots(device.platform) // groups + 1)
     most = max((count for count in counts if count + ahead_of(count * groups) <= fit), default=1)

@@ -192,7 +192,11 @@ class Scheduler:
         order = work.order
         try:
             work.ready = self.slots.begin(
-                cache, max_new_tokens=order.new, sampling=order.sampling, eos=order.eos, key=order.key
+                cache,
+                max_new_tokens=order.new,
+                sampling=order.sampling,
+                eos=order.eos,
+                key=order.key,
             )
         except _REFUSALS as error:
             work.request.fail(error)
@@ -211,7 +215,9 @@ class Scheduler:
     def _decode(self, steps: int) -> None:
         """Draws up to `steps` tokens in every slot; ends the requests that are complete and frees their slots."""
         begun = time.monotonic()
-        tokens = self.slots.decode(steps, until="any" if self._ready or self._reading or self.waiting else "all")
+        tokens = self.slots.decode(
+            steps, until="any" if self._ready or self._reading or self.waiting else "all"
+        )
         now = time.monotonic()
         self._step_seconds, self._stepped = (now - begun) / max(1, tokens.shape[1]), now
         left = []

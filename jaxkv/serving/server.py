@@ -108,7 +108,9 @@ def listening(host: str, port: int) -> socket.socket:
         found.listen()
     except OSError as error:
         found.close()
-        remedy = f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
+        remedy = (
+            f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
+        )
         raise refusal("address", f"{host}:{port}", remedy) from None
     return found
 

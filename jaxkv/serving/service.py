@@ -94,14 +94,19 @@ class Service:
         owner, found = self.document(document)
         if model is not None and self.model(model) != owner:
             message = (
-                f"document={document!r}: {owner!r} compressed it, not {model!r}: ask {owner!r}, or compress it anew"
+                f"document={document!r}: {owner!r} compressed it, "
+                f"not {model!r}: ask {owner!r}, or compress it anew"
             )
             raise Refused(400, message, param="document", code="document_of_another_model")
         return owner, found
 
-    def refusal_of(self, error: BaseException, record: Record, *, prompt: str = "prompt") -> Refused:
+    def refusal_of(
+        self, error: BaseException, record: Record, *, prompt: str = "prompt"
+    ) -> Refused:
         """The `Refused` of any error; notes in `record` where an unexpected one was raised."""
-        refused = refused_by(error, retry_after=self.metrics.retry_after(record.model or self.name), prompt=prompt)
+        refused = refused_by(
+            error, retry_after=self.metrics.retry_after(record.model or self.name), prompt=prompt
+        )
         if refused.status == 500:
             record.fault = f"{type(error).__name__} at " + " < ".join(
                 f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"

@@ -112,7 +112,9 @@ class Work:
             return (yield from slots.prefilling(order.encoded, key=order.key, policy=order.policy))
         yield 0.0
         # What the documents return is a copy.
-        return slots.extend(documents.cache_of(order.document.id), order.encoded, key=order.key, donate=True)
+        return slots.extend(
+            documents.cache_of(order.document.id), order.encoded, key=order.key, donate=True
+        )
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error."""
@@ -151,7 +153,13 @@ class Reading:
         prefill_seconds: time of its prefill so far.
     """
 
-    def __init__(self, encoded: Encoded, key: PRNGKeyArray | None, policy: Method | None, deadline: float | None):
+    def __init__(
+        self,
+        encoded: Encoded,
+        key: PRNGKeyArray | None,
+        policy: Method | None,
+        deadline: float | None,
+    ):
         """Makes the record of a document that is submitted now."""
         self.encoded, self.key, self.policy, self.deadline = encoded, key, policy, deadline
         self.prefill_seconds, self.length = 0.0, (False, bucket(len(encoded.ids[0])))
@@ -160,7 +168,9 @@ class Reading:
     @property
     def gone(self) -> bool:
         """True if its future was cancelled or the deadline has passed."""
-        return self.future.cancelled() or (self.deadline is not None and time.monotonic() > self.deadline)
+        return self.future.cancelled() or (
+            self.deadline is not None and time.monotonic() > self.deadline
+        )
 
     def begin(self) -> None:
         """Does nothing: only requests count the time that they waited."""

@@ -26,7 +26,11 @@ def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
 
 def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
     """Gathers devices' parts along `axis`, named `letter`, into the whole array on each device; `x` without a mesh."""
-    return x if axes is None or axes.size(letter) == 1 else lax.all_gather(x, LETTERS[letter], axis=axis, tiled=True)
+    return (
+        x
+        if axes is None or axes.size(letter) == 1
+        else lax.all_gather(x, LETTERS[letter], axis=axis, tiled=True)
+    )
 
 
 def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
@@ -54,4 +58,8 @@ def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
 
 def count_of_all(flags: Bool[Array, " B"], axes: Axes | None) -> Int[Array, ""]:
     """Number of set flags among all sequences of the mesh, i32; the same number on every device."""
-    return flags.sum(dtype=jnp.int32) if axes is None else lax.psum(flags.sum(dtype=jnp.int32), NAMES) // axes.size("H")
+    return (
+        flags.sum(dtype=jnp.int32)
+        if axes is None
+        else lax.psum(flags.sum(dtype=jnp.int32), NAMES) // axes.size("H")
+    )

@@ -35,12 +35,16 @@ class Door:
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
         self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
-        self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler)
+        self._plain: Any = jax.jit(
+            fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler
+        )
         run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
         # Profiles show the same name as without a mesh.
         run.__name__ = fn.__name__
         statics = ("axes", "ins", "statics")
-        self._split: Any = jax.jit(run, static_argnames=statics, donate_argnames=("given",), compiler_options=compiler)
+        self._split: Any = jax.jit(
+            run, static_argnames=statics, donate_argnames=("given",), compiler_options=compiler
+        )
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -50,29 +54,61 @@ class Door:
             return noting.call(self, args, options)
         axes = self._axes(options)
         if axes is None or inside():
-            traced = self._nested and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+            traced = self._nested and any(
+                isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)
+            )
             return (self._nested if traced else self._plain)(*args, **options)
         given, rest, static = self._bound(axes, args, options)
         return self._split(given, rest, **static)
 
-    def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
+    def apart(
+        self, *args: Any, **options: Any
+    ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
         """Splits a call for export: function of flat arrays, list of (path, letters, array), number of donated ones."""
-        axes, given, hints = self._axes(options), self._signature.bind(*args, **options).arguments, hints_of(self._fn)
+        axes, given, hints = (
+            self._axes(options),
+            self._signature.bind(*args, **options).arguments,
+            hints_of(self._fn),
+        )
         statics = tuple((name, value) for name, value in given.items() if name in self._static)
         arrays = {name: value for name, value in given.items() if name not in self._static}
-        sides = tuple({name: arrays[name] for name in arrays if (name in self._given) == may} for may in (True, False))
+        sides = tuple(
+            {name: arrays[name] for name in arrays if (name in self._given) == may}
+            for may in (True, False)
+        )
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
-        told = [(at[1:], letters_at(given[at[1].key], hints.get(at[1].key), at[2:]), leaf) for at, leaf in paths]
-        told = told if axes is None else [(at, letters, leaf_placed(leaf, letters, axes)) for at, letters, leaf in told]
-        options = {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes), "statics": statics}
-        run = self._run if axes is not None else lambda a, b, **_: self._fn(**a, **b, **dict(statics))
-        return lambda *flat: run(*jax.tree.unflatten(tree, flat), **options), told, len(jax.tree.leaves(sides[0]))
+        told = [
+            (at[1:], letters_at(given[at[1].key], hints.get(at[1].key), at[2:]), leaf)
+            for at, leaf in paths
+        ]
+        told = (
+            told
+            if axes is None
+            else [(at, letters, leaf_placed(leaf, letters, axes)) for at, letters, leaf in told]
+        )
+        options = {
+            "axes": axes,
+            "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes),
+            "statics": statics,
+        }
+        run = (
+            self._run if axes is not None else lambda a, b, **_: self._fn(**a, **b, **dict(statics))
+        )
+        return (
+            lambda *flat: run(*jax.tree.unflatten(tree, flat), **options),
+            told,
+            len(jax.tree.leaves(sides[0])),
+        )
 
-    def arguments_placed(self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any) -> tuple[Any, ...]:
+    def arguments_placed(
+        self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
+    ) -> tuple[Any, ...]:
         """Abstract arguments with the shardings of their axis letters; off a mesh with `sharding`."""
         axes, hints = self._axes(options), hints_of(self._fn)
         if axes is None:
-            return jax.tree.map(lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args)
+            return jax.tree.map(
+                lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args
+            )
         named = self._signature.bind_partial(*args).arguments
         return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
 
@@ -113,12 +149,20 @@ class Door:
         arrays = {name: tree_placed(value, hints.get(name), axes) for name, value in given.items()}
         given = {name: value for name, value in arrays.items() if name in self._given}
         rest = {name: value for name, value in arrays.items() if name not in self._given}
-        statics = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
+        statics = tuple(
+            (name, value) for name, value in bound.arguments.items() if name in self._static
+        )
         ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
         return given, rest, {"axes": axes, "ins": ins, "statics": statics}
 
     def _run(
-        self, given: dict[str, Any], rest: dict[str, Any], *, axes: Axes, ins: tuple[P, ...], statics: tuple[Any, ...]
+        self,
+        given: dict[str, Any],
+        rest: dict[str, Any],
+        *,
+        axes: Axes,
+        ins: tuple[P, ...],
+        statics: tuple[Any, ...],
     ) -> Any:
         """Runs the function over a mesh by `jax.shard_map`; returns its results as whole arrays."""
         leaves, tree = jax.tree.flatten((given, rest))
@@ -130,10 +174,14 @@ class Door:
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
             hint = hints_of(self._fn)["return"]
-            found["outs"] = [_out_spec(known(letters_at(out, hint, path), leaf), axes) for path, leaf in flat]
+            found["outs"] = [
+                _out_spec(known(letters_at(out, hint, path), leaf), axes) for path, leaf in flat
+            ]
             return [leaf for _, leaf in flat]
 
-        split = functools.partial(jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False)
+        split = functools.partial(
+            jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False
+        )
         # The output specs are known only once the function has been traced.
         jax.eval_shape(split(out_specs=P()), *leaves)
         return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
@@ -142,7 +190,9 @@ class Door:
 def _out_spec(letters: str, axes: Axes) -> P:
     """PartitionSpec of a result by its axis letters; TypeError for a result annotated "..."."""
     if letters.startswith("..."):
-        raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
+        raise TypeError(
+            f"letters={letters!r}: what a program gives lies where its letters say: name its axes"
+        )
     # A part of size 1 does not show whether a whole axis marked `#` has size 1: in results it is taken as split.
     return spec_of_letters(letters, axes.mesh)
 

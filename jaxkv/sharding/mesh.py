@@ -22,7 +22,16 @@ _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
 _MODEL = (_KV, _REP)
 # Mesh axes by letter: B sequences; K kv heads, J those of all layers side by side, and P rows of their pools; G query
 # heads of a kv head; H query heads, F hidden channels of the MLP and V the vocabulary.
-LETTERS = {"B": (_DATA,), "K": (_KV,), "J": (_KV,), "P": (_KV,), "G": (_REP,), "H": _MODEL, "F": _MODEL, "V": _MODEL}
+LETTERS = {
+    "B": (_DATA,),
+    "K": (_KV,),
+    "J": (_KV,),
+    "P": (_KV,),
+    "G": (_REP,),
+    "H": _MODEL,
+    "F": _MODEL,
+    "V": _MODEL,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +46,9 @@ class Axes(Value):
 
     def __post_init__(self) -> None:
         remedy = "give what model_mesh makes of a mesh with the axes 'data' and 'model'"
-        require(isinstance(self.mesh, Mesh) and self.mesh.axis_names == NAMES, "mesh", self.mesh, remedy)
+        require(
+            isinstance(self.mesh, Mesh) and self.mesh.axis_names == NAMES, "mesh", self.mesh, remedy
+        )
 
     @classmethod
     def of(cls, leaf: Any) -> "Axes | None":
@@ -117,15 +128,21 @@ def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     taken = [name for names in found for name in names or ()]
     remedy = f"two of them want one axis of the mesh ({', '.join(taken)}): give one another letter"
     require(len(taken) == len(set(taken)), "letters", letters, remedy)
-    split = [[name for name in names or () if mesh is None or mesh.shape[name] > 1] for names in found]
+    split = [
+        [name for name in names or () if mesh is None or mesh.shape[name] > 1] for names in found
+    ]
     while split and not split[-1]:
         split.pop()
-    return P(*(None if not names else tuple(names) if len(names) > 1 else names[0] for names in split))
+    return P(
+        *(None if not names else tuple(names) if len(names) > 1 else names[0] for names in split)
+    )
 
 
 def host(value: Any) -> np.ndarray:
     """Copies an array to the host as numpy; gathers its parts if several processes hold them."""
-    if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
+    if isinstance(value, jax.Array) and not (
+        value.is_fully_addressable or value.is_fully_replicated
+    ):
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
@@ -170,7 +187,9 @@ def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
     """Puts a pytree's arrays on a mesh by the axis letters of its annotation `hint`."""
     leaves, tree = jax.tree.flatten(value)
     letters = letters_of(value, hint, tree)
-    return jax.tree.unflatten(tree, [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)])
+    return jax.tree.unflatten(
+        tree, [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)]
+    )
 
 
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
@@ -190,12 +209,20 @@ def put(leaf: Any, there: NamedSharding) -> Any:
         return leaf.update(sharding=there)
     keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     # Random keys come out of programs with an equivalent but unequal spec.
-    if keys and isinstance(leaf.sharding, NamedSharding) and leaf.sharding.is_equivalent_to(there, leaf.ndim):
+    if (
+        keys
+        and isinstance(leaf.sharding, NamedSharding)
+        and leaf.sharding.is_equivalent_to(there, leaf.ndim)
+    ):
         return leaf
-    if there.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+    if there.is_fully_addressable or (
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    ):
         return jax.device_put(leaf, there)
     if keys:
-        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), there), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(
+            put(jax.random.key_data(leaf), there), impl=jax.random.key_impl(leaf)
+        )
     # `device_put` would compare the processes' copies first, at a round trip for each array.
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])

@@ -56,7 +56,9 @@ def part_shape(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> 
     """Shape of a device's part of a parameter; ValueError if its part of a weight in 4 bits has no whole groups."""
     spec = spec_of(path)
     if path.endswith(_OF_GROUPS) and len(spec) == len(shape) and spec[-1] is not None:
-        split = math.prod(mesh.shape[name] for name in ([spec[-1]] if isinstance(spec[-1], str) else spec[-1]))
+        split = math.prod(
+            mesh.shape[name] for name in ([spec[-1]] if isinstance(spec[-1], str) else spec[-1])
+        )
         remedy = f"{split} devices cannot split rows of {shape[-1]} groups of 32: give 'int8', or fewer devices"
         require(shape[-1] % split == 0, "weights", "int4", remedy)
     return NamedSharding(mesh, spec).shard_shape(shape)
@@ -70,7 +72,9 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     of CPU devices that have too few threads.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say")
+        raise TypeError(
+            f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say"
+        )
     remedy = "give a mesh with the axes 'data' and 'model', of size 1 where nothing is split"
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
     require(mesh.size > 0, "mesh", dict(mesh.shape), "give one of at least one device")
@@ -83,7 +87,9 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
 
 def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
     """`AbstractMesh` as `model_mesh` splits it, for `data` groups of `model` devices each; needs no devices."""
-    return AbstractMesh((data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
+    return AbstractMesh(
+        (data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES)
+    )
 
 
 def split_of(config: ModelConfig, model: int) -> tuple[int, int]:

@@ -105,7 +105,9 @@ class Recorder:
         )
 
 
-def record(walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None) -> tuple[list[Call], Any]:
+def record(
+    walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None
+) -> tuple[list[Call], Any]:
     """Traces a function that calls programs; returns the program calls in order, and its abstract results.
 
     `args` are its abstract arrays, and its results live to its end. `resident` are abstract arrays that live all the
@@ -133,14 +135,22 @@ def weigh(tree: Any) -> int:
 def _bytes(leaf: Any) -> int:
     """Bytes that an array, abstract array or abstract value takes on one device."""
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
-    shape = sharding.shard_shape(shape) if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is not None else shape
+    shape = (
+        sharding.shard_shape(shape)
+        if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is not None
+        else shape
+    )
     item = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
     return math.prod(shape) * item
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     """Abstract array of an argument; arguments that are abstract already are returned unchanged."""
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+    return (
+        leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+    )
 
 
 def _beside(outer: Jaxpr) -> list[int]:
@@ -157,7 +167,9 @@ def _beside(outer: Jaxpr) -> list[int]:
     there, found = {var for var in outer.invars if var in last}, list[int]()
     for at, step in enumerate(steps):
         if step.primitive is _called:
-            found.append(sum(sizes.get(var) or _bytes(var.aval) for var in there if var not in step.invars))
+            found.append(
+                sum(sizes.get(var) or _bytes(var.aval) for var in there if var not in step.invars)
+            )
         there |= {var for var in step.outvars if var in last}
         there -= {var for var in step.invars if isinstance(var, Var) and last[var] == at}
     return found

@@ -20,7 +20,9 @@ def mesh_of(given: str, platform: str | None = None, *, name: str = "--mesh") ->
     selects the devices; by default JAX's default platform. Errors call the argument `name`.
     """
     sizes = given.split("x")
-    fine = len(sizes) == 2 and all(each.isdecimal() and len(each) < 10 and int(each) for each in sizes)
+    fine = len(sizes) == 2 and all(
+        each.isdecimal() and len(each) < 10 and int(each) for each in sizes
+    )
     require(fine, name, given, "give devices by data and model, such as 1x8")
     shape = (int(sizes[0]), int(sizes[1]))
     count = math.prod(shape)

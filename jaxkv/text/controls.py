@@ -59,16 +59,24 @@ class Controls:
 
         The last name, of no token (None), only parts the characters around it.
         """
-        named = [*((index, _flags(token)) for index, token in self._special.items()), (None, {"normalized": False})]
+        named = [
+            *((index, _flags(token)) for index, token in self._special.items()),
+            (None, {"normalized": False}),
+        ]
         return {_name(_WRITTEN, at): each for at, each in enumerate(named)}
 
     @functools.cached_property
     def spellings(self) -> dict[str, str]:
         """Each special token as text, by its content; parted where the model's vocabulary would join it."""
-        found = {each: self._apart.encode(each, add_special_tokens=False).ids for each in self._contents}
+        found = {
+            each: self._apart.encode(each, add_special_tokens=False).ids for each in self._contents
+        }
         joined = {each for each, ids in found.items() if not self._special.keys().isdisjoint(ids)}
         parting = _name(_WRITTEN, len(self._special))
-        return {each: each[:1] + parting + each[1:] if each in joined else each for each in self._contents}
+        return {
+            each: each[:1] + parting + each[1:] if each in joined else each
+            for each in self._contents
+        }
 
     def _replaced(self, text: str, first: int) -> str:
         """Text with each special token replaced by a mark and a private-use character from `first` on."""
@@ -84,14 +92,20 @@ class Controls:
     @functools.cached_property
     def _finder(self) -> Any:
         """Tokenizer that finds special tokens alone, by the model's rules: id 0 is other text, then they in order."""
-        from tokenizers import AddedToken, Tokenizer, models  # here, for `import jaxkv` does without it
+        from tokenizers import (
+            AddedToken,
+            Tokenizer,
+            models,
+        )  # here, for `import jaxkv` does without it
 
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
         if self._tokenizer.normalizer is not None:
             finder.normalizer = self._tokenizer.normalizer
         # White space around them is not theirs here.
         found = {"lstrip": False, "rstrip": False}
-        finder.add_tokens([AddedToken(each.content, **_flags(each) | found) for each in self._special.values()])
+        finder.add_tokens(
+            [AddedToken(each.content, **_flags(each) | found) for each in self._special.values()]
+        )
         return finder
 
     @functools.cached_property
@@ -117,4 +131,6 @@ def _name(first: int, index: int) -> str:
 
 def _flags(token: Any) -> dict[str, bool]:
     """How an added token is found in text, as arguments of `AddedToken`."""
-    return {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return {
+        name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")
+    }

@@ -97,11 +97,19 @@ def encode(
     turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
     held = f"the cache holds {len(turns)} sequences: give as many prompts, or a cache of 1"
     require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
-    results = [_encode_one(item, text, turn=at, raw=raw, close=close) for item, at in zip(items, turns, strict=True)]
+    results = [
+        _encode_one(item, text, turn=at, raw=raw, close=close)
+        for item, at in zip(items, turns, strict=True)
+    ]
     for row, (ids, _) in enumerate(results):
         require(bool(ids), "prompt", items[row], f"prompt {row} has no tokens: give at least one")
         low, high = min(ids), max(ids)
-        require(low >= 0 and high < config.vocab, "prompt", (low, high), f"token ids lie in [0, {config.vocab})")
+        require(
+            low >= 0 and high < config.vocab,
+            "prompt",
+            (low, high),
+            f"token ids lie in [0, {config.vocab})",
+        )
     return Encoded(
         ids=[ids for ids, _ in results],
         single=single,
@@ -122,7 +130,11 @@ def _refuse(given: Any) -> NoReturn:
         remedy = "give the file's text: prompt.read_text('utf-8')"
     elif isinstance(given, Mapping):
         ids = "input_ids" in given
-        remedy = "give its ids: prompt['input_ids']" if ids else remedy + "; one message goes into a list: [message]"
+        remedy = (
+            "give its ids: prompt['input_ids']"
+            if ids
+            else remedy + "; one message goes into a list: [message]"
+        )
     elif isinstance(given, (Iterator, Set)):
         remedy += "; list(prompt) is one, if it is in order and has an end"
     elif isinstance(given, (list, tuple)) and given:
@@ -137,7 +149,12 @@ def _listed(given: Any) -> str | list[Any]:
         array = np.asarray(given)
         if array.dtype.kind not in "UOiu":
             raise TypeError(f"prompt={array.dtype}: token ids are integers")
-        require(array.dtype.kind in "UO" or array.ndim in (1, 2), "prompt", array.shape, "give ids as [S] or [B, S]")
+        require(
+            array.dtype.kind in "UO" or array.ndim in (1, 2),
+            "prompt",
+            array.shape,
+            "give ids as [S] or [B, S]",
+        )
         given = array.tolist()
     if isinstance(given, str):
         return str.__str__(given)
@@ -149,14 +166,22 @@ def _listed(given: Any) -> str | list[Any]:
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
     """Two results: True if `prompt` is a single prompt and not several, and the list of prompts (of one if single)."""
     # An empty array is one prompt without ids; an empty list is no prompt.
-    empty = getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
+    empty = (
+        getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
+    )
     items = _listed(prompt)
-    if isinstance(items, str) or empty or (items and (isinstance(items[0], Mapping) or _is_id(items[0]))):
+    if (
+        isinstance(items, str)
+        or empty
+        or (items and (isinstance(items[0], Mapping) or _is_id(items[0])))
+    ):
         return True, [items]
     return False, items
 
 
-def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+def _encode_one(
+    item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool
+) -> tuple[list[int], Turn]:
     """Token ids of one prompt (text, messages or ids), and the conversation's `Turn` after it; refuses other values."""
     items = _listed(item)
     if isinstance(items, str):
@@ -176,9 +201,13 @@ def _is_id(value: Any) -> bool:
     return scalar and np.asarray(value).dtype.kind in "iu"
 
 
-def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+def _encode_text(
+    item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool
+) -> tuple[list[int], Turn]:
     """Token ids of a text, encoded by `turn` as plain text, a user message or more of one; and the `Turn` after it."""
-    require(text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids")
+    require(
+        text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids"
+    )
     assert text is not None
     if not item:
         return [], turn
@@ -186,7 +215,9 @@ def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: 
         item.encode("utf-8")
     except UnicodeEncodeError as error:
         part = item[max(0, error.start - 20) : error.end]
-        raise ValueError(f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'") from None
+        raise ValueError(
+            f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'"
+        ) from None
     if raw or not text.has_template or turn is Turn.RAW:
         given = item if raw else text.shielded(item)
         return text.encode(given, bos=turn is Turn.START, shielded=not raw), Turn.RAW
@@ -216,7 +247,9 @@ def user_text(item: str, text: Text, *, turn: Turn, close: bool, parted: bool = 
     if text.rewrites_answers:
         told = "the chat template renders earlier answers otherwise, such as without reasoning; the cache holds them"
         warn_once(
-            UserWarning, "rewrites_answers", f"cache: {told} as sampled. Render all messages anew to change that."
+            UserWarning,
+            "rewrites_answers",
+            f"cache: {told} as sampled. Render all messages anew to change that.",
         )
     return _rendered([user("?"), answer(EDGE), user(content)], text, turn=turn, close=close)
 

@@ -58,7 +58,10 @@ class Shown:
 
     def _written(self, shaded: Callable[[str, float], str]) -> list[str]:
         """Each prompt's text, shaded by shares of heads."""
-        return ["".join(shaded(each.text, each.heads / self.heads) for each in prompt) for prompt in self.passages]
+        return [
+            "".join(shaded(each.text, each.heads / self.heads) for each in prompt)
+            for prompt in self.passages
+        ]
 
 
 def _plain(text: str, share: float) -> str:
@@ -75,5 +78,9 @@ def _coloured(text: str, share: float) -> str:
 
 def _marked(text: str, share: float) -> str:
     """HTML element of a text: marked, the stronger the larger the share, or struck through at a share of 0."""
-    shade = f"mark style='color: inherit; background: rgb(0 114 178 / {0.1 + 0.45 * share:.2f})'" if share else "s"
+    shade = (
+        f"mark style='color: inherit; background: rgb(0 114 178 / {0.1 + 0.45 * share:.2f})'"
+        if share
+        else "s"
+    )
     return f"<{shade} title='{share:.0%} of the kv heads'>{html.escape(text)}</{shade.split()[0]}>"

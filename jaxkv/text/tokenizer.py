@@ -84,7 +84,9 @@ class Text:
         self._adds_bos = adds_bos and self.bos_id is not None
         ends = [None if eos is None else tokenizer.token_to_id(eos), *eos_ids]
         self._ends = [each for each in ends if each is not None]
-        _mark_special(tokenizer, {*self._ends, *map(tokenizer.token_to_id, self._specials.values())})
+        _mark_special(
+            tokenizer, {*self._ends, *map(tokenizer.token_to_id, self._specials.values())}
+        )
         self._controls = Controls(tokenizer)
 
     @functools.cached_property
@@ -101,7 +103,9 @@ class Text:
                 after = self.turns.between
         except ValueError:
             return tuple(dict.fromkeys(self._ends))
-        first = next(iter(self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids), None)
+        first = next(
+            iter(self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids), None
+        )
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         own = [] if first is None or added is None or not added.special else [first]
         return tuple(dict.fromkeys([*self._ends, *own]))
@@ -116,12 +120,21 @@ class Text:
         spec = checkpoint.tokenizer_spec
         if spec is None:
             return None
-        return cls._from_gguf(spec, str(checkpoint.path)) if isinstance(spec, GgufTokenizer) else cls._from_folder(spec)
+        return (
+            cls._from_gguf(spec, str(checkpoint.path))
+            if isinstance(spec, GgufTokenizer)
+            else cls._from_folder(spec)
+        )
 
     @classmethod
     def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> Text:
         """`Text` with the tokenizer and chat template of a GGUF file's vocabulary."""
-        ids = {"bos_token": spec.bos, "eos_token": spec.eos, "pad_token": spec.pad, "unk_token": spec.unk}
+        ids = {
+            "bos_token": spec.bos,
+            "eos_token": spec.eos,
+            "pad_token": spec.pad,
+            "unk_token": spec.unk,
+        }
         return cls(
             spec.build(),
             specials={name: spec.tokens[index] for name, index in ids.items() if index is not None},
@@ -141,7 +154,9 @@ class Text:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
-            require(token is None or isinstance(token, str), name, token, f"give a string in {where}")
+            require(
+                token is None or isinstance(token, str), name, token, f"give a string in {where}"
+            )
             if token is not None:
                 specials[name] = token
         ends: list[int] = []
@@ -152,12 +167,26 @@ class Text:
             require(sound, "eos_token_id", value, f"give ids as integers in {folder / file}")
             ends += values
         adds_bos = settings.get("add_bos_token")
-        require(adds_bos in (None, False, True), "add_bos_token", adds_bos, f"give true or false in {where}")
+        require(
+            adds_bos in (None, False, True),
+            "add_bos_token",
+            adds_bos,
+            f"give true or false in {where}",
+        )
         if adds_bos is None:
             # The tokenizer's own post-processor decides.
-            adds_bos = tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(specials.get("bos_token", ""))]
+            adds_bos = tokenizer.encode("").ids[:1] == [
+                tokenizer.token_to_id(specials.get("bos_token", ""))
+            ]
         template = read_template(folder, settings)
-        return cls(tokenizer, specials=specials, eos_ids=ends, adds_bos=adds_bos, template=template, origin=str(folder))
+        return cls(
+            tokenizer,
+            specials=specials,
+            eos_ids=ends,
+            adds_bos=adds_bos,
+            template=template,
+            origin=str(folder),
+        )
 
     @property
     def begins_with(self) -> int | None:
@@ -180,7 +209,9 @@ class Text:
 
     def marked_turns(self) -> list[str | bool]:
         """Fields of `turns`, in which special tokens have names that no other text holds, those of `special_tokens`."""
-        return [self._controls.marked(each) if isinstance(each, str) else each for each in self.turns]
+        return [
+            self._controls.marked(each) if isinstance(each, str) else each for each in self.turns
+        ]
 
     def encode(self, s: str, *, bos: bool, shielded: bool = False) -> list[int]:
         """Token ids of a text; `bos` puts BOS first where prompts have one.
@@ -195,7 +226,11 @@ class Text:
             ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
         """
         with _guarded(self._origin, "it cannot encode this text", "give another, or token ids"):
-            ids = self._controls.ids(s) if shielded else self._tokenizer.encode(s, add_special_tokens=False).ids
+            ids = (
+                self._controls.ids(s)
+                if shielded
+                else self._tokenizer.encode(s, add_special_tokens=False).ids
+            )
         # A chat template may have written the bos token itself.
         if bos and self._adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -230,7 +265,9 @@ class Text:
         """
         for message in messages:
             if not isinstance(message, Mapping):
-                raise TypeError(f'messages={message!r}: give mappings such as {{"role": "user", "content": "Hi"}}')
+                raise TypeError(
+                    f'messages={message!r}: give mappings such as {{"role": "user", "content": "Hi"}}'
+                )
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
         return self._render(messages, generation_prompt)
@@ -250,7 +287,9 @@ class Text:
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Text that the chat template renders; ValueError if there is none, or it does not take the messages."""
         if self._template is None:
-            raise ValueError(f"chat_template=None: {self._origin} carries none; encode plain text instead")
+            raise ValueError(
+                f"chat_template=None: {self._origin} carries none; encode plain text instead"
+            )
         try:
             return render_template(
                 self._template,
@@ -283,11 +322,15 @@ class Text:
         turns = self.turns
         written = self.chat([user("?"), answer("."), user("!")], generation_prompt=True)
         sampled = f"{turns.opening}?{turns.closing}.{turns.between}!{turns.closing}"
-        reasoning = self.chat([user("?"), answer(_REASONING.format(EDGE) + "."), user("!")], generation_prompt=True)
+        reasoning = self.chat(
+            [user("?"), answer(_REASONING.format(EDGE) + "."), user("!")], generation_prompt=True
+        )
         same = "".join(written.split()) == "".join(sampled.split())
         return not same or EDGE not in reasoning
 
-    def parts(self, messages: Sequence[Message], *, generation_prompt: bool, edges: int) -> list[str]:
+    def parts(
+        self, messages: Sequence[Message], *, generation_prompt: bool, edges: int
+    ) -> list[str]:
         """Renders messages that hold `EDGE` some times, and splits the text there; ValueError if not one part more."""
         parts = self.chat(messages, generation_prompt=generation_prompt).split(EDGE)
         remedy = "it does not render each message once, so turns cannot be split; give all messages at once, or ids"
@@ -378,9 +421,16 @@ def _load_tokenizer(folder: Path) -> Any:
 
         # By default transformers would prompt on the terminal whether to run the folder's own code.
         with _guarded(folder):
-            loaded: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            loaded: Any = transformers.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=False
+            )
         tokenizer = getattr(loaded, "backend_tokenizer", None)
-        require(tokenizer is not None, "tokenizer", str(folder), "no fast tokenizer; save it with a tokenizer.json")
+        require(
+            tokenizer is not None,
+            "tokenizer",
+            str(folder),
+            "no fast tokenizer; save it with a tokenizer.json",
+        )
     # Files may carry truncation and padding settings of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -389,7 +439,9 @@ def _load_tokenizer(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _guarded(
-    origin: Path | str, problem: str = "it cannot be read", remedy: str = "copy or download it again"
+    origin: Path | str,
+    problem: str = "it cannot be read",
+    remedy: str = "copy or download it again",
 ) -> Iterator[None]:
     """Context manager that turns any tokenizer library error into a ValueError that names the tokenizer."""
     try:
@@ -406,7 +458,9 @@ def _check_sentencepiece(folder: Path) -> None:
     """Raises ValueError if a folder needs packages for its sentencepiece model that are not installed."""
     for name in _SENTENCEPIECE:
         if (folder / name).is_file() and not (folder / "vocab.json").is_file():
-            missing = [package for package in ("sentencepiece", "google.protobuf") if not _has(package)]
+            missing = [
+                package for package in ("sentencepiece", "google.protobuf") if not _has(package)
+            ]
             remedy = f"reading it takes {' and '.join(missing)}: pip install 'jaxkv[sentencepiece]'"
             require(not missing, "tokenizer", str(folder / name), remedy)
 

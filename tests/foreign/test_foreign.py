@@ -30,23 +30,32 @@ def book():
     names, found = runpy.run_path(str(outputs.FOLDER / "run.py"))["ran"](
         json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
     )
-    cells = [cell | {"outputs": each} for cell, each in zip(outputs.code_cells(NOTEBOOK), found, strict=True)]
+    cells = [
+        cell | {"outputs": each}
+        for cell, each in zip(outputs.code_cells(NOTEBOOK), found, strict=True)
+    ]
     return names | {"cells": cells}
 
 
 def test_the_notebook_gives_what_is_stored(book):
-    assert not (found := outputs.differences(outputs.code_cells(NOTEBOOK), book["cells"])), "\n".join(found)
+    assert not (found := outputs.differences(outputs.code_cells(NOTEBOOK), book["cells"])), (
+        "\n".join(found)
+    )
 
 
 def test_the_notebook_says_what_it_shows(book):
-    lines = "".join(outputs.text_of(each) for cell in book["cells"] for each in cell["outputs"]).splitlines()
+    lines = "".join(
+        outputs.text_of(each) for cell in book["cells"] for each in cell["outputs"]
+    ).splitlines()
     assert [line for line in lines if "the same tokens" in line] == [
         f"{name} the same tokens: True" for name in ("FullKV", "SnapKV", "AdaKV")
     ]
     assert lines[-1] == "programs compiled for three pairs of lengths: 1"
 
 
-@pytest.mark.parametrize("make", [lambda n: FullKV(), lambda n: policy("snapkv", n), lambda n: policy("adakv", n)])
+@pytest.mark.parametrize(
+    "make", [lambda n: FullKV(), lambda n: policy("snapkv", n), lambda n: policy("adakv", n)]
+)
 @pytest.mark.parametrize("lengths", [(64, 41), (23, 50)])
 def test_a_budget_of_the_whole_prompt_draws_the_models_own_tokens(book, make, lengths):
     prompt = np.random.default_rng(len(lengths) + lengths[0]).integers(1, 97, (2, 64))

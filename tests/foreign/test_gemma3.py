@@ -50,7 +50,11 @@ def model(request):
 
 def window_of(block):
     """Number of last tokens that a block attends to, None for all."""
-    return block.attention.sliding_window_size if block.attention.use_sliding_window_attention else None
+    return (
+        block.attention.sliding_window_size
+        if block.attention.use_sliding_window_attention
+        else None
+    )
 
 
 def queries_keys_values(block, x, start):
@@ -67,7 +71,9 @@ def finish(block, x, out):
     added = block.attention.output_dense(jnp.swapaxes(out, 1, 2))
     x = x + block.post_attention_norm(added)
     normed = block.pre_ffw_norm(x)
-    gated = keras.activations.gelu(block.gating_ffw(normed), approximate=True) * block.gating_ffw_2(normed)
+    gated = keras.activations.gelu(block.gating_ffw(normed), approximate=True) * block.gating_ffw_2(
+        normed
+    )
     return x + block.post_ffw_norm(block.ffw_linear(gated))
 
 
@@ -86,7 +92,9 @@ def prefill(model, tokens, length, policy):
     for block in model.backbone.transformer_layers:
         q, k, v = queries_keys_values(block, x, jnp.zeros(len(length), jnp.int32))
         given = {"window": window_of(block), "softcap": block.attention.logit_soft_cap}
-        rows.append(jaxkv.compress(k, v, queries=q, length=length, policy=policy, room=NEW, **given))
+        rows.append(
+            jaxkv.compress(k, v, queries=q, length=length, policy=policy, room=NEW, **given)
+        )
         x = block(x, padding_mask=padding)
     return rows, logits(model, jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0])
 
@@ -121,7 +129,9 @@ def own(model, prompt, length):
     return np.asarray(out["token_ids"])[0, length:]
 
 
-@pytest.mark.parametrize("policy", [FullKV(), SnapKV(budget=64, window=8), AdaKV(base=SnapKV(budget=64, window=8))])
+@pytest.mark.parametrize(
+    "policy", [FullKV(), SnapKV(budget=64, window=8), AdaKV(base=SnapKV(budget=64, window=8))]
+)
 @pytest.mark.parametrize("lengths", [(48, 5)])
 def test_a_budget_of_the_whole_prompt_draws_the_models_own_tokens(model, policy, lengths):
     """Past the window, of prompts that are shorter and longer than one."""
@@ -138,7 +148,9 @@ def test_a_budget_holds_for_layers_without_a_window(model):
     lengths, weights = (48, 20), [variable.value for variable in model.variables]
     prompt = np.random.default_rng(1).integers(1, 97, (2, SLOTS))
     policy = SnapKV(budget=12, window=4)
-    drawn, rows = run(weights, jnp.asarray(prompt), jnp.asarray(lengths), model=model, policy=policy)
+    drawn, rows = run(
+        weights, jnp.asarray(prompt), jnp.asarray(lengths), model=model, policy=policy
+    )
     for layer, held in enumerate(rows):
         want = 12 if layer % 6 == 5 else WINDOW
         assert np.asarray(held.length)[0].tolist() == [[want, want]] * 2

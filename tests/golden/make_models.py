@@ -82,10 +82,18 @@ VOCAB = 96  # Small, because logits at every position are most of the archive's 
 
 def with_images(**text):
     """The config of a Gemma 3 with images: of a text model, and of a vision tower as small as can be."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
     return Gemma3Config(
-        text_config=Gemma3TextConfig(**text), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
+        text_config=Gemma3TextConfig(**text),
+        vision_config=vision,
+        mm_tokens_per_image=1,
+        image_token_index=VOCAB - 1,
     )
 
 
@@ -196,18 +204,33 @@ SPECS = {
     ),
     "llama_mqa": (LLAMA, heads(4, 1, rope_parameters=rope(10000.0), rms_norm_eps=1e-5)),
     "llama_gqa8": (LLAMA, heads(16, 2, head_dim=8, rope_parameters=rope(500000.0))),
-    "llama_linear": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0, rope_type="linear", factor=4.0))),
+    "llama_linear": (
+        LLAMA,
+        heads(4, 2, rope_parameters=rope(10000.0, rope_type="linear", factor=4.0)),
+    ),
     "llama_llama3": (LLAMA, heads(4, 2, head_dim=16, rope_parameters=LLAMA3)),
     "llama_yarn": (LLAMA, heads(4, 2, head_dim=16, rope_parameters=YARN)),
-    "llama_bias": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0), attention_bias=True, mlp_bias=True)),
+    "llama_bias": (
+        LLAMA,
+        heads(4, 2, rope_parameters=rope(10000.0), attention_bias=True, mlp_bias=True),
+    ),
     "mistral": (
         MISTRAL,
-        heads(8, 2, hidden_size=64, head_dim=8, sliding_window=None, rope_parameters=rope(1000000.0)),
+        heads(
+            8, 2, hidden_size=64, head_dim=8, sliding_window=None, rope_parameters=rope(1000000.0)
+        ),
     ),
     "qwen2": (QWEN2, heads(6, 2, rope_parameters=rope(1000000.0), use_sliding_window=False)),
     "qwen3": (
         QWEN3,
-        heads(4, 2, head_dim=16, rope_parameters=rope(1000000.0), use_sliding_window=False, tie_word_embeddings=True),
+        heads(
+            4,
+            2,
+            head_dim=16,
+            rope_parameters=rope(1000000.0),
+            use_sliding_window=False,
+            tie_word_embeddings=True,
+        ),
     ),
     "llama_bf16": (LLAMA, heads(6, 2, rope_parameters=rope(100000.0))),
     "falcon_7b": (FALCON, falcon(6, tie_word_embeddings=True)),
@@ -223,7 +246,14 @@ SPECS = {
     # Every second layer has no rotary embedding.
     "smollm3": (
         SMOLLM3,
-        heads(4, 2, rope_parameters=rope(2000000.0), num_hidden_layers=3, no_rope_layer_interval=2, mlp_bias=True),
+        heads(
+            4,
+            2,
+            rope_parameters=rope(2000000.0),
+            num_hidden_layers=3,
+            no_rope_layer_interval=2,
+            mlp_bias=True,
+        ),
     ),
     "granite": (
         GRANITE,
@@ -240,9 +270,18 @@ SPECS = {
     ),
     "olmo2": (OLMO2, heads(6, 2, rope_parameters=rope(500000.0))),
     # Of 16 channels 8 are rotated, neighbours together.
-    "glm4": (GLM4, heads(4, 2, head_dim=16, rope_parameters=rope(10000.0, partial_rotary_factor=0.5))),
-    "cohere": (COHERE, heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True)),
-    "gemma": (GEMMA, heads(4, 1, head_dim=16, rope_parameters=rope(10000.0), tie_word_embeddings=True)),
+    "glm4": (
+        GLM4,
+        heads(4, 2, head_dim=16, rope_parameters=rope(10000.0, partial_rotary_factor=0.5)),
+    ),
+    "cohere": (
+        COHERE,
+        heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True),
+    ),
+    "gemma": (
+        GEMMA,
+        heads(4, 1, head_dim=16, rope_parameters=rope(10000.0), tie_word_embeddings=True),
+    ),
     # Windows that 80 tokens fill several times over, in some layers or in all.
     "gemma3": (
         GEMMA3,
@@ -252,7 +291,12 @@ SPECS = {
             head_dim=16,
             num_hidden_layers=4,
             sliding_window=12,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            layer_types=[
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
             query_pre_attn_scalar=24,
             rope_parameters={
                 "sliding_attention": rope(10000.0),
@@ -273,7 +317,10 @@ SPECS = {
             tie_word_embeddings=True,
         ),
     ),
-    "olmo3": (OLMO3, heads(6, 2, num_hidden_layers=4, sliding_window=12, rope_parameters=rope(500000.0))),
+    "olmo3": (
+        OLMO3,
+        heads(6, 2, num_hidden_layers=4, sliding_window=12, rope_parameters=rope(500000.0)),
+    ),
     "mistral_window": (MISTRAL, heads(4, 2, sliding_window=20, rope_parameters=rope(10000.0))),
     "qwen2_window": (
         QWEN2,
@@ -288,7 +335,10 @@ SPECS = {
         ),
     ),
     # YaRN's factor is that of rotated channels alone.
-    "glm4_yarn": (GLM4, heads(4, 2, head_dim=16, rope_parameters=YARN | {"partial_rotary_factor": 0.75})),
+    "glm4_yarn": (
+        GLM4,
+        heads(4, 2, head_dim=16, rope_parameters=YARN | {"partial_rotary_factor": 0.75}),
+    ),
     # Read without images: its text model's logits.
     "gemma3_images": (
         GEMMA3_IMAGES,
@@ -307,19 +357,41 @@ SPECS = {
     # Widths of whole blocks of 32, but not where four devices split them.
     "gpt_oss_mxfp4": (GPT_OSS, GPT_OSS_EXPERTS | {"hidden_size": 64, "intermediate_size": 96}),
     # As Phi-4-mini: of 16 channels 12 are rotated. Both rows are longer than the original length, ...
-    "phi3_long": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 32}),
+    "phi3_long": (
+        PHI3,
+        LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 32},
+    ),
     # ... or no text may be: short factors, and an attention factor of 1.
-    "phi3_short": (PHI3, LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 128}),
+    "phi3_short": (
+        PHI3,
+        LONGROPE | {"max_position_embeddings": 128, "original_max_position_embeddings": 128},
+    ),
     # Texts up to 128 tokens do not change its base.
-    "llama_dynamic": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0, rope_type="dynamic", factor=4.0))),
+    "llama_dynamic": (
+        LLAMA,
+        heads(4, 2, rope_parameters=rope(10000.0, rope_type="dynamic", factor=4.0)),
+    ),
     "cohere_norms": (
         COHERE,
-        heads(6, 2, rope_parameters=rope(8000000.0), logit_scale=0.3, tie_word_embeddings=True, use_qk_norm=True),
+        heads(
+            6,
+            2,
+            rope_parameters=rope(8000000.0),
+            logit_scale=0.3,
+            tie_word_embeddings=True,
+            use_qk_norm=True,
+        ),
     ),
     # The scaling is that of the fourth layer, the one without a window.
     "olmo3_yarn": (
         OLMO3,
-        heads(3, 1, num_hidden_layers=4, sliding_window=12, rope_parameters=YARN | {"rope_theta": 500000.0}),
+        heads(
+            3,
+            1,
+            num_hidden_layers=4,
+            sliding_window=12,
+            rope_parameters=YARN | {"rope_theta": 500000.0},
+        ),
     ),
     # Caps that most logits reach, of attention and at the end.
     "gemma2": (
@@ -345,7 +417,15 @@ FUSED = ("qwen3_moe_fused",)
 # Models of which a text of this length has other rotations than the two rows.
 WITHIN = {"phi3_long": 32}
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
-OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2", "gpt_oss_mxfp4", "llama_dynamic", "olmo3_yarn")
+OLD_STYLE = (
+    "llama_mha",
+    "llama_llama3",
+    "llama_yarn",
+    "qwen2",
+    "gpt_oss_mxfp4",
+    "llama_dynamic",
+    "olmo3_yarn",
+)
 # Experts as blocks of 4 bits, as the published files have them.
 MXFP4 = ("gpt_oss_mxfp4",)
 SHARDED = {"llama_gqa_sharded": "llama_gqa"}
@@ -354,7 +434,12 @@ SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
     # Gemma's norms multiply by 1 plus their weights.
-    gemmas = (GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration)
+    gemmas = (
+        GemmaForCausalLM,
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
+        Gemma3ForConditionalGeneration,
+    )
     middle = 0.0 if isinstance(model, gemmas) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -367,9 +452,16 @@ def randomise(model):
             if isinstance(model, GptOssForCausalLM):
                 # Sinks that take a good part of the attention; experts whose limit of 7 acts, and that leave the
                 # residual stream to attention, too.
-                factors = {"sinks": 8.0, "q_proj.weight": 0.4, "k_proj.weight": 0.4, "gate_up_proj": 2.0}
+                factors = {
+                    "sinks": 8.0,
+                    "q_proj.weight": 0.4,
+                    "k_proj.weight": 0.4,
+                    "gate_up_proj": 2.0,
+                }
                 factors |= {"experts.down_proj": 0.1}
-                parameter.mul_(next((each for end, each in factors.items() if name.endswith(end)), 1.0))
+                parameter.mul_(
+                    next((each for end, each in factors.items() if name.endswith(end)), 1.0)
+                )
 
 
 def to_blocks(model, rng):
@@ -381,11 +473,22 @@ def to_blocks(model, rng):
             continue
         count, inputs, outputs = parameter.shape
         codes = rng.integers(0, 16, (count, outputs, inputs // 32, 32), np.uint8)
-        scales = rng.integers(*((123, 126) if "gate_up" in name else (117, 120)), codes.shape[:-1], np.uint8)
-        values = levels[codes % 8] * np.where(codes < 8, 1, -1) * 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+        scales = rng.integers(
+            *((123, 126) if "gate_up" in name else (117, 120)), codes.shape[:-1], np.uint8
+        )
+        values = (
+            levels[codes % 8]
+            * np.where(codes < 8, 1, -1)
+            * 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+        )
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(values.reshape(count, outputs, inputs)).transpose(1, 2))
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = codes[..., ::2] | (codes[..., 1::2] << 4), scales
+            parameter.copy_(
+                torch.from_numpy(values.reshape(count, outputs, inputs)).transpose(1, 2)
+            )
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = (
+            codes[..., ::2] | (codes[..., 1::2] << 4),
+            scales,
+        )
     return stored
 
 
@@ -396,7 +499,12 @@ def put_blocks(folder, stored):
     save_file(kept | stored, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    apart = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    apart = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     config["quantization_config"] = {"modules_to_not_convert": apart, "quant_method": "mxfp4"}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -423,7 +531,9 @@ def save(model, folder, **options):
 
 def reload(folder):
     """Loads a folder as transformers does, in float32 whatever the file holds."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     # What MXFP4 blocks stand for is bfloat16, whatever dtype is asked for.
     return model.float().eval()
 
@@ -468,7 +578,11 @@ def main():
             del given["intermediate_size"]
         model = model_class(config_class(**given)).eval()
         randomise(model)
-        stored = to_blocks(model, np.random.default_rng(1000 + seed_of(name, index))) if name in MXFP4 else {}
+        stored = (
+            to_blocks(model, np.random.default_rng(1000 + seed_of(name, index)))
+            if name in MXFP4
+            else {}
+        )
         folder = MODELS / name
         if name == "llama_bf16":
             with torch.no_grad():
@@ -488,7 +602,9 @@ def main():
         for row, length in enumerate(LENGTHS):
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
-        loaded = reload(folder)  # From the files, so that the stored logits belong to the stored weights.
+        loaded = reload(
+            folder
+        )  # From the files, so that the stored logits belong to the stored weights.
         for each in (model, loaded) if name == "olmo3_yarn" else ():
             unscale_windows(each)
         arrays[f"{name}/input_ids"] = ids
@@ -499,18 +615,27 @@ def main():
         in_memory = logits_of(model, ids[0])
         gap = float(np.abs(in_memory - arrays[f"{name}/logits0"]).max())
         spread = float(arrays[f"{name}/logits0"].std())
-        assert gap < 1e-4, f"{name}: the saved folder gives other logits (gap {gap}); check what save() writes"
+        assert gap < 1e-4, (
+            f"{name}: the saved folder gives other logits (gap {gap}); check what save() writes"
+        )
         print(f"{name:20s} std of logits {spread:6.2f}  saved vs in memory {gap:.1e}")
 
     for name, source in SHARDED.items():
         save(reload(MODELS / source), MODELS / name, max_shard_size="60KB")
-        gap = np.abs(logits_of(reload(MODELS / name), arrays[f"{source}/input_ids"][0]) - arrays[f"{source}/logits0"])
-        assert gap.max() < 1e-5, f"{name}: other logits than {source} (gap {gap.max()}); check the shards"
+        gap = np.abs(
+            logits_of(reload(MODELS / name), arrays[f"{source}/input_ids"][0])
+            - arrays[f"{source}/logits0"]
+        )
+        assert gap.max() < 1e-5, (
+            f"{name}: other logits than {source} (gap {gap.max()}); check the shards"
+        )
         print(f"{name:20s} {len(list((MODELS / name).glob('*.safetensors')))} shards")
 
     with safe_open(MODELS / "llama_bf16" / "model.safetensors", "np") as file:
         dtype = file.get_slice("model.norm.weight").get_dtype()
-    assert dtype == "BF16", f"llama_bf16: stored as {dtype}; the model has to be bfloat16 when it is saved"
+    assert dtype == "BF16", (
+        f"llama_bf16: stored as {dtype}; the model has to be bfloat16 when it is saved"
+    )
     np.savez_compressed(HERE / "models.npz", **arrays)
 
 

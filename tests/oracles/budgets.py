@@ -68,7 +68,9 @@ def water_fill(values, total, high):
     for left, right in zip(bends, bends[1:] or bends, strict=False):
         low, up = sum(clipped(left)), sum(clipped(right))
         if low <= total <= up:
-            return clipped(left if up == low else left + (right - left) * (total - low) / (up - low))
+            return clipped(
+                left if up == low else left + (right - left) * (total - low) / (up - low)
+            )
     raise AssertionError("the sum at the outermost bends is 0 and L * high")
 
 

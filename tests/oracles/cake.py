@@ -62,7 +62,9 @@ def cake_preference(q, k, window=32, tau1=1.0, tau2=1.0):
     """
     logs = _logs(q, k, window)
     logs = logs[:, :, : logs.shape[2] - logs.shape[1]]
-    return float(-(np.exp(logs) * logs).sum()) ** (1 / tau1) * float(_variance(np.exp(logs)).sum()) ** (1 / tau2)
+    return float(-(np.exp(logs) * logs).sum()) ** (1 / tau1) * float(
+        _variance(np.exp(logs)).sum()
+    ) ** (1 / tau2)
 
 
 def cake(qs, ks, budget, window=32, tau1=1.0, tau2=1.0, gamma=200.0):

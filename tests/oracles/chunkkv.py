@@ -26,14 +26,20 @@ def gated_chunk_select(scores, rows, forced, n, chunk, peaks):
         kept, K equal lists, and the smallest gap: at the medians, among chunks, within chunks, and of the rest.
     """
     held = set(forced)
-    mean = {j: math.fsum(float(head[j]) for head in scores) / len(scores) for j in range(n) if j not in held}
+    mean = {
+        j: math.fsum(float(head[j]) for head in scores) / len(scores)
+        for j in range(n)
+        if j not in held
+    }
     found = []
     for first in range(0, n, chunk):
         members = range(first, min(first + chunk, n))
         free = [j for j in members if j not in held]
         if free:
             worth = math.fsum(mean[j] for j in free) / len(free)
-            found.append((worth, chunk_entropy([mean[j] for j in free]), len(free) < len(members), free))
+            found.append(
+                (worth, chunk_entropy([mean[j] for j in free]), len(free) < len(members), free)
+            )
     worths, entropies = sorted(f[0] for f in found), sorted(f[1] for f in found)
     middle = (len(found) - 1) // 2
     gap = math.inf
@@ -49,7 +55,9 @@ def gated_chunk_select(scores, rows, forced, n, chunk, peaks):
         most = min(left, peaks if cut else len(free))
         ranked = sorted(free, key=lambda j: (-mean[j], j))
         if most and ranked[most:]:
-            gap = min(gap, cut_gap([mean[j] for j in ranked[:most]], [mean[j] for j in ranked[most:]]))
+            gap = min(
+                gap, cut_gap([mean[j] for j in ranked[:most]], [mean[j] for j in ranked[most:]])
+            )
         held |= set(ranked[:most])
         left -= min(most, len(free))
     ranked = sorted((j for j in range(n) if j not in held), key=lambda j: (-mean[j], j))
@@ -75,13 +83,21 @@ def chunk_select(scores, rows, forced, n, chunk):
         kept, K equal lists, and the smallest gap of the cuts among chunks and within one.
     """
     held = set(forced)
-    mean = {j: math.fsum(float(head[j]) for head in scores) / len(scores) for j in range(n) if j not in held}
+    mean = {
+        j: math.fsum(float(head[j]) for head in scores) / len(scores)
+        for j in range(n)
+        if j not in held
+    }
     queue = []
     for first in range(0, n, chunk):
         members = range(first, min(first + chunk, n))
         free = [j for j in members if j not in held]
         if free:
-            worth = math.fsum(mean[j] for j in free) / len(free) if len(free) == len(members) else math.inf
+            worth = (
+                math.fsum(mean[j] for j in free) / len(free)
+                if len(free) == len(members)
+                else math.inf
+            )
             queue.append((worth, free))
     queue.sort(key=lambda pair: (-pair[0], pair[1][0]))
     left, gap = max(rows - len(held), 0), math.inf
@@ -96,6 +112,10 @@ def chunk_select(scores, rows, forced, n, chunk):
             before = [other for other, _ in queue[:at] if other < math.inf]
             gap = cut_gap([mean[j] for j in chosen], [mean[j] for j in rest])
             if worth < math.inf:
-                gap = min(gap, cut_gap(before, [worth, *after]), cut_gap([*before, worth], after) if chosen else gap)
+                gap = min(
+                    gap,
+                    cut_gap(before, [worth, *after]),
+                    cut_gap([*before, worth], after) if chosen else gap,
+                )
             break
     return [sorted(held)] * len(scores), gap

@@ -38,7 +38,9 @@ def block_attention(q, k, size, first=0, last=0, zeros=False):
 def leverage_scores(k, projection, ridge=0.01):
     """Leverage of each centred, projected key of `[n, D]` by columns `[D, m]`: sum of u^2 s^2 / (s^2 + ridge), from the
     singular value decomposition instead of an inverse."""
-    y = (np.asarray(k, np.float64) - np.mean(k, axis=0, dtype=np.float64)) @ np.asarray(projection, np.float64)
+    y = (np.asarray(k, np.float64) - np.mean(k, axis=0, dtype=np.float64)) @ np.asarray(
+        projection, np.float64
+    )
     u, s, _ = np.linalg.svd(y, full_matrices=False)
     return u**2 @ (s**2 / (s**2 + ridge))
 
@@ -68,7 +70,9 @@ def compactor_scores(q, k, v, raw, projections, *, size, first, last, blending, 
     """
     part = slice(first, np.shape(k)[1] - last)
     received = block_attention(q, k, size, first, last, zeros)
-    received = np.pad(received * np.linalg.norm(np.asarray(v, np.float64)[:, part], axis=-1), ((0, 0), (1, 1)))
+    received = np.pad(
+        received * np.linalg.norm(np.asarray(v, np.float64)[:, part], axis=-1), ((0, 0), (1, 1))
+    )
     scores = normalised((received[:, :-2] + received[:, 1:-1] + received[:, 2:]) / 3)
     columns = projections.shape[2]
     leverage = [leverage_scores(raw[h, part], projections[h] / columns**0.5) for h in range(len(k))]

@@ -22,4 +22,6 @@ def duo(pattern, sparsity, n, sinks, window):
         [L][K] ascending lists.
     """
     few = [j for j in range(n) if j < sinks or j >= n - window]
-    return [[list(range(n)) if full else few for full in row] for row in duo_kinds(pattern, sparsity)]
+    return [
+        [list(range(n)) if full else few for full in row] for row in duo_kinds(pattern, sparsity)
+    ]

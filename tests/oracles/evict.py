@@ -23,7 +23,9 @@ def _everywhere(probs, kv_heads):
     return np.array([mean] * kv_heads)
 
 
-def bulk_evict(k, v, positions, scores, rows, sinks, recent, seen, merge=None, tau=None, accumulate="sum"):
+def bulk_evict(
+    k, v, positions, scores, rows, sinks, recent, seen, merge=None, tau=None, accumulate="sum"
+):
     """Evict at once down to `rows`: the sinks, the recent rows and the best others stay.
 
     Args:
@@ -108,7 +110,10 @@ def halve_values(k, v, kept, evicted):
         if len(gone) != 1:
             continue
         own = k[g][gone[0]]
-        cosines = [float(np.dot(own, k[g][r]) / np.linalg.norm(own) / np.linalg.norm(k[g][r])) for r in kept[g]]
+        cosines = [
+            float(np.dot(own, k[g][r]) / np.linalg.norm(own) / np.linalg.norm(k[g][r]))
+            for r in kept[g]
+        ]
         best, second = sorted(cosines, reverse=True)[:2]
         at = kept[g][cosines.index(best)]
         v[g][at] = (v[g][at] + v[g][gone[0]]) / 2
@@ -116,7 +121,9 @@ def halve_values(k, v, kept, evicted):
     return k, v, gap
 
 
-def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, merge=None, group="mean"):
+def simulate(
+    q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, merge=None, group="mean"
+):
     """Prefill, evict to `rows`, then decode token by token, evicting one row per head whenever there are more.
 
     Args:
@@ -148,7 +155,9 @@ def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, m
     if accumulate == "last":
         scores = last_scores(q, k)
     else:
-        scores = -np.linalg.norm(k, axis=-1) if accumulate == "norm" else cumulative_scores(q, k, group)
+        scores = (
+            -np.linalg.norm(k, axis=-1) if accumulate == "norm" else cumulative_scores(q, k, group)
+        )
     everything = [list(range(n)) for _ in range(kv_heads)]
     rule = (rows, sinks, recent)
     prefill = bulk_evict(k, v, everything, scores, *rule, n, merge, None, accumulate)
@@ -167,6 +176,8 @@ def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, m
             left = accumulate if fades else 1.0
             scores = np.concatenate([left * state["scores"], np.zeros((kv_heads, 1))], axis=1)
             scores = scores + _group(probs, kv_heads, group)
-        state = bulk_evict(held_k, held_v, positions, scores, *rule, n + t + 1, merge, state["tau"], accumulate)
+        state = bulk_evict(
+            held_k, held_v, positions, scores, *rule, n + t + 1, merge, state["tau"], accumulate
+        )
         steps.append({**state, "out": out, "probs": probs})
     return prefill, steps, min([prefill["gap"]] + [step["gap"] for step in steps])

@@ -31,7 +31,10 @@ def headkv_rows(scores, kv_heads, n, budget, forced, beta=1.2):
     """
     layers, heads, beta = len(scores), len(scores[0]), Fraction(beta)
     total = sum(Fraction(x) for row in scores for x in row)
-    share = [[(1 - 1 / beta) / (layers * heads) + Fraction(x) / total / beta for x in row] for row in scores]
+    share = [
+        [(1 - 1 / beta) / (layers * heads) + Fraction(x) / total / beta for x in row]
+        for row in scores
+    ]
     base, group = max(resolve_budget(budget, n) - forced, 0), heads // kv_heads
     values = water_fill([sum(row) * layers * base for row in share], layers * base, n - forced)
     of_layers, margin = largest_remainder(values, layers * base, n - forced)
@@ -39,7 +42,9 @@ def headkv_rows(scores, kv_heads, n, budget, forced, beta=1.2):
     for row, mine in zip(share, of_layers, strict=True):
         each = [sum(row[k * group : (k + 1) * group]) for k in range(kv_heads)]
         parts, _ = largest_remainder([x / sum(each) * PARTS for x in each], PARTS)
-        split, _ = largest_remainder([Fraction(kv_heads * mine * part, PARTS) for part in parts], kv_heads * mine)
+        split, _ = largest_remainder(
+            [Fraction(kv_heads * mine * part, PARTS) for part in parts], kv_heads * mine
+        )
         rows.append([forced + count for count in split])
     return rows, margin
 
@@ -66,15 +71,21 @@ def headkv(qs, ks, budget, scores, window=32, beta=1.2):
     kept, gap = [], math.inf
     for q, k, counts in zip(qs, ks, rows, strict=True):
         marks = window_scores(q, k, window)
-        picked = [top_select(head, min(count, n), forced, n) for head, count in zip(marks, counts, strict=True)]
+        picked = [
+            top_select(head, min(count, n), forced, n)
+            for head, count in zip(marks, counts, strict=True)
+        ]
         mine = [set(positions) for positions, _ in picked]
-        rest = [(-float(marks[h][j]), h, j) for h in range(heads) for j in range(n) if j not in mine[h]]
+        rest = [
+            (-float(marks[h][j]), h, j) for h in range(heads) for j in range(n) if j not in mine[h]
+        ]
         missing = sum(counts) - sum(map(len, mine))
         for _, h, j in sorted(rest)[:missing]:
             mine[h].add(j)
         if missing:
             kept_marks, dropped = (
-                [-mark for mark, *_ in part] for part in (sorted(rest)[:missing], sorted(rest)[missing:])
+                [-mark for mark, *_ in part]
+                for part in (sorted(rest)[:missing], sorted(rest)[missing:])
             )
             gap = min(gap, cut_gap(kept_marks, dropped))
         kept.append([sorted(head) for head in mine])

@@ -78,7 +78,12 @@ def _decide(cosines, limits, decision):
     elif decision != "token":
         raise ValueError(decision)
     chosen = [[u >= limit for u in row] for row, limit in zip(cosines, limits, strict=True)]
-    gaps = [abs(u - limit) for row, limit in zip(cosines, limits, strict=True) for u in row if u != limit]
+    gaps = [
+        abs(u - limit)
+        for row, limit in zip(cosines, limits, strict=True)
+        for u in row
+        if u != limit
+    ]
     return chosen, min(gaps, default=math.inf)
 
 
@@ -108,7 +113,9 @@ def _plan(x, kept, evicted, tau, beta, weights, tau_scope, decision, threshold):
             if merges:
                 groups.setdefault(j, []).append((i, u))
         used.append({j: _weigh([u for _, u in groups[j]], weights) for j in sorted(groups)})
-        moves.append({j: list(zip([i for i, _ in groups[j]], used[g][j][1], strict=True)) for j in used[g]})
+        moves.append(
+            {j: list(zip([i for i, _ in groups[j]], used[g][j][1], strict=True)) for j in used[g]}
+        )
     return moves, used, tau, min(near, edge)
 
 

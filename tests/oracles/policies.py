@@ -85,7 +85,10 @@ def allocation_weights(qs, ks, metric, window=32, sinks=0, protect=(), group="me
     weights = []
     for q, k in zip(qs, ks, strict=True):
         raw = window_scores(q, k, window, pool=None, group=group)
-        weights.append(math.fsum(measure([row[j] for j in range(n) if j not in held]) for row in raw) / len(raw))
+        weights.append(
+            math.fsum(measure([row[j] for j in range(n) if j not in held]) for row in raw)
+            / len(raw)
+        )
     return weights
 
 

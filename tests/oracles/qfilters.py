@@ -6,7 +6,9 @@ import numpy as np
 def qfilter_scores(filters, k):
     """Minus the product of each key and its head's filter: [K, n] from [K, D] and [K, n, D]."""
     rows = zip(np.asarray(filters, np.float64), np.asarray(k, np.float64), strict=True)
-    return np.array([[-sum(a * b for a, b in zip(one, key, strict=True)) for key in keys] for one, keys in rows])
+    return np.array(
+        [[-sum(a * b for a, b in zip(one, key, strict=True)) for key in keys] for one, keys in rows]
+    )
 
 
 def prompt_filter(q):

@@ -9,8 +9,14 @@ from oracles.select import cut_gap
 
 def page_bound(query, keys):
     """The most that one query `[D]` can have as inner product with a key between the least and greatest of `[n, D]`."""
-    least, greatest = np.min(keys, axis=0).astype(np.float64), np.max(keys, axis=0).astype(np.float64)
-    return sum(max(float(q) * low, float(q) * high) for q, low, high in zip(query, least, greatest, strict=True))
+    least, greatest = (
+        np.min(keys, axis=0).astype(np.float64),
+        np.max(keys, axis=0).astype(np.float64),
+    )
+    return sum(
+        max(float(q) * low, float(q) * high)
+        for q, low, high in zip(query, least, greatest, strict=True)
+    )
 
 
 def quest_rows(q, k, *, budget, page=16):
@@ -33,8 +39,13 @@ def quest_rows(q, k, *, budget, page=16):
         asked = q[head * group : (head + 1) * group]
         bounds = [max(page_bound(query, k[head, list(rows)]) for query in asked) for rows in older]
         ranked = sorted(range(len(older)), key=lambda index, of=bounds: (-of[index], index))
-        gap = min(gap, cut_gap([bounds[at] for at in ranked[:count]], [bounds[at] for at in ranked[count:]]))
-        kept.append(sorted(row for rows in [newest, *(older[at] for at in ranked[:count])] for row in rows))
+        gap = min(
+            gap,
+            cut_gap([bounds[at] for at in ranked[:count]], [bounds[at] for at in ranked[count:]]),
+        )
+        kept.append(
+            sorted(row for rows in [newest, *(older[at] for at in ranked[:count])] for row in rows)
+        )
     return kept, gap
 
 

@@ -33,11 +33,17 @@ def rkv_scores(q, k, window=8, kernel=7, mix_lambda=0.1, threshold=0.5):
     for h, keys in enumerate(k):
         attention = np.zeros(before)
         for i in range(before, n) if before else ():
-            logits = [max(float(q[h * group + g, i] @ key) for g in range(group)) / math.sqrt(dim) for key in keys]
+            logits = [
+                max(float(q[h * group + g, i] @ key) for g in range(group)) / math.sqrt(dim)
+                for key in keys
+            ]
             attention += _softmax(logits[:before]) / window
         charged = np.zeros(n)
         for i in range(n):
-            cosines = [float(keys[i] @ key) / math.sqrt(float(keys[i] @ keys[i]) * float(key @ key)) for key in keys]
+            cosines = [
+                float(keys[i] @ key) / math.sqrt(float(keys[i] @ keys[i]) * float(key @ key))
+                for key in keys
+            ]
             cosines[i] = 0.0
             gap = min([gap, *(abs(cosine - threshold) for cosine in cosines)])
             alike = [j for j in range(n) if cosines[j] > threshold]

@@ -46,7 +46,10 @@ def simlayerkv(qs, ks, budget, window, sinks, recent):
     n, heads = ks[0].shape[1], ks[0].shape[0]
     forced = len(forced_positions(n, sinks, recent))
     far = [far_attention(q, k, window, sinks, recent) for q, k in zip(qs, ks, strict=True)]
-    left, kept = len(ks) * (max(min(resolve_budget(budget, n), n), forced) - forced), [None] * len(ks)
+    left, kept = (
+        len(ks) * (max(min(resolve_budget(budget, n), n), forced) - forced),
+        [None] * len(ks),
+    )
     for layer in sorted(range(len(ks)), key=lambda at: (-far[at], at)):
         rows = forced + min(left, n - forced)
         left -= rows - forced

@@ -124,18 +124,24 @@ def allocation_mass(weights, counts):
 
 def all_allocations(heads, total, high):
     """Every split of `total` rows over the heads with at most `high` each, as tuples, in lexicographic order."""
-    return [split for split in itertools.product(range(high + 1), repeat=heads) if sum(split) == total]
+    return [
+        split for split in itertools.product(range(high + 1), repeat=heads) if sum(split) == total
+    ]
 
 
 def best_allocation(weights, total):
     """The largest retained mass over all splits, by enumeration: weights [h, n] to (split, mass); for small h."""
     splits = all_allocations(len(weights), total, len(weights[0]))
-    return max(((split, allocation_mass(weights, split)) for split in splits), key=lambda pair: pair[1])
+    return max(
+        ((split, allocation_mass(weights, split)) for split in splits), key=lambda pair: pair[1]
+    )
 
 
 def adaptive_allocation(weights, total):
     """Algorithm 1: the split given by the `total` largest weights of all heads; ties: lowest head, then position."""
-    rows = [(-float(weights[g][j]), g, j) for g in range(len(weights)) for j in range(len(weights[g]))]
+    rows = [
+        (-float(weights[g][j]), g, j) for g in range(len(weights)) for j in range(len(weights[g]))
+    ]
     split = [0] * len(weights)
     for _, g, _ in sorted(rows)[:total]:
         split[g] += 1

@@ -62,13 +62,16 @@ def expected_scores(moments, k, v, *, sinks=4, epsilon=0.0, covariance=True, val
     for head in range(heads):
         for mean, spread in moments[head * group : (head + 1) * group]:
             logits = [
-                float(mean @ row) / math.sqrt(dim) + (float(row @ spread @ row) / (2 * dim) if covariance else 0.0)
+                float(mean @ row) / math.sqrt(dim)
+                + (float(row @ spread @ row) / (2 * dim) if covariance else 0.0)
                 for row in k[head, sinks:].astype(np.float64)
             ]
             weights = np.exp(np.array(logits) - max(logits, default=0.0))
             out[head, sinks:] += weights / weights.sum() / group if len(weights) else 0.0
         for j in range(sinks, n):
-            size = math.sqrt(float((v[head, j].astype(np.float64) ** 2).sum())) if value_norms else 1.0
+            size = (
+                math.sqrt(float((v[head, j].astype(np.float64) ** 2).sum())) if value_norms else 1.0
+            )
             out[head, j] = (out[head, j] + epsilon) * size
     return out
 
@@ -125,7 +128,10 @@ def defensive_first(q, k, window=32, stage="mass"):
     bias = float(np.mean([row[max(columns - window, 0) : columns].sum() for row in paid]))
     found, gap = [], math.inf
     for row in paid:
-        order, total = sorted(range(columns), key=lambda j: (-row[j], j)), float(row[:columns].sum())
+        order, total = (
+            sorted(range(columns), key=lambda j: (-row[j], j)),
+            float(row[:columns].sum()),
+        )
         wanted = 0.9 - float(row[columns:].sum()) if stage == "mass" else 0.9 - bias
         taken, mass = [], 0.0
         for j in order if wanted > 0 else ():
@@ -138,7 +144,9 @@ def defensive_first(q, k, window=32, stage="mass"):
             if stage == "published":
                 taken.append(j)
         found.append(taken)
-        gap = min([gap, *((row[a] - row[b]) / row[a] for a, b in zip(order, order[1:], strict=False))])
+        gap = min(
+            [gap, *((row[a] - row[b]) / row[a] for a, b in zip(order, order[1:], strict=False))]
+        )
     return found, gap
 
 

@@ -92,7 +92,11 @@ def scale_fill(weights, total, low, high):
     for left, right in zip(bends, bends[1:], strict=False):
         below, above = sum(clipped(left)), sum(clipped(right))
         if below <= total <= above:
-            return clipped(left if above == below else left + (right - left) * (total - below) / (above - below))
+            return clipped(
+                left
+                if above == below
+                else left + (right - left) * (total - below) / (above - below)
+            )
     out = clipped(bends[-1])
     idle = [i for i, w in enumerate(weights) if not w]
     missing = total - sum(out)
@@ -144,7 +148,9 @@ def variance_rows(stats, n, budget, kind, forced, dense=()):
     own = [float(stats[i]) for i in free]
     if kind == "exp_decay":
         raw = [n * math.exp(-x) for x in own]
-        shifted = water_fill([Fraction(x) - least for x in raw], total - len(free) * least, n - least)
+        shifted = water_fill(
+            [Fraction(x) - least for x in raw], total - len(free) * least, n - least
+        )
         values = [x + least for x in shifted]
     else:
         values = scale_fill(layer_weights(own, kind), total, least, n)

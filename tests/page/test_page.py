@@ -13,7 +13,9 @@ from playwright import sync_api
 from playwright.sync_api import expect
 from serve_runs import KEY, model_folder, started
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 ANSWER = "article .said"
 
 
@@ -44,8 +46,14 @@ def page(browser, server):
     page, faults = context.new_page(), []
     page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
-    page.on("request", lambda asked: faults.append(asked.url) if not asked.url.startswith(server[1]) else None)
+    page.on(
+        "console",
+        lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None,
+    )
+    page.on(
+        "request",
+        lambda asked: faults.append(asked.url) if not asked.url.startswith(server[1]) else None,
+    )
     page.goto(f"{server[1]}/")
     yield page
     context.close()
@@ -56,7 +64,9 @@ def unlock(page):
     """Gives the server's key and waits for the models."""
     page.get_by_label("Key of this server").fill(KEY)
     page.get_by_role("button", name="Use this key").click()
-    expect(page.get_by_label("Model and policy").locator("option")).to_have_text(["tiny", "tiny:full"])
+    expect(page.get_by_label("Model and policy").locator("option")).to_have_text(
+        ["tiny", "tiny:full"]
+    )
 
 
 def compress(page, text=lettered.DOC, *, budget=None):
@@ -86,14 +96,18 @@ def gone(page, server):
 
 
 def api(server):
-    return httpx2.Client(base_url=server[1], headers={"Authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60)
+    return httpx2.Client(
+        base_url=server[1], headers={"Authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60
+    )
 
 
 def test_the_key_is_asked_for(page):
     expect(page.get_by_role("alert")).to_have_text("This server wants an API key: give it above.")
     page.get_by_label("Key of this server").fill("open")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_have_text("The API key is wrong: give the key of this server.")
+    expect(page.get_by_role("alert")).to_have_text(
+        "The API key is wrong: give the key of this server."
+    )
     unlock(page)
     expect(page.locator("#error")).to_be_hidden()
 
@@ -101,7 +115,9 @@ def test_the_key_is_asked_for(page):
 def test_what_is_kept_is_shown(page, server):
     unlock(page)
     compress(page, budget=9)
-    expect(page.locator("#kept-about")).to_contain_text("tiny keeps 9 of 45 rows per KV head and layer")
+    expect(page.locator("#kept-about")).to_contain_text(
+        "tiny keeps 9 of 45 rows per KV head and layer"
+    )
     with api(server) as client:
         (made,) = client.get("/v1/documents").json()["data"]
         found = client.get(f"/v1/documents/{made['id']}/kept").json()
@@ -109,10 +125,14 @@ def test_what_is_kept_is_shown(page, server):
     text = page.locator("#text")
     assert text.text_content() == f"<s>[{lettered.DOC}"
     struck = "".join(text.locator("s").all_text_contents())
-    assert struck == "".join(p for p, kept in zip(found["pieces"], found["kept"], strict=True) if not kept)
+    assert struck == "".join(
+        p for p, kept in zip(found["pieces"], found["kept"], strict=True) if not kept
+    )
     script = "all => all.map(one => [one.title, one.style.getPropertyValue('--share')])"
     shares = text.locator("mark").evaluate_all(script)
-    assert shares and all(title.startswith(f"{float(s) * found['pairs']:g} of ") for title, s in shares)
+    assert shares and all(
+        title.startswith(f"{float(s) * found['pairs']:g} of ") for title, s in shares
+    )
     before, after = (f"{made[name] / 1000:.1f} kB" for name in ("full_bytes", "kept_bytes"))
     assert page.locator("#sizes").text_content().startswith(f"before{before}after{after}, ")
     page.get_by_label("Layer").select_option("1")
@@ -135,7 +155,11 @@ def test_answers_stream_beside_the_full_cache(page, server):
     with api(server) as client:
         expected = []
         for made in client.get("/v1/documents").json()["data"]:
-            body = {"document": made["id"], "messages": [{"role": "user", "content": "who?"}], "temperature": 0}
+            body = {
+                "document": made["id"],
+                "messages": [{"role": "user", "content": "who?"}],
+                "temperature": 0,
+            }
             found = client.post("/v1/chat/completions", json={**body, "max_tokens": 9}).json()
             expected.append((found["model"], found["choices"][0]["message"]["content"]))
     assert page.locator(ANSWER).all_text_contents() == [text for _, text in sorted(expected)]
@@ -153,7 +177,9 @@ def test_a_full_cache_that_comes_late_is_not_the_next_documents(page, server):
     held = []
 
     def hold(route):
-        held.append(route) if '"tiny:full"' in (route.request.post_data or "") and not held else route.continue_()
+        held.append(route) if '"tiny:full"' in (
+            route.request.post_data or ""
+        ) and not held else route.continue_()
 
     page.route("**/v1/documents", hold)
     page.get_by_label("Also answer with the full cache").check()
@@ -180,8 +206,14 @@ def test_markup_in_a_document_is_text(page):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a" * 70, "This document is not taken (72 tokens): this engine takes up to max_prompt_tokens=60."),
-        ("a" * 3000, "The document is too long to send: the body is longer than 2000 bytes: send a shorter one."),
+        (
+            "a" * 70,
+            "This document is not taken (72 tokens): this engine takes up to max_prompt_tokens=60.",
+        ),
+        (
+            "a" * 3000,
+            "The document is too long to send: the body is longer than 2000 bytes: send a shorter one.",
+        ),
     ],
 )
 def test_refusals_are_told_in_words(page, text, said):
@@ -227,7 +259,17 @@ def test_it_is_usable_by_keyboard_and_screen_reader(page):
     for _ in range(9):
         page.keyboard.press("Tab")
         order.append(page.evaluate("document.activeElement.id"))
-    assert order == ["model", "budget", "compress", "full", "layer", "text", "question", "most", "send"]
+    assert order == [
+        "model",
+        "budget",
+        "compress",
+        "full",
+        "layer",
+        "text",
+        "question",
+        "most",
+        "send",
+    ]
 
 
 def test_it_fits_narrow_windows_and_the_dark(page):

@@ -36,14 +36,23 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray") / "model"
     shutil.copytree(lettered.FOLDER, folder, copy_function=shutil.copyfile)
     (folder / "tokenizer.json").write_text(lettered.characters().tokenizer_json())
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": lettered.TEMPLATE}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "chat_template": lettered.TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 @pytest.fixture(scope="module")
 def cluster(folder):
-    variables = {"PYTHONPATH": str(ROOT), "JAXKV_CACHE": str(folder.parent), "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "JAXKV_CACHE": str(folder.parent),
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
+    }
     environment = {"env_vars": {**variables, "NPROC": "24", "JAX_PLATFORMS": "cpu"}}
     ray.init(num_cpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     yield
@@ -53,8 +62,19 @@ def cluster(folder):
 
 @pytest.fixture(scope="module")
 def client(cluster, folder):
-    args = {"model": str(folder), "name": "tiny", "replicas": 2, "policy": "knorm", "policy_options": {"budget": 16}}
-    more = {"queue": 64, "timeout": 60, "documents": str(folder.parent / "documents"), "max_question_tokens": 16}
+    args = {
+        "model": str(folder),
+        "name": "tiny",
+        "replicas": 2,
+        "policy": "knorm",
+        "policy_options": {"budget": 16},
+    }
+    more = {
+        "queue": 64,
+        "timeout": 60,
+        "documents": str(folder.parent / "documents"),
+        "max_question_tokens": 16,
+    }
     serve.start(http_options={"port": PORT})
     serve.run(app({**args, **SIZES, **more}))
     with httpx2.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=90, trust_env=False) as client:
@@ -87,7 +107,11 @@ def content(response):
 
 def process_of(name):
     """The process of a replica."""
-    found = [each for each in psutil.process_iter(["cmdline"]) if f"ServeReplica:default:{name}" in str(each.info)]
+    found = [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if f"ServeReplica:default:{name}" in str(each.info)
+    ]
     (process,) = found
     return process
 
@@ -103,17 +127,24 @@ def test_all_are_answered_as_generate_does(client):
     assert lines[-1] == "[DONE]" and "".join(pieces) == alone(texts[0])
     refused = client.post(CHATS, json=chat("a", tools=[1]))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
-    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny" and client.get("/health").status_code == 200
+    assert (
+        client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        and client.get("/health").status_code == 200
+    )
 
 
 def test_documents_are_asked_wherever_they_lie(client):
     texts = [lettered.DOC[at : at + 20] for at in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda text: client.post(DOCUMENTS, json={"text": text}).json()["id"], texts))
+        made = list(
+            pool.map(lambda text: client.post(DOCUMENTS, json={"text": text}).json()["id"], texts)
+        )
     assert [each["id"] for each in client.get(DOCUMENTS).json()["data"]] == sorted(made)
     for text, name in zip(texts, made, strict=True):
         cache = jaxkv.prefill(lettered.tiny(), text, policy=POLICY)
-        expected = jaxkv.generate(lettered.tiny(), "why", cache=cache, max_new_tokens=9, stop_at_eos=False)
+        expected = jaxkv.generate(
+            lettered.tiny(), "why", cache=cache, max_new_tokens=9, stop_at_eos=False
+        )
         assert content(client.post(CHATS, json=chat("why", document=name))) == expected.text
     assert client.delete(f"{DOCUMENTS}/{made[0]}").json()["deleted"]
     assert client.post(CHATS, json=chat("why", document=made[0])).status_code == 404
@@ -125,12 +156,17 @@ def test_documents_are_asked_wherever_they_lie(client):
 
 def test_no_request_hangs_when_a_replica_is_killed(client):
     """Each is answered, as alone, or refused with Retry-After; documents are there again with the next process."""
-    documents = [client.post(DOCUMENTS, json={"text": lettered.DOC[:20]}).json()["id"] for _ in range(3)]
+    documents = [
+        client.post(DOCUMENTS, json={"text": lettered.DOC[:20]}).json()["id"] for _ in range(3)
+    ]
     texts = [lettered.DOC[: 5 + at % 20] for at in range(40)]
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         begun = time.monotonic()
         asked = [pool.submit(client.post, CHATS, json=chat(text, max_tokens=40)) for text in texts]
-        asked += [pool.submit(client.post, CHATS, json=chat("why", document=name)) for name in documents * 3]
+        asked += [
+            pool.submit(client.post, CHATS, json=chat("why", document=name))
+            for name in documents * 3
+        ]
         time.sleep(0.3)
         process_of("replica-0").send_signal(signal.SIGKILL)
         found = [each.result(90) for each in asked]
@@ -144,12 +180,20 @@ def test_no_request_hangs_when_a_replica_is_killed(client):
     for text, each in zip(texts, found[: len(texts)], strict=True):
         assert content(each) == expected[text]
     ready(client)
-    assert all(client.post(CHATS, json=chat("why", document=name)).status_code == 200 for name in documents)
+    assert all(
+        client.post(CHATS, json=chat("why", document=name)).status_code == 200 for name in documents
+    )
 
 
 def test_a_batch_is_answered_as_by_one_engine(cluster, folder, tmp_path):
-    lines = [{"custom_id": f"r{at}", "url": CHATS, "body": chat(lettered.DOC[: 5 + at])} for at in range(12)]
-    lines += [{"custom_id": "drawn", "url": CHATS, "body": chat("abc", temperature=1)}, {"custom_id": "odd"}]
+    lines = [
+        {"custom_id": f"r{at}", "url": CHATS, "body": chat(lettered.DOC[: 5 + at])}
+        for at in range(12)
+    ]
+    lines += [
+        {"custom_id": "drawn", "url": CHATS, "body": chat("abc", temperature=1)},
+        {"custom_id": "odd"},
+    ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = {}
     for way in ((), ("--ray", "--workers", "2")):
@@ -167,7 +211,10 @@ def test_a_batch_is_answered_as_by_one_engine(cluster, folder, tmp_path):
 
 
 def test_arguments_that_cannot_be():
-    for args, message in [({"gpu": 1}, "there is no such argument"), ({"replicas": 0}, "start at least 1")]:
+    for args, message in [
+        ({"gpu": 1}, "there is no such argument"),
+        ({"replicas": 0}, "start at least 1"),
+    ]:
         with pytest.raises(ValueError, match=message):
             app(args)
     with pytest.raises(ValueError, match="no such policy"):

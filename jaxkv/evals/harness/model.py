@@ -30,7 +30,9 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError:
-    raise ImportError("this adapter needs lm-evaluation-harness: pip install 'jaxkv[harness]'") from None
+    raise ImportError(
+        "this adapter needs lm-evaluation-harness: pip install 'jaxkv[harness]'"
+    ) from None
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
@@ -84,7 +86,12 @@ class JaxKVLM(TemplateLM):
         if isinstance(policy, Method) and options:
             raise TypeError(f"{', '.join(options)}: the policy is made already; say these in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
-        require(self.params.text is not None, "model", self.params.name, "it has no tokenizer: load one that has")
+        require(
+            self.params.text is not None,
+            "model",
+            self.params.name,
+            "it has no tokenizer: load one that has",
+        )
         self.policy = as_policy(policy, options=options)
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
 
@@ -108,7 +115,12 @@ class JaxKVLM(TemplateLM):
     def eot_token_id(self) -> int:
         """Id of the eos token, or of the bos token if there is no eos; refuses a model that has neither."""
         ids = [*self.text.eos_ids, *([] if self.text.bos_id is None else [self.text.bos_id])]
-        require(bool(ids), "model", self.params.name, "no bos or eos token to begin an empty context with")
+        require(
+            bool(ids),
+            "model",
+            self.params.name,
+            "no bos or eos token to begin an empty context with",
+        )
         return ids[0]
 
     @property
@@ -116,11 +128,15 @@ class JaxKVLM(TemplateLM):
         """Id of the token that stands for an empty context: bos, or eos; refuses a model that has neither."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
         """List of a text's token ids, with the tokenizer's bos token, if any, unless `add_special_tokens` is False."""
         return self.text.encode(string, bos=add_special_tokens is not False)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Text of chat messages by the chat template; ends with the answer's opening if `add_generation_prompt`."""
         return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
@@ -133,18 +149,24 @@ class JaxKVLM(TemplateLM):
         with tqdm(total=len(asked), disable=disable_tqdm, desc="jaxkv, generate_until") as bar:
             for _, equal in itertools.groupby(order, key=lambda at: repr(asked[at][1])):
                 for batch in _batches(list(equal), self._contexts_together):
-                    texts = self._draw([asked[at][0] for at in batch], asked[batch[0]][1], number=batch[0])
+                    texts = self._draw(
+                        [asked[at][0] for at in batch], asked[batch[0]][1], number=batch[0]
+                    )
                     for at, text in zip(batch, texts, strict=True):
                         answers[at] = text
                         self.cache_hook.add_partial("generate_until", asked[at], text)
                     bar.update(len(batch))
         return [answers[at] for at in range(len(asked))]
 
-    def _draw(self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int) -> list[str]:
+    def _draw(
+        self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int
+    ) -> list[str]:
         """List of one generated text per context, by the same arguments; sampling seeds depend on request `number`."""
         stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
-        require(room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer")
+        require(
+            room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer"
+        )
         # A prompt that is too long loses its beginning, as in the harness' own models.
         ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         key = self._key(ids[0])
@@ -152,12 +174,21 @@ class JaxKVLM(TemplateLM):
         key = key if isinstance(sampling, Greedy) else seed_of(key, f"request {number}")
         lm, policy = self.params, self.policy
         out = generate(
-            lm, ids, policy=policy, max_new_tokens=new, sampling=sampling, stop=stop, key=key, progress=False
+            lm,
+            ids,
+            policy=policy,
+            max_new_tokens=new,
+            sampling=sampling,
+            stop=stop,
+            key=key,
+            progress=False,
         )
         assert isinstance(out.text, list)
         return out.text
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """List of the log-probability of each request's whole text, read token by token after a context of one token.
 
         A policy that compresses prompts alone has nothing to drop there.
@@ -173,14 +204,23 @@ class JaxKVLM(TemplateLM):
 
     def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
         """Splits a text's ids into a list of (context, continuation) that fit the model; each id is scored once."""
-        windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+        windows = get_rolling_token_windows(
+            ids, self.prefix_token_id, self.max_length, context_len=1
+        )
         return list(map(make_disjoint_window, windows))
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """List per request of (log-probability of its continuation, True if greedy decoding would draw it)."""
         # After an empty context the harness takes a continuation's first token, which an empty one lacks.
         for request in requests:
-            require(bool(request.args[1]), "continuation", request.args[1], "it adds no token to its context")
+            require(
+                bool(request.args[1]),
+                "continuation",
+                request.args[1],
+                "it adds no token to its context",
+            )
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -194,7 +234,12 @@ class JaxKVLM(TemplateLM):
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
             room = self.max_length - len(continuation) + 1
-            require(room >= 1, "continuation", text[:40], f"longer than the model's {self.max_length} positions")
+            require(
+                room >= 1,
+                "continuation",
+                text[:40],
+                f"longer than the model's {self.max_length} positions",
+            )
             # The harness moves a context's trailing spaces to the continuation, so a context may be empty.
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
         results = self._judge(pairs, disable_tqdm)
@@ -202,7 +247,9 @@ class JaxKVLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, result)
         return results
 
-    def _judge(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
+    def _judge(
+        self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
         """List per (context, continuation) pair of (log-probability, True if greedy decoding would draw it)."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
@@ -227,7 +274,9 @@ class JaxKVLM(TemplateLM):
 
     def _key(self, ids: Sequence[int]) -> int:
         """Random seed: `seed`, or for a policy that draws random numbers a hash of `seed` and the context's ids."""
-        return seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
+        return (
+            seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
+        )
 
     def _score(
         self, contexts: list[list[int]], continuations: list[list[int]]
@@ -236,7 +285,10 @@ class JaxKVLM(TemplateLM):
 
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
-        session, count = Session(self.params, self.policy, key=self._key(contexts[0])), len(continuations)
+        session, count = (
+            Session(self.params, self.policy, key=self._key(contexts[0])),
+            len(continuations),
+        )
         # A continuation's last token is not read. Each pair fits the model's positions, but the longest context and the
         # longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
@@ -275,7 +327,9 @@ def _read(
 
 
 @jax.jit
-def _of_token(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+def _of_token(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Arrays [B] from logits [B, V]: log-probability of one token per sequence, and True where it is the likeliest."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return value, logits.argmax(axis=1) == tokens
@@ -292,5 +346,11 @@ def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...],
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
     until = arguments.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    new = next((int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), usual)
-    return stops, new, sampler_of(**{name: arguments[name] for name in _SAMPLING if name in arguments})
+    new = next(
+        (int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), usual
+    )
+    return (
+        stops,
+        new,
+        sampler_of(**{name: arguments[name] for name in _SAMPLING if name in arguments}),
+    )

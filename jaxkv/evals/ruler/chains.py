@@ -8,7 +8,9 @@ import numpy as np
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
 # RULER's, scripts/data/synthetic/{variable_tracking,constants}.py.
-_OPENING = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+_OPENING = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+)
 _QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
 _PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
@@ -83,7 +85,10 @@ class Chains(Recipe):
         end = "" if self.wording.tight else " "
         first, *others = chain.names
         assignments = [f"VAR {first} = {chain.value}"]
-        assignments += [f"VAR {name} = VAR {before}{end}" for before, name in zip(chain.names, others, strict=False)]
+        assignments += [
+            f"VAR {name} = VAR {before}{end}"
+            for before, name in zip(chain.names, others, strict=False)
+        ]
         lines = [self.wording.noise[each % len(self.wording.noise)] for each in range(chain.size)]
         for line, place in zip(reversed(assignments), reversed(chain.places), strict=True):
             lines.insert(place, line)

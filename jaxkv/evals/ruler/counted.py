@@ -72,7 +72,9 @@ class Common(Recipe):
         drawn = self.wording.plain(rng, size)
         common, others = drawn[: self.words], drawn[self.words :]
         entries = common * often + others * seldom
-        return Listed(tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist()))
+        return Listed(
+            tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist())
+        )
 
     def write(self, drawn: Listed, shot: Listed | None = None) -> Prompt:
         """Renders a word list as a `Prompt`, after the solved example `shot` if it is given."""
@@ -122,7 +124,9 @@ class Frequent(Recipe):
         """Draws a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
-        text = [word for word, often in zip(ranks, times.tolist(), strict=True) for _ in range(often)]
+        text = [
+            word for word, often in zip(ranks, times.tolist(), strict=True) for _ in range(often)
+        ]
         return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
     def write(self, drawn: Coded) -> Prompt:

@@ -89,9 +89,14 @@ class Needles(Recipe):
         values = [tuple(flat[at : at + self.values]) for at in range(0, len(flat), self.values)]
         pairs = [(key, value) for key, mine in zip(keys, values, strict=True) for value in mine]
         haystack = self._haystack(size, rng, keys)
-        order, places = rng.permutation(len(pairs)).tolist(), self._places(len(haystack), len(pairs), rng)
+        order, places = (
+            rng.permutation(len(pairs)).tolist(),
+            self._places(len(haystack), len(pairs), rng),
+        )
         stand = [pairs[which] for which in order]
-        needles = tuple(Needle(key, value, place) for (key, value), place in zip(stand, places, strict=True))
+        needles = tuple(
+            Needle(key, value, place) for (key, value), place in zip(stand, places, strict=True)
+        )
         asked = rng.permutation(count)[: self.queries].tolist()
         return Draw(
             needles=needles,
@@ -125,7 +130,11 @@ class Needles(Recipe):
         others: list[str] = []
         while len(others) < size:
             # A key that is asked for has no second value.
-            others += [key for key in self.wording.draw(rng, self.key_kind, size + len(keys)) if key not in keys]
+            others += [
+                key
+                for key in self.wording.draw(rng, self.key_kind, size + len(keys))
+                if key not in keys
+            ]
         values = self.wording.draw(rng, self.value_kind, size)
         return [
             NEEDLE.format(kind=self.value_kind, key=key, value=value)
@@ -142,7 +151,10 @@ class Needles(Recipe):
 
     def _hide(self, draw: Draw) -> str:
         """Text of the haystack, with the needles' sentences inserted at their places."""
-        hidden = [NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value) for each in draw.needles]
+        hidden = [
+            NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value)
+            for each in draw.needles
+        ]
         if self.haystack == "essay":
             begins = [0, *(each.place for each in draw.needles), len(draw.haystack)]
             parts = [" ".join(draw.haystack[begins[0] : begins[1]])]

@@ -21,7 +21,10 @@ _PREFIX = " Answer:"
 # RULER's file names, and the addresses of the files.
 FILES = {
     "qa_1": ("squad.json", "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
-    "qa_2": ("hotpotqa.json", "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json"),
+    "qa_2": (
+        "hotpotqa.json",
+        "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",
+    ),
 }
 
 
@@ -62,7 +65,12 @@ class Documents(Recipe):
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
         have = len(self.data.questions)
-        require(index < have, "count", index + 1, f"the file has {have} questions: ask for so many at most")
+        require(
+            index < have,
+            "count",
+            index + 1,
+            f"the file has {have} questions: ask for so many at most",
+        )
         asked = self.data.questions[index]
         return self.write(asked, self.draw(asked, size, rng))
 
@@ -81,7 +89,9 @@ class Documents(Recipe):
 
     def write(self, asked: Asked, order: Sequence[int]) -> Prompt:
         """Renders a question as a `Prompt`, with the documents of these indices in this order."""
-        texts = [f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)]
+        texts = [
+            f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)
+        ]
         stand = [at for at, each in enumerate(order) if each in asked.context]
         return Prompt(
             context=_OPENING + "\n\n".join(texts),
@@ -102,13 +112,17 @@ def read(folder: str | None, name: str) -> DataSet:
     path = None if folder is None else Path(os.path.expanduser(folder)) / file
     if path is None or not path.is_file():
         where = f"the folder that `data` names as {file}" if path is None else str(path)
-        raise FileNotFoundError(f"data={folder!r}: {name} asks questions of a file: put {address} into {where}")
+        raise FileNotFoundError(
+            f"data={folder!r}: {name} asks questions of a file: put {address} into {where}"
+        )
     there = path.stat()
     try:
         found = _read(path, name, there.st_size, there.st_mtime_ns)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = f"{type(error).__name__}: {error}"
-        raise ValueError(f"data={str(path)!r}: not the format of {address} ({kind}); download it again") from error
+        raise ValueError(
+            f"data={str(path)!r}: not the format of {address} ({kind}); download it again"
+        ) from error
     require(bool(found.questions), "data", str(path), "it holds no question that has an answer")
     return found
 
@@ -119,9 +133,16 @@ def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
     content = json.loads(path.read_text("utf-8-sig"))
     found = _squad(content) if name == "qa_1" else _hotpot(content)
     texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
-    require(all(isinstance(each, str) for each in (*texts, *found.documents)), "questions", name, "they are texts")
+    require(
+        all(isinstance(each, str) for each in (*texts, *found.documents)),
+        "questions",
+        name,
+        "they are texts",
+    )
     for asked in found.questions:
-        require(bool(asked.answers), "answers", asked.text, "a question that is not impossible has one")
+        require(
+            bool(asked.answers), "answers", asked.text, "a question that is not impossible has one"
+        )
         require(bool(asked.context), "context", asked.text, "a question has documents")
     return found
 
@@ -152,7 +173,11 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
     documents = sorted({document(*each) for case in content for each in case["context"]})
     places = {text: at for at, text in enumerate(documents)}
     questions = [
-        Asked(case["question"], (case["answer"],), tuple(places[document(*each)] for each in case["context"]))
+        Asked(
+            case["question"],
+            (case["answer"],),
+            tuple(places[document(*each)] for each in case["context"]),
+        )
         for case in content
     ]
     return DataSet(tuple(questions), tuple(documents))

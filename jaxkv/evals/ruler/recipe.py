@@ -78,7 +78,10 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
     low = recipe.least
     shortest = taken(low)
     require(
-        shortest <= length, "length", length, f"{type(recipe).__name__} takes {shortest} tokens at least: ask for more"
+        shortest <= length,
+        "length",
+        length,
+        f"{type(recipe).__name__} takes {shortest} tokens at least: ask for more",
     )
     high = low + 1
     while taken(high) <= length:
@@ -117,6 +120,11 @@ class Cell:
             over = self.count(prompt) + self.recipe.new_tokens - self.length
             if over <= 0:
                 return prompt
-            require(size > self.recipe.least, "length", self.length, f"sample {index} takes {over} more: ask for more")
+            require(
+                size > self.recipe.least,
+                "length",
+                self.length,
+                f"sample {index} takes {over} more: ask for more",
+            )
             # In shares, since a unit's tokens are not known.
             size = max(self.recipe.least, size - max(1, math.ceil(size * over / self.length)))

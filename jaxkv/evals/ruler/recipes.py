@@ -31,7 +31,9 @@ _SHOT_TOKENS = 500
 _LONG = 4096
 
 
-def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None) -> Recipe:
+def recipe_of(
+    name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None
+) -> Recipe:
     """Recipe of the RULER task `name`, configured for prompts and answers of `length` tokens together.
 
     `data` is the folder of the files of qa_1 and qa_2; without them it is a FileNotFoundError that names them. Unknown
@@ -50,15 +52,29 @@ def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data:
         # At least a fifth word, so that the answer's three are more frequent than another.
         different = max(5, (length - new) // 50)
         return Frequent(
-            wording=wording, new_tokens=new, vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different
+            wording=wording,
+            new_tokens=new,
+            vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different,
         )
-    require(not small, "tasks", name, "the small wording has no documents: leave it out, or take wording='official'")
+    require(
+        not small,
+        "tasks",
+        name,
+        "the small wording has no documents: leave it out, or take wording='official'",
+    )
     return Documents(wording=wording, new_tokens=32, data=read(data, name))
 
 
 def small_vocabulary() -> tuple[str, ...]:
     """Sorted tuple of the words, digits and punctuation marks in prompts and answers of the small wording."""
-    templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES, *counted.TEMPLATES)
+    templates = (
+        *NOISE,
+        *SENTENCES,
+        *niah.TEMPLATES,
+        niah.NEEDLE,
+        *chains.TEMPLATES,
+        *counted.TEMPLATES,
+    )
     # Names of the templates' fields are no words of a prompt.
     fixed = [text for template in templates for text, *_ in string.Formatter().parse(template)]
     found = pieces(" ".join([*fixed, "number numbers uuid uuids 0123456789 , and . - ="]))

@@ -60,7 +60,12 @@ class Ruler(QuestionTask):
         require(bool(self.tasks), "tasks", self.tasks, "name at least one")
         require(len(set(self.tasks)) == len(self.tasks), "tasks", self.tasks, "name each once")
         read = self.data is None or not set(self.tasks).isdisjoint(FILES)
-        require(read, "data", self.data, f"only {' and '.join(FILES)} read files: name them among the tasks, or none")
+        require(
+            read,
+            "data",
+            self.data,
+            f"only {' and '.join(FILES)} read files: name them among the tasks, or none",
+        )
         check_grid(self)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -69,13 +74,21 @@ class Ruler(QuestionTask):
         wording, count, made = read_wording(self), counter(params), []
         for name in self.tasks:
             for length in lengths:
-                recipe = recipe_of(name, wording=wording, length=length, count=count, data=self.data)
+                recipe = recipe_of(
+                    name, wording=wording, length=length, count=count, data=self.data
+                )
                 cell = Cell.of(recipe, length, count)
                 rng = np.random.default_rng([self.seed, NAMES.index(name), length])
                 for index in range(self.count):
                     prompt = cell.make(rng, index)
                     made.append(
-                        as_sample(f"{name}-{length}-{index:04d}", name, prompt, recipe.new_tokens, length=length)
+                        as_sample(
+                            f"{name}-{length}-{index:04d}",
+                            name,
+                            prompt,
+                            recipe.new_tokens,
+                            length=length,
+                        )
                     )
         return made
 
@@ -94,12 +107,24 @@ def check_grid(settings: Any) -> None:
         require(min(lengths) >= 1, "lengths", lengths, "count tokens")
         require(len(set(lengths)) == len(lengths), "lengths", lengths, "name each once")
     require(settings.seed >= 0, "seed", settings.seed, "give 0 or more")
-    require(settings.wording in ("official", "small"), "wording", settings.wording, "take 'official' or 'small'")
+    require(
+        settings.wording in ("official", "small"),
+        "wording",
+        settings.wording,
+        "take 'official' or 'small'",
+    )
     mine = settings.haystack is None or settings.wording == "official"
-    require(mine, "haystack", settings.haystack, "the small wording makes its own: take wording='official'")
+    require(
+        mine,
+        "haystack",
+        settings.haystack,
+        "the small wording makes its own: take wording='official'",
+    )
 
 
-def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]) -> tuple[int, ...]:
+def lengths_for(
+    params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]
+) -> tuple[int, ...]:
     """Tuple of prompt lengths in tokens: `given`, or if that is None the `usual` ones within the model's positions.
 
     If all usual lengths are longer, the model's number of positions. Given lengths that are longer are refused.
@@ -107,7 +132,12 @@ def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Se
     most = params.config.max_positions
     if given is None:
         return tuple(each for each in usual if each <= most) or (most,)
-    require(max(given) <= most, "lengths", max(given), f"the model was made for {most} tokens: ask for no more")
+    require(
+        max(given) <= most,
+        "lengths",
+        max(given),
+        f"the model was made for {most} tokens: ask for no more",
+    )
     return tuple(given)
 
 
@@ -120,11 +150,15 @@ def read_wording(settings: Any) -> Wording:
         return wording_of(settings.wording)
     path = Path(os.path.expanduser(settings.haystack))
     if not path.is_file():
-        raise FileNotFoundError(f"haystack={settings.haystack!r}: no such file; give a text file, or leave it out")
+        raise FileNotFoundError(
+            f"haystack={settings.haystack!r}: no such file; give a text file, or leave it out"
+        )
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"haystack={settings.haystack!r}: not UTF-8 text; save it as such") from error
+        raise ValueError(
+            f"haystack={settings.haystack!r}: not UTF-8 text; save it as such"
+        ) from error
     require(bool(text.split()), "haystack", settings.haystack, "it holds no word: give a text")
     return wording_of(settings.wording, text)
 

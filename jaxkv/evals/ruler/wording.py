@@ -17,7 +17,13 @@ import numpy as np
 from jaxkv._errors import require
 
 # RULER's, scripts/data/synthetic/niah.py.
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
 # Nouns, none of which is a part of another, of a colour's name, or of a template's word: a score looks for answers as
 # parts of the prediction.
 SMALL_WORDS: tuple[str, ...] = tuple(
@@ -49,7 +55,9 @@ SENTENCES = (
 )
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
 _TITLES = r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)"
-_SENTENCE = re.compile(r"(?<=[.!?])" + _TITLES + r"[\"\u2019\u201d)]*\s+(?=[\"\u2018\u201c(]*[A-Z])")
+_SENTENCE = re.compile(
+    r"(?<=[.!?])" + _TITLES + r"[\"\u2019\u201d)]*\s+(?=[\"\u2018\u201c(]*[A-Z])"
+)
 
 
 def pieces(text: str) -> list[str]:
@@ -196,7 +204,9 @@ class Official(Wording):
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
-            drawn[f"{firsts[int(rng.integers(len(firsts)))]}-{lasts[int(rng.integers(len(lasts)))]}"] = None
+            drawn[
+                f"{firsts[int(rng.integers(len(firsts)))]}-{lasts[int(rng.integers(len(lasts)))]}"
+            ] = None
         return list(drawn)
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
@@ -232,7 +242,9 @@ class Official(Wording):
 
 def shipped(name: str) -> str:
     """Decompressed text of a gzip file in `ruler/data`, whose README names its source."""
-    return gzip.decompress((resources.files("jaxkv.evals.ruler") / "data" / name).read_bytes()).decode("utf-8")
+    return gzip.decompress(
+        (resources.files("jaxkv.evals.ruler") / "data" / name).read_bytes()
+    ).decode("utf-8")
 
 
 @functools.cache
@@ -257,9 +269,19 @@ def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
     """Makes the `Wording` named "official", with essays cut from `text`, or "small", without text; else ValueError."""
-    require(name in ("official", "small"), "wording", name, "take 'official', or 'small' for tiny models")
+    require(
+        name in ("official", "small"),
+        "wording",
+        name,
+        "take 'official', or 'small' for tiny models",
+    )
     if name == "small":
-        require(text is None, "wording", name, "its haystacks are made of its own words: take 'official' with a text")
+        require(
+            text is None,
+            "wording",
+            name,
+            "its haystacks are made of its own words: take 'official' with a text",
+        )
         return Small()
     require(text is None or bool(text.split()), "text", text, "give at least a word")
     return Official(text)

@@ -5,7 +5,14 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.checks import instance
-from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, UniformHeads, inner_budgets, within_stages
+from jaxkv.policies.heads import (
+    AdaptiveHeads,
+    HeadBudgets,
+    ProtectedHeads,
+    UniformHeads,
+    inner_budgets,
+    within_stages,
+)
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -56,10 +63,14 @@ class AdaKV(Wrapper):
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; raises ValueError if its kv heads have unequal budgets or must keep the same rows."""
-        require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
+        require(
+            not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say"
+        )
         uniform = isinstance(inner_budgets(parts.heads), UniformHeads)
         require(uniform, "base", base, "its heads have budgets of their own already")
-        require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
+        require(
+            not parts.rolling, "base", base, "rolling positions need the same rows in every head"
+        )
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `AdaptiveHeads` or the given safeguard: kv heads compete within a layer."""

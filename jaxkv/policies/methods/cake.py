@@ -42,7 +42,9 @@ class VaryingAttention(WindowAttention):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention `[B, K, S]` per row: mean plus `gamma` times variance over queries, reduced over query heads."""
-        return self.reduced(seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at))
+        return self.reduced(
+            seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,12 @@ class PreferenceLayers(FromScores):
             return jnp.stack([entropy, _variance(p, position).sum(axis=-1)], axis=-1)
 
         return attention.window_mass(
-            seen.q, seen.k, seen.q_positions, reduce, sink_logits=seen.sink_logits, softcap=seen.softcap
+            seen.q,
+            seen.k,
+            seen.q_positions,
+            reduce,
+            sink_logits=seen.sink_logits,
+            softcap=seen.softcap,
         )
 
     def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:

@@ -37,7 +37,12 @@ class CaM(WindowMethod):
         super()._check()
         mine = self._merge
         self._adopt(mine, "start", "expected")
-        require(self.merge is None or self.merge == mine, "merge", self.merge, f"CaM has its own, {mine}: leave it out")
+        require(
+            self.merge is None or self.merge == mine,
+            "merge",
+            self.merge,
+            f"CaM has its own, {mine}: leave it out",
+        )
 
     @property
     def _merge(self) -> ValueMerge:

@@ -57,23 +57,31 @@ class ValueCapacity(Scorer, Value):
         """Scores `[B, K, S]`: weighted leverage of each row's value, mean over the group's query heads."""
         assert seen.moments is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
-        counts = jnp.broadcast_to((index >= self.sinks) & (index < seen.length[:, None, None]), seen.k.shape[:3])
+        counts = jnp.broadcast_to(
+            (index >= self.sinks) & (index < seen.length[:, None, None]), seen.k.shape[:3]
+        )
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
 
         def sums(head: tuple[Array, ...]) -> tuple[Float[Array, "G S"], Float[Array, "G D D"]]:
             mean, k, v, counted = head
             fit = jnp.where(counted, self.tau * _product(_unit(mean), _unit(k).T), -jnp.inf)
-            weight = jnp.exp(fit - jnp.maximum(fit.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min))
+            weight = jnp.exp(
+                fit - jnp.maximum(fit.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+            )
             wide = v.astype(jnp.float32)
             return weight, lax.map(lambda w: _product(wide.T * (w + _EPSILON), wide), weight)
 
         def score(head: tuple[Array, ...]) -> Float[Array, " S"]:
             v, weight, inverse = head
-            leverage = lax.map(lambda each: (_product(v.astype(jnp.float32), each.T) ** 2).sum(axis=-1), inverse)
+            leverage = lax.map(
+                lambda each: (_product(v.astype(jnp.float32), each.T) ** 2).sum(axis=-1), inverse
+            )
             return (weight * leverage).mean(axis=0)
 
         # A kv head at a time: float32 copies of all rows are in memory for one head alone.
-        mean, k, v, counts = (each.reshape(-1, *each.shape[2:]) for each in (seen.moments.mean, seen.k, v, counts))
+        mean, k, v, counts = (
+            each.reshape(-1, *each.shape[2:]) for each in (seen.moments.mean, seen.k, v, counts)
+        )
         weight, total = lax.map(sums, (mean, k, v, counts))
         identity = jnp.eye(total.shape[-1], dtype=jnp.float32)
         ridge = jnp.maximum(_RIDGE * jnp.trace(total, axis1=-2, axis2=-1), 1.0)[..., None, None]
@@ -117,5 +125,7 @@ class CAPKV(Method):
     def parts(self) -> Parts:
         """Config `Parts`: scores by the weighted leverage of rows' values; sinks always stay."""
         # A cache that is not compressed again remembers nothing.
-        scorer = ValueCapacity(sinks=self.sinks, tau=self.tau, remembered=0 if self.every is None else self.remembered)
+        scorer = ValueCapacity(
+            sinks=self.sinks, tau=self.tau, remembered=0 if self.every is None else self.remembered
+        )
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

@@ -54,16 +54,26 @@ class ChunkKV(Wrapper):
     def heads(self) -> ChunkedHeads:
         """Makes `ChunkedHeads`, head budgets that keep whole chunks, of `chunk` and (if `gated`) `peaks`."""
         chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
-        return ChunkedHeads(chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None)
+        return ChunkedHeads(
+            chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None
+        )
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; raises ValueError if it sets head budgets, nests layers, or evicts row by row."""
         plain = type(parts.heads) in (UniformHeads, SharedHeads)
         require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
         require(
-            not parts.nested, "base", base, "its layers choose among the rows of the layer below: give SnapKV(), say"
+            not parts.nested,
+            "base",
+            base,
+            "its layers choose among the rows of the layer below: give SnapKV(), say",
         )
-        require(not parts.evicts, "base", base, "rows that go one by one are in no chunk: give mode='prefill'")
+        require(
+            not parts.evicts,
+            "base",
+            base,
+            "rows that go one by one are in no chunk: give mode='prefill'",
+        )
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of rows."""

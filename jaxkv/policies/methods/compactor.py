@@ -45,29 +45,48 @@ class BlockAndLeverage(Scorer, Value):
         """Scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times that of leverage."""
         assert seen.blocks is not None and seen.unrotated is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
-        counts = (index >= self.blocks.first) & (index < (seen.length - self.blocks.last)[:, None, None])
-        received, v = mean_of_devices(seen.blocks.sums.mean(axis=2), "G", seen.group_axes), seen.v.astype(jnp.float32)
-        score = _normalised(AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes)
+        counts = (index >= self.blocks.first) & (
+            index < (seen.length - self.blocks.last)[:, None, None]
+        )
+        received, v = (
+            mean_of_devices(seen.blocks.sums.mean(axis=2), "G", seen.group_axes),
+            seen.v.astype(jnp.float32),
+        )
+        score = _normalised(
+            AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes
+        )
         if not self.draws:
             return score
         heads = score.shape[1] * (1 if seen.axes is None else seen.axes.size("K"))
-        draws = jax.random.normal(jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch))
-        leverage = _leverage(seen.unrotated, own(draws, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None])
+        draws = jax.random.normal(
+            jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch)
+        )
+        leverage = _leverage(
+            seen.unrotated, own(draws, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None]
+        )
         return score + jnp.float32(self.blending) * _normalised(leverage, counts, seen.axes)
 
 
 def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
     """Ridge leverage scores `[B, K, S]` of the keys in mask `inside`, centred and projected to m dimensions."""
     k = jnp.where(inside, k.astype(jnp.float32), 0.0)
-    mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(jnp.float32)
-    y = jnp.einsum("bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision="highest")
+    mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(
+        jnp.float32
+    )
+    y = jnp.einsum(
+        "bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision="highest"
+    )
     gram = jnp.einsum("bksm,bksn->bkmn", y, y, precision="highest")
     ridge = jnp.maximum(0.01, 4e-6 * jnp.trace(gram, axis1=2, axis2=3))[..., None, None]
     factor = jax.lax.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[-1], dtype=jnp.float32))
-    return (jax.lax.linalg.triangular_solve(factor, y, lower=True, transpose_a=True) ** 2).sum(axis=-1)
+    return (jax.lax.linalg.triangular_solve(factor, y, lower=True, transpose_a=True) ** 2).sum(
+        axis=-1
+    )
 
 
-def _normalised(x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None) -> Float[Array, "B K S"]:
+def _normalised(
+    x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None
+) -> Float[Array, "B K S"]:
     """Z-scores `[B, K, S]` of `x` over the rows in mask `counts` of all kv heads; other rows get arbitrary numbers."""
 
     def summed(each: Array) -> Array:
@@ -115,7 +134,11 @@ class Compactor(Method):
     def parts(self) -> Parts:
         """Config `Parts`: scores by block attention and key leverage; first and last tokens always stay."""
         keep = Keep(sinks=self.sinks, window=self.window)
-        asked = BlockAttention(size=self.block, first=keep.sinks, last=keep.window, zeros=self.published)
+        asked = BlockAttention(
+            size=self.block, first=keep.sinks, last=keep.window, zeros=self.published
+        )
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
         weight = usual if self.blending is None else self.blending
-        return self.compose(scorer=BlockAndLeverage(blocks=asked, blending=weight, sketch=self.sketch), keep=keep)
+        return self.compose(
+            scorer=BlockAndLeverage(blocks=asked, blending=weight, sketch=self.sketch), keep=keep
+        )

@@ -44,10 +44,22 @@ class CriticalKV(Wrapper):
         """Checks the base policy; ValueError if its heads read value norms or keep chunks, or it evicts in decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
         rows = not isinstance(parts.heads, ChunkedHeads)
-        require(rows, "base", base, "it keeps whole chunks, not the best rows: give a policy that chooses row by row")
-        require(not parts.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
+        require(
+            rows,
+            "base",
+            base,
+            "it keeps whole chunks, not the best rows: give a policy that chooses row by row",
+        )
+        require(
+            not parts.evicts,
+            "base",
+            base,
+            "rows that go one by one are not looked at twice: give mode='prefill'",
+        )
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `TwoStageHeads`: rows chosen by score, then by score times value norm."""
-        heads = TwoStageHeads(budgets=without_threshold(base.heads), first=self.first, epsilon=self.epsilon)
+        heads = TwoStageHeads(
+            budgets=without_threshold(base.heads), first=self.first, epsilon=self.epsilon
+        )
         return dataclasses.replace(base, heads=with_threshold(heads, threshold_of(base.heads)))

@@ -60,7 +60,9 @@ class LocalLeverage(Scorer, Value):
         total = score.sum(axis=-1, keepdims=True)
         return score / jnp.where(total > 0, total, 1.0)
 
-    def _shares(self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def _shares(
+        self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Squared L2 norm `[B, K, S]` of each key (or value) over its sum in the block of `local_window` rows."""
         slots = rows.shape[2]
         size = min(self.local_window, slots)

@@ -18,7 +18,9 @@ from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
 
 # Values of the published code.
 _RECENT = 0.5
-_MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION)
+_MERGE = Merge(
+    beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
+)
 
 
 @register
@@ -59,12 +61,19 @@ class D2O(HeavyMethod):
                 mine = getattr(self, name)
                 same = typed(mine) in (typed(defaults[name]), typed(value))
                 require(same, name, mine, "official=True sets it: leave it out")
-        instance("allocation", self.allocation, LayerBudgets, "give budgets over layers, VarianceLayers() say")
+        instance(
+            "allocation",
+            self.allocation,
+            LayerBudgets,
+            "give budgets over layers, VarianceLayers() say",
+        )
         super()._check()
 
     def parts(self) -> Parts:
         """Returns `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
         scorer = CumulativeAttention()
         if self.official:
-            return self.attended(scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE)
+            return self.attended(
+                scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE
+            )
         return self.attended(scorer, recent=self.recent, layers=self.allocation)

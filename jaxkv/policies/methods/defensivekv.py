@@ -43,7 +43,9 @@ class DefensiveKV(Method):
         """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for rows."""
         scorer = WorstAttention(window=self.window, kernel=self.kernel, stage=self.stage)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)
+        return self.compose(
+            scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads
+        )
 
 
 @register

@@ -35,11 +35,19 @@ class OutputChange(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Squared change `[B, K, S]` of the window's attention outputs if a row is dropped, mean over query heads."""
         return attention.window_mass(
-            seen.q, seen.k, seen.q_positions, _changes, seen.v, sink_logits=seen.sink_logits, softcap=seen.softcap
+            seen.q,
+            seen.k,
+            seen.q_positions,
+            _changes,
+            seen.v,
+            sink_logits=seen.sink_logits,
+            softcap=seen.softcap,
         )
 
 
-def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]) -> Float[Array, " S"]:
+def _changes(
+    p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]
+) -> Float[Array, " S"]:
     """Squared change `[S]` of one kv head's outputs if each row alone is dropped, from attention and values."""
     index = jnp.arange(p.shape[-1], dtype=jnp.int32)
     inside = index <= position[-1]
@@ -54,10 +62,14 @@ def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Arra
     is_peak = index == peak[..., None]
     others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
     held, left = exact_einsum("gws,sd->gwd", others, v), others.sum(axis=-1, keepdims=True)
-    of_peak = ((most * (best - held / jnp.where(left > 0, left, 1.0))) ** 2).sum(axis=-1, keepdims=True)
+    of_peak = ((most * (best - held / jnp.where(left > 0, left, 1.0))) ** 2).sum(
+        axis=-1, keepdims=True
+    )
     out = held + most * best
     products = exact_einsum("gwd,sd->gws", out, v)
-    distances = jnp.maximum((v * v).sum(axis=-1) - 2 * products + (out * out).sum(axis=-1, keepdims=True), 0.0)
+    distances = jnp.maximum(
+        (v * v).sum(axis=-1) - 2 * products + (out * out).sum(axis=-1, keepdims=True), 0.0
+    )
     changes = jnp.where(is_peak, of_peak, (others / (1 - others)) ** 2 * distances)
     return jnp.where((position >= 0)[:, None], changes, 0.0).sum(axis=1).mean(axis=0)
 

@@ -49,11 +49,22 @@ class DuoAttention(Method):
         if self.pattern is not None:
             table, config = as_pattern("pattern", self.pattern)
             object.__setattr__(self, "pattern", table)
-        for name, key, usual, least in (("sinks", "sink_size", 64, 0), ("window", "recent_size", 256, 1)):
+        for name, key, usual, least in (
+            ("sinks", "sink_size", 64, 0),
+            ("window", "recent_size", 256, 1),
+        ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, config.get(key, usual))
-            field(self, name, whole, f"give {least} or more tokens, or None for the pattern's own", least=least)
-        field(self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0)
+            field(
+                self,
+                name,
+                whole,
+                f"give {least} or more tokens, or None for the pattern's own",
+                least=least,
+            )
+        field(
+            self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0
+        )
 
     def kinds(self) -> tuple[tuple[bool, ...], ...]:
         """Nested tuple of bools `[L][K]`, True for retrieval heads (highest `pattern` numbers); () without any."""
@@ -67,6 +78,8 @@ class DuoAttention(Method):
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
         reach, pattern = self.sinks + self.window, self.pattern or ()
-        kinds = HeadKinds(retrieval=self.kinds(), reach=reach, pattern=pattern, sparsity=self.sparsity)
+        kinds = HeadKinds(
+            retrieval=self.kinds(), reach=reach, pattern=pattern, sparsity=self.sparsity
+        )
         keep = Keep(sinks=self.sinks, window=1)
         return self.compose(scorer=Position(), keep=keep, evict=ByAge(), layers=kinds, heads=kinds)

@@ -30,7 +30,9 @@ class RecentGateScores(GateScores, Value):
 
     recent: float = 0.02
 
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    def scores(
+        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
+    ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: the gate's, from 0 to 1; 1 + position / length for the last tokens (`recent`)."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
         ours = rows >= end - share_of(end, self.recent)
@@ -76,7 +78,9 @@ class FastKVzip(Method):
     @property
     def _scorer(self) -> RecentGateScores:
         """Makes the scorer `RecentGateScores` of this policy's gate and `recent`."""
-        return RecentGateScores(gate=self.gate if isinstance(self.gate, FastKVzipGate) else None, recent=self.recent)
+        return RecentGateScores(
+            gate=self.gate if isinstance(self.gate, FastKVzipGate) else None, recent=self.recent
+        )
 
     def parts(self) -> Parts:
         """Returns `Parts`: gate scores, one budget for the kv heads of all layers, optional least score `threshold`."""

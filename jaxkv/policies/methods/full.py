@@ -17,7 +17,12 @@ class FullKV(Method):
     paper: ClassVar[str] = "Attention Is All You Need, arXiv:1706.03762"
 
     def _check(self) -> None:
-        require(self.budget is None, "budget", self.budget, "FullKV keeps everything: leave it out, or choose a policy")
+        require(
+            self.budget is None,
+            "budget",
+            self.budget,
+            "FullKV keeps everything: leave it out, or choose a policy",
+        )
 
     def parts(self) -> Parts:
         """Config `Parts` without a scorer, so that every row is kept."""

@@ -4,7 +4,13 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.heads import AdaptiveHeads, UniformHeads, inner_budgets, own_budgets, within_stages
+from jaxkv.policies.heads import (
+    AdaptiveHeads,
+    UniformHeads,
+    inner_budgets,
+    own_budgets,
+    within_stages,
+)
 from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -44,11 +50,23 @@ class GlobalBudget(Wrapper):
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; ValueError if it sets layer budgets, its heads share positions or positions roll."""
-        require(parts.layers == UniformLayers(), "base", base, "its layers have budgets of their own already")
+        require(
+            parts.layers == UniformLayers(),
+            "base",
+            base,
+            "its layers have budgets of their own already",
+        )
         own = own_budgets(parts.heads)
         competes = own is not None or isinstance(inner_budgets(parts.heads), UniformHeads)
-        require(competes, "base", base, "its heads keep the same positions: give a policy whose heads choose apart")
-        require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
+        require(
+            competes,
+            "base",
+            base,
+            "its heads keep the same positions: give a policy whose heads choose apart",
+        )
+        require(
+            not parts.rolling, "base", base, "rolling positions need the same rows in every head"
+        )
         for name in ("alpha", "capacity"):
             mine, usual = getattr(self, name), getattr(GlobalBudget, name)
             said = own is None or mine in (usual, getattr(own, name))

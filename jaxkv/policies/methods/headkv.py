@@ -34,11 +34,18 @@ class HeadKV(WindowMethod):
 
     def _check(self) -> None:
         super()._check()
-        budgets = Importance(scores=((1.0,),) if self.scores is None else self.scores, beta=self.beta)
+        budgets = Importance(
+            scores=((1.0,),) if self.scores is None else self.scores, beta=self.beta
+        )
         self._adopt(budgets, "beta")
         if self.scores is not None:
             self._adopt(budgets, "scores")
-            require(self.allocation == UniformLayers(), "allocation", self.allocation, "leave it out: scores say it")
+            require(
+                self.allocation == UniformLayers(),
+                "allocation",
+                self.allocation,
+                "leave it out: scores say it",
+            )
 
     def parts(self) -> Parts:
         """Returns SnapKV's `Parts`; if `scores` of head importance are given, with layer and head budgets by them."""

@@ -116,4 +116,6 @@ class TOVA(_Streaming):
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by the last token's attention; heads keep the same rows unless `per_head`."""
-        return self.attended(LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads())
+        return self.attended(
+            LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads()
+        )

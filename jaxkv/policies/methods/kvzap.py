@@ -57,5 +57,8 @@ class KVzap(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by a trained gate, drop those below `threshold`, keep sinks and window."""
-        heads, keep = with_threshold(UniformHeads(), self.threshold), Keep(sinks=self.sinks, window=self.window)
+        heads, keep = (
+            with_threshold(UniformHeads(), self.threshold),
+            Keep(sinks=self.sinks, window=self.window),
+        )
         return self.compose(scorer=self._scorer, keep=keep, heads=heads)

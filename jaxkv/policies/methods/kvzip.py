@@ -77,7 +77,9 @@ class KVzip(Method):
     def _check(self) -> None:
         known = isinstance(self.over, str) and self.over in ("model", "layer", "head")
         require(known, "over", self.over, "give 'model', 'layer' or 'head'")
-        self._adopt(self._replay, "sinks", "chunk", "tail", "first", "following", "closing", "weighted")
+        self._adopt(
+            self._replay, "sinks", "chunk", "tail", "first", "following", "closing", "weighted"
+        )
 
     @property
     def _replay(self) -> Replay:
@@ -87,7 +89,13 @@ class KVzip(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts`: scores by the second pass; rows compete within the model, a layer or kv head (`over`)."""
-        heads: HeadBudgets = UniformHeads() if self.over == "head" else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
+        heads: HeadBudgets = (
+            UniformHeads()
+            if self.over == "head"
+            else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
+        )
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
         keep = Keep(sinks=self.sinks)
-        return self.compose(scorer=ReplayAttention(replay=self._replay), keep=keep, heads=heads, layers=layers)
+        return self.compose(
+            scorer=ReplayAttention(replay=self._replay), keep=keep, heads=heads, layers=layers
+        )

@@ -76,7 +76,9 @@ class LagInformation(Scorer, Value):
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])
         low, high = (each(parts[:, :, 1:], axis=3, keepdims=True) for each in (jnp.min, jnp.max))
         # A channel that does not vary in the next partition has no scale, and counts as 0.
-        scaled = jnp.where(high > low, (parts[:, :, :-1] - low) / jnp.where(high > low, high - low, 1.0), 0.0)
+        scaled = jnp.where(
+            high > low, (parts[:, :, :-1] - low) / jnp.where(high > low, high - low, 1.0), 0.0
+        )
         return jax.nn.softmax(jnp.clip(scaled, -_MOST, _MOST).std(axis=-1, ddof=1), axis=-1)
 
 

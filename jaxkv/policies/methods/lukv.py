@@ -51,10 +51,16 @@ class LUKV(Wrapper):
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; ValueError for layer or head budgets, rolling positions, row budgets with curves."""
         remedy = "curves are of shares: give a share of the prompt, such as 0.25"
-        require(self.curves is None or isinstance(parts.budget, float), "budget", parts.budget, remedy)
-        own = isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
+        require(
+            self.curves is None or isinstance(parts.budget, float), "budget", parts.budget, remedy
+        )
+        own = (
+            isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
+        )
         require(own, "base", base, "its layers or heads have budgets of their own already")
-        require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
+        require(
+            not parts.rolling, "base", base, "rolling positions need the same rows in every head"
+        )
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""

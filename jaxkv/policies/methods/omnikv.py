@@ -67,18 +67,45 @@ class OmniKV(Method):
         parts = base.parts()
         require(not isinstance(base, OmniKV), "base", base, "give the policy that it is built on")
         require(parts.scorer is not None, "base", base, "it compresses nothing: leave it out")
-        require(parts.ongoing is None, "base", base, "it goes on compressing: give one that then appends")
-        require(not parts.rolling, "base", base, "positions within the cache change: leave rolling positions out")
+        require(
+            parts.ongoing is None,
+            "base",
+            base,
+            "it goes on compressing: give one that then appends",
+        )
+        require(
+            not parts.rolling,
+            "base",
+            base,
+            "positions within the cache change: leave rolling positions out",
+        )
         generated = self.include_generated
-        require(not generated, "include_generated", generated, "the base's choice is the prompt's: leave one out")
-        require(not self.offload, "offload", True, "only whole prompts wait in host memory: leave the base out")
+        require(
+            not generated,
+            "include_generated",
+            generated,
+            "the base's choice is the prompt's: leave one out",
+        )
+        require(
+            not self.offload,
+            "offload",
+            True,
+            "only whole prompts wait in host memory: leave the base out",
+        )
         chunked = self.prefill_ratio is not None
-        require(not chunked, "prefill_ratio", self.prefill_ratio, "the base scores whole prompts: leave one out")
+        require(
+            not chunked,
+            "prefill_ratio",
+            self.prefill_ratio,
+            "the base scores whole prompts: leave one out",
+        )
 
     @property
     def _reads(self) -> FilteredReads:
         """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
-        return FilteredReads(**{name: getattr(self, name) for name in _READS} | {"budget": as_budget(self.budget)})
+        return FilteredReads(
+            **{name: getattr(self, name) for name in _READS} | {"budget": as_budget(self.budget)}
+        )
 
     @functools.cached_property
     def inner(self) -> Method | None:
@@ -94,7 +121,8 @@ class OmniKV(Method):
         """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError if none fit."""
         if self.filter_layers is None:
             remedy = (
-                "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
+                "none have been found for this model: `jaxkv filters` "
+                "finds them; give filter_layers=(2, 8, 18), say"
             )
             require(found is not None, "filter_layers", None, remedy)
             return dataclasses.replace(self, filter_layers=found).for_model(layers, found)

@@ -45,10 +45,17 @@ class FilteredKeys(Scorer, Value):
         if self.filters is None:
             mine = -_main_direction(seen)
         else:
-            self.filters.require_sizes(heads=heads if axes is None else heads * axes.size("K"), dim=dim)
+            self.filters.require_sizes(
+                heads=heads if axes is None else heads * axes.size("K"), dim=dim
+            )
             mine = own(jnp.asarray(self.filters.numbers)[seen.layer], "K", 0, axes)[None]
         keys = seen.k.astype(jnp.float32)
-        return -jnp.einsum("bksd,bkd->bks", keys, jnp.broadcast_to(mine, (len(keys), heads, dim)), precision="highest")
+        return -jnp.einsum(
+            "bksd,bkd->bks",
+            keys,
+            jnp.broadcast_to(mine, (len(keys), heads, dim)),
+            precision="highest",
+        )
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if given filters have other sizes than the model; passes without filters."""
@@ -64,7 +71,9 @@ def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
     mean = seen.moments.mean
     each = seen.moments.covariance + mean[..., None] * mean[..., None, :]
     # Of all query heads of a kv head, also where devices share them.
-    products, middle = (mean_of_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean))
+    products, middle = (
+        mean_of_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean)
+    )
     direction = jnp.linalg.eigh(products)[1][..., -1]
     return jnp.where((direction * middle).sum(axis=-1, keepdims=True) < 0, -direction, direction)
 
@@ -91,14 +100,21 @@ class QFilters(Method):
     paper: ClassVar[str] = "Q-Filters, arXiv:2503.02812"
 
     def _check(self) -> None:
-        require(self.every is None, "every", self.every, "filters are compared with keys of prompts: leave it out")
+        require(
+            self.every is None,
+            "every",
+            self.every,
+            "filters are compared with keys of prompts: leave it out",
+        )
         if self.q_filters is not None:
             object.__setattr__(self, "q_filters", HeadFilters.read("q_filters", self.q_filters))
 
     @property
     def _scorer(self) -> FilteredKeys:
         """Makes the scorer `FilteredKeys` of this policy's filters; without filters, it finds them in each prompt."""
-        return FilteredKeys(filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None)
+        return FilteredKeys(
+            filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None
+        )
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by minus the dot product of their key and their head's filter vector."""

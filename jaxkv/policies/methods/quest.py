@@ -54,18 +54,39 @@ class Quest(Method):
         if base is None:
             return
         parts = base.parts()
-        require(parts.read is None, "base", base, "give a policy that drops rows, and then reads all it keeps")
+        require(
+            parts.read is None,
+            "base",
+            base,
+            "give a policy that drops rows, and then reads all it keeps",
+        )
         require(parts.scorer is not None, "base", base, "it compresses nothing: leave it out")
-        require(parts.ongoing is None, "base", base, "it goes on compressing: give one that then appends")
-        require(not parts.rolling, "base", base, "positions within the cache change: leave rolling positions out")
-        uneven = "layers' rows depend on the text" if parts.heads.uniform else "heads keep unequal numbers of rows"
+        require(
+            parts.ongoing is None,
+            "base",
+            base,
+            "it goes on compressing: give one that then appends",
+        )
+        require(
+            not parts.rolling,
+            "base",
+            base,
+            "positions within the cache change: leave rolling positions out",
+        )
+        uneven = (
+            "layers' rows depend on the text"
+            if parts.heads.uniform
+            else "heads keep unequal numbers of rows"
+        )
         remedy = f"its {uneven}, which have no pages: give one of equal heads and planned layers, SnapKV say"
         require(parts.layout is Layout.EQUAL, "base", base, remedy)
 
     @property
     def _reads(self) -> PagedReads:
         """Makes `PagedReads`, the config of reading pages of rows while decoding, of this policy's fields."""
-        return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=as_budget(self.budget))
+        return PagedReads(
+            page=self.page, dense_layers=self.dense_layers, budget=as_budget(self.budget)
+        )
 
     @functools.cached_property
     def inner(self) -> Method | None:

@@ -45,9 +45,17 @@ class SimLayerKV(Method):
         self._adopt(LazyLayers(sinks=self.sinks, recent=self.recent), "sinks", "recent")
         least = self.sinks + self.recent
         enough = not isinstance(self.budget, int) or self.budget >= least
-        require(enough, "budget", self.budget, f"below sinks + recent = {least}: give at least that, or fewer recent")
+        require(
+            enough,
+            "budget",
+            self.budget,
+            f"below sinks + recent = {least}: give at least that, or fewer recent",
+        )
 
     def parts(self) -> Parts:
         """Config `Parts`: layers that look back furthest keep all rows, others sinks and recent rows alone."""
-        keep, layers = Keep(sinks=self.sinks, window=self.recent), LazyLayers(sinks=self.sinks, recent=self.recent)
+        keep, layers = (
+            Keep(sinks=self.sinks, window=self.recent),
+            LazyLayers(sinks=self.sinks, recent=self.recent),
+        )
         return self.compose(scorer=Recency(window=self.window), keep=keep, layers=layers)

@@ -34,12 +34,19 @@ class WindowMethod(Method):
 
     def _check(self) -> None:
         self._adopt(self._scorer, *(each.name for each in dataclasses.fields(self._scorer)))
-        instance("allocation", self.allocation, LayerBudgets, "give budgets over layers, LinearLayers() say")
+        instance(
+            "allocation",
+            self.allocation,
+            LayerBudgets,
+            "give budgets over layers, LinearLayers() say",
+        )
 
     @property
     def _scorer(self) -> WindowAttention:
         """Makes the scorer `WindowAttention` of this policy's window, pooling, group and order."""
-        return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
+        return WindowAttention(
+            window=self.window, pooling=self.pooling, group=self.group, order=self.order
+        )
 
     def observed(self, **parts: Any) -> Parts:
         """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives further fields."""

@@ -45,4 +45,6 @@ class StreamingLLM(Method):
     def parts(self) -> Parts:
         """Config `Parts`: scores by position; sinks and newest token stay; `slide` evicts a row per new token."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
-        return self.compose(scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions)
+        return self.compose(
+            scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions
+        )

@@ -21,7 +21,10 @@ HERE = Path(__file__).resolve().parent
 LONG, INFINITE = Path(sys.argv[1]), Path(sys.argv[2])
 
 SUMMARIES = [
-    ("The report finds delays. Costs rose by a third.", "Costs rose by a third. The report finds that delays grew."),
+    (
+        "The report finds delays. Costs rose by a third.",
+        "Costs rose by a third. The report finds that delays grew.",
+    ),
     ("the the the the", "the cat sat on the mat"),
     ("A b c. D e f.", "d e f. a b c."),
     ("Hello there. ", "Hello. There "),
@@ -68,7 +71,14 @@ CLASS_PAIRS = [
     ("nothing", "Date"),
     ("Other number, being", "Human being"),
 ]
-NUMBERS = [("There are 7 of 10", "7"), ("7", "7"), ("17", "7"), ("", "7"), ("7 7 8", "7"), ("seven", "7")]
+NUMBERS = [
+    ("There are 7 of 10", "7"),
+    ("7", "7"),
+    ("17", "7"),
+    ("", "7"),
+    ("7 7 8", "7"),
+    ("seven", "7"),
+]
 PARAGRAPHS = [
     ("Paragraph 12", "Paragraph 12"),
     ("12 or 13", "Paragraph 12"),
@@ -90,7 +100,14 @@ INFINITE_PAIRS = {
         ("a1-b2c", "a1-b2"),
         ("a1 - b2", "a1-b2"),
     ],
-    "code_run": [("The value is: 17.", [17]), ("17 it is", [17]), ("-4", [-4]), ("", [1]), ("'12'", 12), ("1.5", [15])],
+    "code_run": [
+        ("The value is: 17.", [17]),
+        ("17 it is", [17]),
+        ("-4", [-4]),
+        ("", [1]),
+        ("'12'", 12),
+        ("1.5", [15]),
+    ],
     "code_debug": [
         ("A. run", ["run", "A"]),
         ("B: run", ["run", "A"]),
@@ -102,7 +119,14 @@ INFINITE_PAIRS = {
         ("What is: answer: A", ["run", "A"]),
         ("error is:  A", ["run", "A"]),
     ],
-    "math_find": [("It is 42", [42]), ("4.5", [4.5]), ("4.50 then 3", [4.5]), ("none", [3]), ("-7", [7]), ("8", 8)],
+    "math_find": [
+        ("It is 42", [42]),
+        ("4.5", [4.5]),
+        ("4.50 then 3", [4.5]),
+        ("none", [3]),
+        ("-7", [7]),
+        ("8", 8),
+    ],
     "math_calc": [
         ("1, 4, 8", [1, 4, 8]),
         ("1, 5, 8", [1, 4, 8]),
@@ -129,8 +153,16 @@ INFINITE_PAIRS = {
         ("", ["The sea", "C"]),
         ("none", ["The sea", "C"]),
     ],
-    "longbook_qa_eng": [("In the old mill", ["The old mill", "a mill"]), ("x", ["y"]), ("Mill a", ["mill"])],
-    "longbook_qa_chn": [("他在北京。", ["北京", "在北京"]), ("上海", ["北京"]), ("他 说：「好」", ["他说好"])],
+    "longbook_qa_eng": [
+        ("In the old mill", ["The old mill", "a mill"]),
+        ("x", ["y"]),
+        ("Mill a", ["mill"]),
+    ],
+    "longbook_qa_chn": [
+        ("他在北京。", ["北京", "在北京"]),
+        ("上海", ["北京"]),
+        ("他 说：「好」", ["他说好"]),
+    ],
     "longbook_sum_eng": [],
 }
 
@@ -158,8 +190,12 @@ def longbench():
         "share_of_numbers": (metrics.count_score, NUMBERS),
         "paragraph": (metrics.retrieval_score, PARAGRAPHS),
     }
-    found = {name: [[*pair, float(of(*pair))] for pair in pairs] for name, (of, pairs) in kinds.items()}
-    lines = [(said, right, score) for said, right, score in found["line_of_code"] if "\n" not in said]
+    found = {
+        name: [[*pair, float(of(*pair))] for pair in pairs] for name, (of, pairs) in kinds.items()
+    }
+    lines = [
+        (said, right, score) for said, right, score in found["line_of_code"] if "\n" not in said
+    ]
     # Why RapidFuzz is not used: how many of these it gives otherwise.
     other = sum(round(fuzz.ratio(said, right)) / 100 != score for said, right, score in lines)
     return found | {"classes": CLASSES, "rapidfuzz_differs": other}
@@ -172,8 +208,14 @@ def infinitebench():
         def compute(self, predictions, references, use_aggregator):
             from rouge_score.rouge_scorer import RougeScorer
 
-            of, (said,), (right,) = RougeScorer(["rougeLsum"], use_stemmer=False), predictions, references
-            score = of.score_multi(right, said) if isinstance(right, list) else of.score(right, said)
+            of, (said,), (right,) = (
+                RougeScorer(["rougeLsum"], use_stemmer=False),
+                predictions,
+                references,
+            )
+            score = (
+                of.score_multi(right, said) if isinstance(right, list) else of.score(right, said)
+            )
             return {"rougeLsum": [score["rougeLsum"].fmeasure]}
 
     scorer.load = lambda name: Rouge()
@@ -185,8 +227,13 @@ def infinitebench():
 
     rng = random.Random(1)
     pairs = dict(INFINITE_PAIRS)
-    pairs["longbook_sum_eng"] = SUMMARIES + [(said, [right, "treaty signed"]) for said, right in texts(rng, 6)]
-    pairs["longbook_sum_eng"] += [("One.\nTwo three.", "two\nthree. one"), ("Running dogs", "run dog")]
+    pairs["longbook_sum_eng"] = SUMMARIES + [
+        (said, [right, "treaty signed"]) for said, right in texts(rng, 6)
+    ]
+    pairs["longbook_sum_eng"] += [
+        ("One.\nTwo three.", "two\nthree. one"),
+        ("Running dogs", "run dog"),
+    ]
     score = compute_scores.get_score_one
     return {
         name: [[said, right, score(said, right, name, "yarn-mistral")] for said, right in of]
@@ -196,5 +243,7 @@ def infinitebench():
 
 if __name__ == "__main__":
     found = {"longbench": longbench(), "infinitebench": infinitebench()}
-    lines = [f"{json.dumps(key)}: {json.dumps(each, ensure_ascii=False)}" for key, each in found.items()]
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(each, ensure_ascii=False)}" for key, each in found.items()
+    ]
     (HERE / "metrics.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
