@@ -1,4 +1,4 @@
-"""The cache's invariants, for every policy of the table: hypothesis draws data and lengths, shapes repeat."""
+"""The cache's invariants, for every policy of the table: one contract, which looks at a cache in every way there is."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_row import Row
-from policy_table import BY_NAME, DECODED, TABLE
+from policy_table import BY_NAME, TABLE
 
 import jaxkv
 from jaxkv.cache.packing import Unpacked, pack, pack_shared
@@ -24,33 +24,15 @@ from jaxkv.models.rope import angles, rotate
 from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
 
 BUDGETS = (20, 0.5)
-# One row's tests one after the other: they share programs.
-every_decoded = pytest.mark.parametrize("row", DECODED, ids=lambda row: row.name, scope="module")
+# Buckets of 64 and 32 slots together; with a share of each prompt, the second is shorter than its window.
+LENGTHS = (60, 31)
+SHORT = (50, 9)
 seeds = st.integers(0, 2**32 - 1)
-# Buckets 64 and 32 together, the second sequence at times shorter than its window.
-two_lengths = st.tuples(st.integers(33, 64), st.one_of(st.integers(17, 32), st.integers(1, 12)))
-
-
-# One model for most rows, so that they share programs, and every model for one row of each kind of pool.
+# One model for all rows, so that they share programs, and others for a row of each kind of pool.
 GQA, MQA = tiny.MODELS["gqa3"], tiny.MODELS["mqa8"]
-# A row of each kind of pool, and of each way in which rows go.
+# A row of each kind of pool, and of each way in which entries go.
 KINDS = ("full", "snapkv", "adakv", "pyramidkv-linear", "pyramidkv-entropy", "h2o", "d2o", "omnikv")
-two_models = pytest.mark.parametrize(
-    ("row", "config"),
-    [(row, GQA) for row in TABLE] + [(BY_NAME[name], MQA) for name in KINDS],
-    ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
-)
-spread = pytest.mark.parametrize(
-    ("row", "config"),
-    [(row, GQA) for row in DECODED]
-    + [
-        (BY_NAME[name], config)
-        for name in ("adakv", "d2o")
-        for config in tiny.MODELS.values()
-        if config != GQA
-    ],
-    ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
-)
+each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 # --- checks: seeded faults call them too ---------------------------------------------------------------------------
@@ -141,6 +123,7 @@ def check_prefill(row: Row, model, seed, lengths, budget):
     check_spans(row, tiny.kept(cache), lengths)
     check_totals(row, cache, needed, lengths, budget)
     (check_merged if row.merges else check_rows)(cache, full)
+    return cache
 
 
 def check_alone(row: Row, model, seed, lengths, budget, steps=2):
@@ -165,9 +148,8 @@ def check_alone(row: Row, model, seed, lengths, budget, steps=2):
         chex.assert_trees_all_close(logits, same_logits, atol=1e-4, rtol=0)
 
 
-def check_decode(row: Row, model, seed, lengths, budget, steps=3):
-    """Decoding appends to every segment at the positions of the text, and touches no row that was there."""
-    cache, _, _ = tiny.run(model, tiny.prompts(seed, lengths), row.policy(budget))
+def check_decode(model, cache, lengths, steps=3):
+    """Decoding appends to every segment at the positions of the text, and touches no entry that was there."""
     before = {(a, b, c): (k, v, pos) for a, b, c, k, v, pos in tiny.segments(cache)}
     _, after = tiny.decode(model, cache, [[5] * len(lengths)] * steps)
     check_layout(after, np.asarray(lengths) + steps)
@@ -179,9 +161,8 @@ def check_decode(row: Row, model, seed, lengths, budget, steps=3):
         np.testing.assert_array_equal(v[:-steps], old_v)
 
 
-def check_constant(row: Row, model, seed, lengths, budget, steps=6):
-    """One row goes for each that comes: sizes stay, sinks and the newest rows too, nothing comes back."""
-    cache, _, _ = tiny.run(model, tiny.prompts(seed, lengths), row.policy(budget))
+def check_constant(row: Row, model, cache, lengths, steps=6):
+    """One entry goes for each that comes: sizes stay, sinks and the newest entries too, nothing comes back."""
     limit, before = np.asarray(cache.limit), tiny.kept(cache)
     for step in range(1, steps + 1):
         # Room for a sequence below its budget comes once: another size of pools would be another program.
@@ -208,57 +189,104 @@ def check_constant(row: Row, model, seed, lengths, budget, steps=6):
         before = after
 
 
+def check_tree(cache):
+    """A cache is a pytree of arrays, whose static parts can be hashed."""
+    leaves, structure = jax.tree.flatten(cache)
+    chex.assert_trees_all_equal(jax.tree.unflatten(structure, leaves), cache)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    for static in (structure, cache.policy, cache.config):
+        assert hash(static) == hash(static)
+    chex.assert_trees_all_equal(jax.jit(lambda c: c)(cache), cache)
+
+
+def check_again(row: Row, model, seed, lengths, budget):
+    """Other prompts of the same lengths: nothing is compiled, and nothing but weights and cache lives afterwards."""
+    policy, ids = row.policy(budget), tiny.prompts(seed + 1, lengths)
+    # Constants of first calls are not the second's.
+    first = jaxkv.prefill(model, ids, policy=policy)
+    if isinstance(budget, int):
+        ids = [each[4:] for each in ids]
+    with held() as (before, now), compilations() as compiled:
+        again = jaxkv.prefill(model, ids, policy=policy)
+        # Weights lived before: what came since is the cache, to 2% and a key or two.
+        assert again.nbytes <= now() <= 1.02 * again.nbytes + 256
+        assert model.nbytes <= before
+    assert not compiled
+    assert jax.tree.structure(again) == jax.tree.structure(first)
+    chex.assert_trees_all_equal_shapes_and_dtypes(again, first)
+
+
+def check_questions(model, cache):
+    """A cache answers alike as often as it is asked, is not changed, and no other question compiles anything."""
+    before = _bytes(cache)
+    ask = lambda *ids: jaxkv.generate(model, [list(ids)] * 2, cache=cache, max_new_tokens=3)  # noqa: E731
+    first = ask(7, 8, 9).tokens
+    with compilations() as compiled:
+        second = ask(7, 8, 9).tokens
+        ask(4, 5)
+    assert not compiled
+    assert [each.tolist() for each in first] == [each.tolist() for each in second]
+    assert _bytes(cache) == before
+
+
+def contract(row: Row, model, seed, lengths, budget):
+    """Prefills, and holds the cache to every promise; rows like another one stop where programs are the same."""
+    cache = check_prefill(row, model, seed, lengths, budget)
+    check_tree(cache)
+    check_again(row, model, seed, lengths, budget)
+    check_alone(row, model, seed, lengths, budget)
+    if row.like:
+        return
+    if row.evicts:
+        check_constant(row, model, cache, lengths)
+    else:
+        check_decode(model, cache, lengths)
+    check_questions(model, cache)
+
+
+def _bytes(cache):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
+
+
 # --- the properties --------------------------------------------------------------------------------------------------
 
 
-@two_models
-@settings(max_examples=2)
-@given(seed=seeds, lengths=two_lengths)
-def test_prefill_keeps_the_cache_in_order(row, config, seed, lengths):
-    # Rows of the budgets are shapes: one model has one kind of budget, the other the other.
-    check_prefill(row, tiny.tiny(config), seed, lengths, BUDGETS[config.kv_heads % 2])
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_contract(row):
+    contract(row, tiny.tiny(GQA), 1, LENGTHS, BUDGETS[0])
 
 
-@spread
-@settings(max_examples=2)
-@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
-def test_neither_batch_mates_nor_padding_matter(row, config, seed, lengths):
-    check_alone(row, tiny.tiny(config), seed, lengths, 20)
+@each_kind
+def test_contract_of_one_head_and_a_share_of_each_prompt(name):
+    contract(BY_NAME[name], tiny.tiny(MQA), 2, SHORT, BUDGETS[1])
 
 
-@every_decoded
-@settings(max_examples=2)
-@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
-def test_decoding_appends_or_replaces(row, seed, lengths):
-    (check_constant if row.evicts else check_decode)(row, tiny.tiny(GQA), seed, lengths, 20)
+@each_kind
+@settings(max_examples=10)
+@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(1, 32)))
+def test_prefill_at_any_length(name, seed, lengths):
+    check_prefill(BY_NAME[name], tiny.tiny(GQA), seed, lengths, BUDGETS[0])
 
 
-@spread
-@settings(max_examples=2)
-@given(
-    seed=seeds,
-    lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)),
-    budget=st.sampled_from((64, 1.0)),
-)
-def test_a_budget_of_the_length_changes_nothing(row, config, seed, lengths, budget):
-    model = tiny.tiny(config)
-    ids, tokens = tiny.prompts(seed, lengths), [[1, 2], [3, 4], [5, 6]]
-    # Room for the three tokens as well, where their rows count.
-    budget = 67 if row.evicts or getattr(row.policy(budget).parts().read, "page", None) else budget
+@pytest.mark.parametrize("row", [row for row in TABLE if not row.like], ids=lambda row: row.name)
+def test_a_budget_of_the_length_changes_nothing(row):
+    model = tiny.tiny(GQA)
+    ids, tokens = tiny.prompts(3, LENGTHS), [[1, 2], [3, 4], [5, 6]]
+    # Room for the three tokens as well, where their entries count.
+    budget = 67 if row.evicts or getattr(row.policy(20).parts().read, "page", None) else 64
     results = []
     for policy in (jaxkv.FullKV(), row.policy(budget)):
         cache, logits, _ = tiny.run(model, ids, policy)
-        results.append((logits, tiny.decode(model, cache, tokens)[0], tiny.kept(cache)))
+        steps = tiny.decode(model, cache, tokens)[0] if row.name in KINDS else logits
+        results.append((logits, steps, tiny.kept(cache)))
     chex.assert_trees_all_close(results[0][:2], results[1][:2], atol=1e-4, rtol=0)
     assert results[0][2] == results[1][2]
 
 
-@every_decoded
-@settings(max_examples=1)
-@given(seed=seeds)
-def test_jit_is_eager(row, seed):
-    q, k = agreement.draw_layers(seed, 3, (40, 21))
-    policy = row.policy(20)
+@each_kind
+def test_choosing_without_jit_is_choosing_with_it(name):
+    q, k = agreement.draw_layers(0, 3, (40, 21))
+    policy = BY_NAME[name].policy(20)
     compiled = agreement.library_kept(policy, q[:2], k[:2], (40, 21))
     with jax.disable_jit():
         assert agreement.library_kept(policy, q[:2], k[:2], (40, 21)) == compiled
@@ -316,37 +344,6 @@ def test_what_must_stay_is_planned_for(allocation):
 # --- caches as values ------------------------------------------------------------------------------------------------
 
 
-def _bytes(cache):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
-
-
-@every_decoded
-def test_a_cache_is_a_pytree(row):
-    cache, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), row.policy(20))
-    leaves, structure = jax.tree.flatten(cache)
-    chex.assert_trees_all_equal(jax.tree.unflatten(structure, leaves), cache)
-    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-    for static in (structure, cache.policy, cache.config):
-        assert hash(static) == hash(static)
-    again, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(2, (39, 19)), row.policy(20))
-    assert jax.tree.structure(again) == structure
-    chex.assert_trees_all_equal_shapes_and_dtypes(again, cache)
-    passed = jax.jit(lambda c: c)(cache)
-    chex.assert_trees_all_equal(passed, cache)
-
-
-@every_decoded
-def test_asking_twice_changes_nothing(row):
-    model = tiny.tiny(GQA)
-    cache = jaxkv.prefill(model, tiny.prompts(3, (50, 20)), policy=row.policy(20))
-    before, question = _bytes(cache), [[7, 8, 9]] * 2
-    answers = [
-        jaxkv.generate(model, question, cache=cache, max_new_tokens=3).tokens for _ in range(2)
-    ]
-    assert [each.tolist() for each in answers[0]] == [each.tolist() for each in answers[1]]
-    assert _bytes(cache) == before
-
-
 @pytest.mark.parametrize(
     "name", ("full", "snapkv", "adakv", "pyramidkv-entropy", "streaming-rolling")
 )
@@ -393,18 +390,6 @@ def held():
         gc.unfreeze()
 
 
-@every_decoded
-def test_nothing_but_weights_and_cache_lives_after_prefill(row):
-    model, policy = tiny.tiny(GQA), row.policy(20)
-    ids = tiny.prompts(5, (64, 50))
-    jaxkv.prefill(model, ids, policy=policy)  # constants of first calls are not the second's
-    with held() as (before, now):
-        cache = jaxkv.prefill(model, ids, policy=policy)
-        # Weights lived before: what came since is the cache, to 2% and a key or two.
-        assert cache.nbytes <= now() <= 1.02 * cache.nbytes + 256
-        assert model.nbytes <= before
-
-
 @contextlib.contextmanager
 def compilations():
     """Collects the compilations of the block, by duration."""
@@ -419,22 +404,6 @@ def compilations():
         yield seen
     finally:
         open_[0] = False  # jax has no public way to take a listener back
-
-
-@every_decoded
-def test_one_compilation_serves_a_bucket(row):
-    model = tiny.tiny(GQA)
-    policy = row.policy(20)
-
-    def use(seed, lengths, question):
-        cache = jaxkv.prefill(model, tiny.prompts(seed, lengths), policy=policy)
-        if not row.like:
-            jaxkv.generate(model, [question, question], cache=cache, max_new_tokens=3)
-
-    use(6, (60, 31), [1, 2, 3])
-    with compilations() as second:
-        use(7, (37, 18), [4, 5])
-    assert not second
 
 
 def test_compilations_are_counted():

@@ -49,7 +49,9 @@ def as_alone(name):
 
 
 def appends(name):
-    invariants.check_decode(BY_NAME[name], tiny.tiny(tiny.MODELS["gqa3"]), 0, (60, 31), 20)
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    cache, _, _ = tiny.run(model, tiny.prompts(0, (60, 31)), BY_NAME[name].policy(20))
+    invariants.check_decode(model, cache, (60, 31))
 
 
 def ties():
