@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from policy_row import Row
-from policy_table import TABLE
+from policy_table import BY_NAME, TABLE
 from table_oracles import critical_norms, replayed
 
 from jaxkv import attention
@@ -193,9 +193,17 @@ def check_agreement(row: Row, seed: int, group: int, lengths, budget) -> bool:
     return True
 
 
-@pytest.mark.parametrize("group", SHAPES)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-@settings(max_examples=5)
+# Every row where query heads share kv heads, one of each kind at the other ratios.
+KINDS = ("full", "snapkv", "adakv", "pyramidkv-linear", "pyramidkv-entropy", "h2o", "d2o", "omnikv")
+CASES = [(row, 3) for row in TABLE] + [
+    (BY_NAME[name], group) for name in KINDS for group in SHAPES if group != 3
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "group"), CASES, ids=lambda each: getattr(each, "name", f"G{each}")
+)
+@settings(max_examples=6)
 @given(seed=seeds, lengths=lengths_of_two, budget=st.sampled_from((20, 0.45)))
 def test_kept_sets_agree_with_the_oracle(row, group, seed, lengths, budget):
     assume(check_agreement(row, seed, group, lengths, budget))

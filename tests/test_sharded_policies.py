@@ -1,4 +1,4 @@
-"""Every row of the policy table on meshes of eight devices: the tokens and the kept rows of a single device."""
+"""A policy of each kind on meshes of eight devices: the tokens and the kept entries of a single device."""
 
 import meshes
 import pytest
@@ -23,8 +23,26 @@ def nothing_of_other_files():
     meshes.forget()
 
 
-@pytest.mark.parametrize("name", [row.name for row in TABLE])
-def test_every_policy(name):
+# One of each kind of pool, and of what else is observed of a prompt, or divided among heads and layers.
+NAMES = (
+    *KINDS,
+    "adakv-critical",
+    "adakv-protected",
+    "cake",
+    "capkv",
+    "chunkkv",
+    "compactor",
+    "criticalkv-pyramidinfer",
+    "expected",
+    "layerdefensivekv-mass",
+    "pyramidkv-entropy",
+    "streaming-slide",
+    "threshold",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind(name):
     assert run(name, 4, mesh=(2, 4)) == run(name, 4)
 
 
@@ -78,8 +96,8 @@ TRAVELS = {
 @pytest.fixture(scope="module")
 def compiled():
     """All that runs on 2x4 for any policy, kv heads or query heads of one apart; nothing is compiled for it anew."""
-    for row in TABLE:
-        run(row.name, 4, mesh=(2, 4))
+    for name in NAMES:
+        run(name, 4, mesh=(2, 4))
     for name in KINDS:
         run(name, 2, mesh=(2, 4), asks=True)
     for name in AGAIN:
@@ -118,7 +136,7 @@ def test_no_keys_or_values_travel(compiled):
 def test_a_step_sends_two_sums_a_layer(compiled):
     """And the embedding's, the logits, whether all have ended; for some policies a number for each row of a layer."""
     steps = [each.sent for each in compiled if each.name == "_loop"]
-    assert len(steps) > 20
+    assert len(steps) > 10
     for sent in steps:
         hidden = [shape for _, shape in sent if shape == (4, 1, meshes.model_of(4).config.embed)]
         assert len(hidden) == 2 * LAYERS + 1
