@@ -92,15 +92,11 @@ POLICIES = {
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
-    "roco": jaxkv.RoCo(budget=16),
     "streaming": jaxkv.StreamingLLM(budget=16),
     "again": jaxkv.SnapKV(budget=16, window=8, every=3),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
     "omnikv, windowed": jaxkv.OmniKV(
         budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4
-    ),
-    "omnikv, all tokens": jaxkv.OmniKV(
-        budget=12, filter_layers=(0,), adjacent=0, include_generated=True
     ),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
     "quest, compressed": jaxkv.Quest(
@@ -112,8 +108,6 @@ POLICIES = {
     "adakv, int4": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8, store="int4")),
     "snapkv, mixed": jaxkv.SnapKV(budget=24, window=8, store="mixed"),
     "quest, int4": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int4"),
-    "again, int4": jaxkv.SnapKV(budget=16, window=8, every=3, store="int4"),
-    "quest, int8": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int8"),
     "omnikv, compressed": jaxkv.OmniKV(
         budget=12,
         filter_layers=(0,),

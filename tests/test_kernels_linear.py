@@ -9,6 +9,7 @@ from jaxkv import pallas_kernels
 from jaxkv.pallas_kernels.tuning import LinearTiles
 
 # Outputs and elements: whole tiles, a part of one, several parts of the sum, fewer elements than a step reads.
+VECTORS = ((1, "bfloat16"), (3, "float32"), (4, "float16"))
 SIZES = ((64, 1024), (70, 96), (33, 4096), (5, 32))
 
 
@@ -49,8 +50,10 @@ def check(outputs, width, bits, vectors, dtype, tiles=None):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("outputs", "width"), SIZES)
-@pytest.mark.parametrize(("vectors", "dtype"), [(1, "bfloat16"), (3, "float32"), (4, "float16")])
+@pytest.mark.parametrize(
+    ("outputs", "width", "vectors", "dtype"),
+    [(*size, *VECTORS[at % len(VECTORS)]) for at, size in enumerate(SIZES)],
+)
 def test_products_with_codes(outputs, width, bits, vectors, dtype):
     """Codes are multiplied exactly, sums are float32; what lies beyond the weight is not read."""
     check(outputs, width, bits, vectors, dtype)

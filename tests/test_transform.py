@@ -77,8 +77,15 @@ def layers():
 # --- what it keeps ---------------------------------------------------------------------------------------------------
 
 
-@named(TAKEN)
-@pytest.mark.parametrize("budget", [20, 0.5])
+# Shares of each prompt with a row of each kind of budgets.
+SHARES = ("snapkv", "adakv", "pyramidkv-linear", "pyramidkv-entropy", "h2o-prefill", "cake")
+
+
+@pytest.mark.parametrize(
+    ("row", "budget"),
+    [(row, 20) for row in TAKEN] + [(row, 0.5) for row in TAKEN if row.name in SHARES],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
 def test_keeps_what_prefill_keeps(row, budget, layers):
     policy = dataclasses.replace(row.policy(budget), every=None)
     cache, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(0, LENGTHS), policy)
@@ -97,6 +104,14 @@ def test_keeps_what_prefill_keeps(row, budget, layers):
     none = kept(jaxkv.compress_layers(k, v, queries=q, length=length, policy=policy, room=3))
     assert not any(head for layer in none for head in layer[0])
     assert [layer[1] for layer in none] == [layer[1] for layer in kept(rows)]
+    parts = policy.parts()
+    if parts.layout.one_pool or parts.nested:
+        return
+    for layer in range(GQA.layers):
+        options = {"layer": layer, "layers": GQA.layers, "length": jnp.asarray(LENGTHS), "room": 3}
+        alone = jaxkv.compress(k[layer], v[layer], queries=q[layer], policy=policy, **options)
+        assert kept(alone) == [kept(rows)[layer]]
+        assert alone.k[0].shape == rows.k[layer].shape
 
 
 def test_published_sizes_of_no_tokens(layers):
@@ -108,14 +123,6 @@ def test_published_sizes_of_no_tokens(layers):
         )
     assert not any(head for layer in both[1] for head in layer[0])
     assert [layer[1] for layer in both[1]] == [layer[1] for layer in both[0]]
-    parts = policy.parts()
-    if parts.layout.one_pool or parts.nested:
-        return
-    for layer in range(GQA.layers):
-        options = {"layer": layer, "layers": GQA.layers, "length": jnp.asarray(LENGTHS), "room": 3}
-        alone = jaxkv.compress(k[layer], v[layer], queries=q[layer], policy=policy, **options)
-        assert kept(alone) == [kept(rows)[layer]]
-        assert alone.k[0].shape == rows.k[layer].shape
 
 
 @named(REFUSED)
