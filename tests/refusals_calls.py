@@ -129,7 +129,7 @@ CALLS = [
             TypeError,
             "prompt=bytes",
         ),
-        (np.bytes_(b"Hello"), TypeError, "prompt=bytes_?"),
+        (np.bytes_(b"Hello"), TypeError, "prompt="),
         (np.asarray(5), r"prompt=\(\)"),
         (np.asarray([2**63 + 5], np.uint64), "token ids lie in"),
         (

@@ -132,7 +132,7 @@ def test_turns_and_questions():
         texts = [text + more for text, more in zip(texts, drawn.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["snapkv", "compactor", "h2o", "every, ada"])
 def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     options = {"max_new_tokens": NEW, "stop_at_eos": False}
     model = tiny.tiny(SHAPE)
@@ -143,7 +143,7 @@ def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     assert alone.tokens[0].tolist() == full.tokens[1].tolist()
 
 
-@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "roco", "every", "every, ada"])
+@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "every, ada"])
 def test_kernels_and_meshes(name):
     """A segment of the kernels' table is what the window leaves; on a mesh each device has its heads' windows."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
