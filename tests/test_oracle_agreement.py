@@ -246,18 +246,6 @@ def _uniform(scores, rows, forced, n):
 
 @settings(max_examples=40)
 @given(tied)
-def test_ties_in_top(drawn):
-    seed, levels, count = drawn
-    scores = _tied_scores(seed, levels)
-    mask = np.asarray(
-        topk.top(topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.full((HEADS,), count))
-    )
-    for row, picked in zip(scores, mask, strict=True):
-        assert np.flatnonzero(picked).tolist() == o.top_select(row, count, [], N)[0]
-
-
-@settings(max_examples=40)
-@given(tied)
 def test_ties_in_uniform_heads(drawn):
     check_ties(UniformHeads(), _uniform, *drawn)
 
