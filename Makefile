@@ -51,7 +51,7 @@ LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoi
   tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
   tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu bench-tpu against long-answer soak \
+.PHONY: help demo environment environments test test-gpu test-latest test-lowest test-foreign test-page test-ray lint format notebooks bench bench-peer qa-peer bench-gpu bench-tpu against soak \
   sharded-soak slots-table engine-table engine-soak serving decode-step throughput omnikv recall tune aot aot-quick aot-tpu aot-tpu-quick aot-sharded aot-slots plan-cells \
   plan-memory plan-requests needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%) $(AOT_TPU_VERSIONS:%=aot-tpu-%)
@@ -69,7 +69,6 @@ help:
 	@echo "make bench-tpu    the same on one device of a TPU, beside the estimates that there are"
 	@echo "make test-gpu     the kernels' tests, compiled for this machine's GPU, with the Python on the path"
 	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
-	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
 	@echo "make sharded-soak 100 sharded generations on 8 fake devices, and test_hosts ten times, beside 8 busy processes: no abort"
 	@echo "make slots-table  24 requests over 4 slots under every row of the policy table: a device, 16 bits, a mesh of 8"
@@ -158,9 +157,6 @@ bench-tpu:
 
 against: $(STAMP)
 	@$(BIN)/python benchmarks/against.py --base "$(BASE)"
-
-long-answer: $(STAMP)
-	@$(BIN)/python -m benchmarks.long_answer
 
 soak: $(STAMP)
 	@$(BIN)/python -m benchmarks.soak

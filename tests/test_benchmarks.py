@@ -10,7 +10,6 @@ import sys
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 
@@ -122,22 +121,6 @@ def test_another_checkouts_commit_is_told(benchmark, tmp_path):
     assert len(found) >= 7 and head.startswith(found)
     (tmp_path / "file").write_text("2")
     assert record.commit(tmp_path) == f"{found}-dirty"
-
-
-def test_a_mesh_of_one_device_is_measured_side_by_side(benchmark, tmp_path, capsys, as_users_call):
-    cost, model = benchmark("mesh_cost"), tiny.tiny(tiny.MODELS["gqa3"])
-    ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found = cost.measure(model, ids, policies=["SnapKV"], budget=34, rounds=2, steps=3)
-    assert {
-        len(row["seconds"][which])
-        for row in found["policies"]["SnapKV"].values()
-        for which in row["seconds"]
-    } == {2}
-    for title in ("one", "another"):
-        cost.record.add(tmp_path / "cost.json", title, found)
-    assert set(json.loads((tmp_path / "cost.json").read_text())) == {"one", "another"}
-    cost.show("a table", found)
-    assert capsys.readouterr().out.count("SnapKV") == 2
 
 
 def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call):
