@@ -1,7 +1,7 @@
 """Times this checkout against another one: prefill and decode step of the same prompts, in turns.
 
     git worktree add ../before COMMIT
-    python benchmarks/against.py --base ../before
+    python -m benchmarks.against --base ../before
 
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
 through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
