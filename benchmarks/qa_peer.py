@@ -112,7 +112,9 @@ def main() -> None:
     """Runs both sides and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--peer-python", required=True, help="Python of an environment with torch and kvpress"
+        "--peer-python",
+        default=".venv-peer/bin/python",
+        help="Python of an environment with torch and kvpress (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
