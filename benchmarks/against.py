@@ -1,17 +1,19 @@
 """Times this checkout against another one: prefill and decode step of the same prompts, in turns.
 
     git worktree add ../before COMMIT
-    python benchmarks/against.py --base ../before
+    python -m benchmarks.against --base ../before
 
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
-through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
-are of one round each, base / this checkout: above 1 this checkout is faster. cpu is the processor time of a whole run,
-which a busy machine changes least; programs are what its first run compiles, or finds on disk. Peak is what a later run
+through `jaxkv.generate` alone, so that a slow spell of the machine hits both. Prefill is the time of an answer of one
+token, a step that of a longer one beyond it, by this script's clock. Ratios are of one round each, base / this
+checkout: above 1 this checkout is faster. cpu is the processor time of both answers, which a busy machine changes
+least; programs are what the first longer one compiles, or finds on disk. Peak is what a later run
 adds to resident memory, in processes of their own that keep no freed memory. The commits of both are saved with the
 figures.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -57,30 +59,27 @@ def serve(dtype):
         "snapkv": jaxkv.SnapKV,
         "adakv": jaxkv.AdaKV,
         "h2o": jaxkv.H2O,
+        "omnikv": functools.partial(jaxkv.OmniKV, filter_layers=(2, 6, 19)),
+        "d2o": jaxkv.D2O,
     }
     print(json.dumps({"at": str(Path(jaxkv.__file__).parents[1])}), file=out)
     for line in sys.stdin:
         ask = json.loads(line)
         before = status_bytes("VmRSS") if reset_peak() else None
         options = {} if ask["policy"] == "full" else {"budget": ask["budget"]}
-        cpu = time.process_time()
-        done = jaxkv.generate(
-            model,
-            prompts(ask["batch"], ask["length"]),
-            policy=policies[ask["policy"]](**options),
-            max_new_tokens=ask["new_tokens"],
-            stop_at_eos=False,
-            progress=False,
-        )
-        stats, cpu = done.stats, time.process_time() - cpu
-        step = stats.decode_seconds / stats.decode_steps
+        asked = {"policy": policies[ask["policy"]](**options), "stop_at_eos": False}
+        ids, cpu, walls = prompts(ask["batch"], ask["length"]), time.process_time(), []
+        for new in (1, 1 + ask["new_tokens"]):
+            begun = time.perf_counter()
+            done = jaxkv.generate(model, ids, **asked, max_new_tokens=new, progress=False)
+            walls.append(time.perf_counter() - begun)
         told = {
-            "prefill": stats.prefill_seconds,
-            "step": step,
-            "cpu": cpu,
-            "compile": stats.compile_seconds,
+            "prefill": walls[0],
+            "step": (walls[1] - walls[0]) / ask["new_tokens"],
+            "cpu": time.process_time() - cpu,
+            "compile": done.stats.compile_seconds,
+            "programs": done.stats.compiled_programs,
         }
-        told |= {"programs": stats.compiled_programs}
         told |= {} if before is None else {"peak": status_bytes("VmHWM") - before}
         print(json.dumps(told), file=out)
 
@@ -144,7 +143,9 @@ def main():
     parser.add_argument("--base", type=Path, help="the other checkout")
     parser.add_argument("--serve", metavar="DTYPE", help=argparse.SUPPRESS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--policies", nargs="+", default=["full", "snapkv", "adakv", "h2o"])
+    parser.add_argument(
+        "--policies", nargs="+", default=["full", "snapkv", "adakv", "h2o", "omnikv", "d2o"]
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=256)
@@ -157,7 +158,7 @@ def main():
         return serve(args.serve)
     if args.base is None:
         parser.error("--base: name the other checkout")
-    from record import commit, machine, save
+    from benchmarks.record import commit, machine, save
 
     results = {"machine": machine(), "base": commit(args.base), "cells": []}
     for dtype, figures in itertools.product(args.dtypes, args.figures):

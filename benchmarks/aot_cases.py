@@ -1,19 +1,176 @@
-"""The kernels that `aot.py` compiles, as functions of abstract arrays, and the shapes they are compiled for."""
+"""What `aot.py` compiles: GPU kernels as functions of abstract arrays, and programs of Llama 3's shapes for devices."""
 
+import dataclasses
 from functools import partial
 
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from benchmarks import shapes
+from jaxkv import pallas_kernels
+from jaxkv.cache.quantised import STORES
+from jaxkv.pallas_kernels import mosaic
+from jaxkv.pallas_kernels.codes import itemsize_of
+from jaxkv.planning.named import accelerator_named
+from jaxkv.planning.setting import Setting
+
+KERNELS = (
+    "decode_token",
+    "decode_token_scored",
+    "decode_token_picked",
+    "decode_token_int8",
+    "decode_token_int4",
+    "decode_token_mixed",
+    "attend",
+    "attend_question",
+    "compact",
+    "add_norm",
+    "multiply_codes_8",
+    "multiply_codes_4",
+    "replace_rows",
+    "evict_rows",
+    "flash",
+    "flash_window",
+    "flash_mosaic",
+    "column_sums",
+    "window_sums",
+)
 # Stores whose codes kernels read without decoding them first.
-STORES = ("int8", "int4", "mixed")
+CODED = ("int8", "int4", "mixed")
+DTYPES = ("bfloat16", "float16", "float32")
+TPUS = ("v5e", "v5p", "v6e", "tpu7x")
+# Models whose heads a TPU's kernels read otherwise: one query each, and a head dim of 256.
+HEADS = {
+    "7B of 32 kv heads": partial(shapes.llama, embed=4096, hidden=11008, heads=32, kv_heads=32),
+    "9B of head dim 256": partial(shapes.llama, embed=4096, hidden=14336, heads=16),
+}
+MODELS = {"8B": shapes.llama_3_8b, "70B": shapes.llama_3_70b, **HEADS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel at a model's shape, for a GPU."""
+
+    kernel: str
+    model: str = "Llama-3-8B"
+    dtype: str = "bfloat16"
+    device: str = "h100"
+
+    @property
+    def name(self):
+        """What it is called."""
+        return f"{self.kernel}, {self.model}, {self.dtype}, {self.device}"
+
+    @property
+    def taken(self):
+        """False of kernels that do not take the head dim, the dtype or the device."""
+        if self.kernel == "flash_mosaic":
+            dims = ("Llama-3-8B", "SmolLM2-135M")
+            return self.model in dims and self.dtype != "float32" and self.device == "h100"
+        dim = next(heads.dim for heads in shapes.MODELS if heads.name == self.model)
+        store = STORES.get(self.kernel.removeprefix("decode_token_"))
+        return store is None or store.fused_at(dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A decode loop of a Llama 3 under a policy, or a layer of its prefill, for so many devices of a kind."""
+
+    policy: jaxkv.policies.Policy
+    device: str
+    model: str = "8B"
+    gpus: int = 1
+    layers: int = 4
+    batch: int = 8
+    tokens: int = 32768
+    prefill: bool = False
+
+    @property
+    def name(self):
+        """What it is called."""
+        kind = "prefill" if self.prefill else "loop"
+        return f"{kind} of {self.model}, {self.layers} layers, {self.policy}, {self.gpus} {self.device}"
+
+    @property
+    def setting(self):
+        """What is planned for."""
+        return Setting(
+            model=self.model,
+            config=MODELS[self.model](layers=self.layers),
+            policy=self.policy,
+            gpu=accelerator_named(self.device),
+            gpus=self.gpus,
+            batch=self.batch,
+            context=self.tokens,
+        )
+
+    @property
+    def loops(self):
+        """Most loops that a step may have: D2O walks a pool that layers share; how a TPU evicts is XLA's."""
+        evicts = self.policy.parts().evicts
+        return (self.device in TPUS) * evicts * 1000 + 2 * (self.policy.parts().merge is not None)
+
+
+def cases(devices, quick):
+    """List of what is compiled for devices of these kinds: of kernels, loops, prefills and steps of 70B."""
+    found = []
+    for device in devices:
+        found += tpu_programs(quick) if device == "tpu" else gpu_cases(device, quick)
+    return found
+
+
+def gpu_cases(device, quick):
+    """Cases for a kind of GPU; `quick` ones are kernels of one shape, two loops, and a step of 70B of few layers."""
+    of, eight = jaxkv, {"device": device, "model": "70B", "gpus": 8, "batch": 4, "tokens": 131072}
+    if quick:
+        loops = [Program(policy=each(budget=1024), device=device) for each in (of.AdaKV, of.D2O)]
+        return [
+            *(Kernel(kernel=each, device=device) for each in KERNELS),
+            *loops,
+            Program(policy=of.D2O(budget=2048), **eight, layers=8),
+        ]
+    kernels = [
+        Kernel(kernel=kernel, model=model.name, dtype=dtype, device=device)
+        for kernel in KERNELS
+        for model in shapes.MODELS
+        for dtype in DTYPES
+    ]
+    loops = [of.FullKV(), of.SnapKV(budget=1024), of.AdaKV(budget=1024), of.H2O(budget=1024)]
+    loops += [of.D2O(budget=1024), of.OmniKV(budget=1024, filter_layers=(2, 8, 18))]
+    steps = [of.FullKV(), of.AdaKV(budget=2048), of.H2O(budget=2048), of.D2O(budget=2048)]
+    return [
+        *(each for each in kernels if each.taken),
+        *(Program(policy=each, device=device, layers=32) for each in loops),
+        Program(policy=of.SnapKV(budget=1024), device=device, batch=1, prefill=True),
+        *(Program(policy=each, **eight, layers=80) for each in steps),
+        Program(policy=of.SnapKV(budget=2048), **eight | {"batch": 1}, layers=80, prefill=True),
+    ]
+
+
+def tpu_programs(quick):
+    """Programs for TPUs; `quick` ones are a layer of a prefill and a loop, and one that evicts, on a v6e."""
+    of, few = jaxkv, {"device": "v6e", "layers": 4}
+    prefill = {"policy": of.SnapKV(budget=1024), "batch": 1, "tokens": 4096, "prefill": True}
+    found = [
+        Program(**prefill, **few),
+        Program(policy=of.SnapKV(budget=1024), **few),
+        Program(policy=of.H2O(budget=1024), **few),
+    ]
+    if quick:
+        return found
+    store = of.SnapKV(budget=1024, store="int8")
+    found += [Program(policy=of.SnapKV(budget=1024), device=each) for each in TPUS if each != "v6e"]
+    found += [Program(policy=store, device=each) for each in TPUS]
+    found += [Program(policy=of.SnapKV(budget=1024), model=each, **few) for each in HEADS]
+    found += [Program(policy=store, model=each, **few) for each in HEADS]
+    found += [Program(**prefill, model=each, **few) for each in HEADS]
+    whole = (of.AdaKV(budget=1024), of.D2O(budget=1024))
+    return [*found, *(Program(policy=each, device="v6e", layers=32) for each in whole)]
 
 
 def arguments(case):
     """The kernel as a function, and the shapes it is compiled for."""
-    import jax
-    import jax.numpy as jnp
-    import shapes
-
-    from jaxkv import pallas_kernels
-
     heads = next(each for each in shapes.MODELS if each.name == case.model)
     k_heads, group, dim, dtype = heads.kv_heads, heads.group, heads.dim, jnp.dtype(case.dtype)
     of, i32 = jax.ShapeDtypeStruct, jnp.int32
@@ -56,8 +213,6 @@ def arguments(case):
         case "flash_window":
             return partial(pallas_kernels.flash, window=1024), (queries, whole, whole, one, one)
         case "flash_mosaic":
-            from jaxkv.pallas_kernels import mosaic
-
             return mosaic.flash, (queries, whole, whole, one, one)
         case "column_sums":
             lse = of((batch, k_heads, group, slots), jnp.float32)
@@ -74,11 +229,6 @@ def arguments(case):
 
 def linear_arguments(heads, dtype, *, bits):
     """The output map of a model, of one vector, in 8 or 4 bits."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv import pallas_kernels
-
     of, width = jax.ShapeDtypeStruct, -(-heads.kv_heads * heads.group * heads.dim // 32) * 32
     if bits == 8:
         beside = (of((width,), jnp.float32),)
@@ -94,29 +244,21 @@ def linear_arguments(heads, dtype, *, bits):
     ), given
 
 
-def stored(kernels, store, batch, pool, dim):
+def stored(store, batch, pool, dim):
     """Abstract keys and values of a pool as a store holds them."""
-    import jax
-    import jax.numpy as jnp
-
     of, group = jax.ShapeDtypeStruct, (batch, pool, dim // 32)
-    eight = kernels.Coded(of((batch, pool, dim), jnp.int8), of((batch, pool), jnp.float16))
+    eight = pallas_kernels.Coded(of((batch, pool, dim), jnp.int8), of((batch, pool), jnp.float16))
     codes = (
         of((batch, pool, dim // 2), jnp.uint8)
         if dim % 128
         else of((batch, pool, dim // 4), jnp.uint16)
     )
-    four = kernels.Nibbles(codes, of(group, jnp.float16), of(group, jnp.float16))
+    four = pallas_kernels.Nibbles(codes, of(group, jnp.float16), of(group, jnp.float16))
     return {"int8": (eight, eight), "int4": (four, four), "mixed": (eight, four)}[store]
 
 
 def step_arguments(kernel, heads, dtype, *, batch, pool):
     """What a decode step launches beside attention."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv import pallas_kernels
-
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
     if kernel == "add_norm":
         width = heads.kv_heads * heads.group * heads.dim
@@ -136,17 +278,11 @@ def step_arguments(kernel, heads, dtype, *, batch, pool):
 
 def token_arguments(heads, dtype, *, batch, pool, kind):
     """A new token's attention, for one of four layers whose chunks are dealt together."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv import pallas_kernels
-    from jaxkv.pallas_kernels.codes import itemsize_of
-
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-    store = kind[1:] if kind[1:] in STORES else None
+    store = kind[1:] if kind[1:] in CODED else None
     rows = (of((batch, pool, heads.dim), dtype),) * 2
     if store:
-        rows = stored(pallas_kernels, store, batch, pool, heads.dim)
+        rows = stored(store, batch, pool, heads.dim)
     programs = pallas_kernels.programs(dim=heads.dim, itemsize=itemsize_of(*rows, dtype))
 
     def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):

@@ -2,7 +2,7 @@
 
 Run it with jaxkv's own environment; the peer lives in another one, whose python is named::
 
-    python benchmarks/bench_peer.py --gguf FILE.gguf --peer-python .venv-peer/bin/python --quick
+    python -m benchmarks.bench_peer --peer-python .venv-peer/bin/python --quick
 
 Two worker processes stay alive with their weights loaded, ``peer_worker.py`` and ``jaxkv_worker.py``, and compute in
 turns, A B A B, so that a slow spell of the machine hits both. Only one of them computes at a time. They are started
@@ -76,7 +76,6 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = HERE.parent / "tests" / "golden" / "parity" / "needle1024.json"
-GGUF = Path.home() / ".cache/jaxkv/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 POLICIES = ("full", "snapkv", "pyramidkv", "adakv", "streaming")
 # With a window of 32, kvpress falls back to one budget for all layers at 256 rows: its smallest layer would have 13.
 SETTINGS = {"pyramidkv": {"window": 8}}
@@ -89,11 +88,12 @@ WARM_PEER_UP_TO = (
 class Worker:
     """A worker process that answers requests."""
 
-    def __init__(self, python, script, args):
+    def __init__(self, python, module, args):
         """Starts the process and waits until its weights are loaded."""
         self.command = [
             str(python),
-            str(HERE / script),
+            "-m",
+            f"benchmarks.{module}",
             "--gguf",
             str(args.gguf),
             "--dtype",
@@ -271,7 +271,7 @@ def names(text):
 def parse(argv=None):
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gguf", type=Path, default=GGUF, help="(default: %(default)s)")
+    parser.add_argument("--gguf", type=Path, help="(default: that of SmolLM2-135M, fetched)")
     parser.add_argument(
         "--peer-python", type=Path, default=HERE.parent / ".venv-peer" / "bin" / "python"
     )
@@ -303,6 +303,10 @@ def parse(argv=None):
         )
     if args.quick:
         args.prompts = ["4096"]
+    if args.gguf is None:
+        from jaxkv.checkpoints import fetch
+
+        args.gguf = fetch("smollm2-135m-instruct")
     return args
 
 
@@ -349,8 +353,8 @@ def main():
     """Measures all cells, prints the table line by line and writes the results after each cell."""
     args = parse()
     sides = {
-        "peer": (args.peer_python, "peer_worker.py"),
-        "ours": (sys.executable, "jaxkv_worker.py"),
+        "peer": (args.peer_python, "peer_worker"),
+        "ours": (sys.executable, "jaxkv_worker"),
     }
     if args.only:
         sides = {args.only: sides[args.only]}
@@ -363,8 +367,8 @@ def main():
             args.dtype = dtype
             workers = {}
             try:
-                for side, (python, script) in sides.items():
-                    workers[side] = Worker(python, script, args)
+                for side, (python, module) in sides.items():
+                    workers[side] = Worker(python, module, args)
                 results["workers"][dtype] = {side: worker.ready for side, worker in workers.items()}
                 for length in map(int, args.prompts):
                     for batch in map(int, args.batches):

@@ -1,8 +1,8 @@
 """Times jaxkv alone: formulations of attention to a pool by number of kv heads, then prefill and decoding of the model.
 
-    python benchmarks/cpu.py                    all parts
-    python benchmarks/cpu.py --part forms       the decode step's attention for K = 3, 8, 32 at equal bytes
-    python benchmarks/cpu.py --part questions   that of 16 to 256 new tokens
+    python -m benchmarks.cpu                    all parts
+    python -m benchmarks.cpu --part forms       the decode step's attention for K = 3, 8, 32 at equal bytes
+    python -m benchmarks.cpu --part questions   that of 16 to 256 new tokens
 
 Every figure is the median of several runs, with the range: compare figures of one run only.
 """

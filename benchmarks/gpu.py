@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --out DIR --only decode end    some parts
     python -m benchmarks.gpu --out DIR --quick              tiny shapes, on a CPU interpreted: what CI runs
     python -m benchmarks.gpu --list                         the parts
-    python -m benchmarks.gpu_report DIR/DEVICE.jsonl        the figures beside the estimates of the performance model
+    python -m benchmarks.gpu_report DIR/DEVICE.jsonl        the figures as tables
 
 Rows are appended to DIR/DEVICE.jsonl as they are measured. The same command goes on where the last one was ended: rows
 that stand, for this device, these versions and these sources, are not measured again. Failures are rows, too, and stand
@@ -16,69 +16,109 @@ from a checkout (jax, flax, optax, numpy, jaxtyping, safetensors, ml_dtypes, tqd
 these commands in this order; DIR holds what has come back from the ones before (`cp benchmarks/results/*.jsonl DIR`):
 
     python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products linear checks decode token codes prefill
-    python3 -m benchmarks.gpu --out DIR --minutes 9 --only tune tuned
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only end
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only headline ways bits torch
 
-`tune` writes DIR/tuned/DEVICE.json (see benchmarks/tune.py); what is measured after it in the same DIR uses that table.
 Compiled programs are kept in .cache/gpu for as long as the machine keeps that folder.
 """
 
-from benchmarks import device_command, gpu_parts, tune
+import argparse
+import sys
+from pathlib import Path
 
-# With --only too, in this order: the search for tiles comes before what is measured with them.
-ORDER = [
-    "copy",
-    "products",
-    "linear",
-    "checks",
-    "decode",
-    "token",
-    "codes",
-    "mass",
-    "prefill",
-    "scores",
-]
-ORDER += ["gather", "tune", "tuned", "end", "headline", "ways", "bits", "torch"]
-# Measured once more with a table that the search has written.
-TUNED = ("decode", "token", "prefill")
-WHAT = {
-    "tune": "the fastest tiles for head dim 128 in bfloat16",
-    "tuned": "decode and prefill once more with them",
-}
-WITHOUT_TABLE = ORDER[: ORDER.index("tune")]
+from benchmarks import gpu_bench, gpu_rows
+from benchmarks.gpu_parts import BY_NAME
 
 
-def run(bench, args):
-    """Measures parts in their order."""
-    table, options = (
-        tune.table_path(args.out, bench.device),
-        {"quick": args.quick, "match": args.match},
+def measure(bench, part, *, quick, match=()):
+    """Measures the rows of a part that are missing, or those whose names begin so."""
+    hashed = gpu_rows.sources(part.sources)
+    for case in part.of(quick):
+        if not match or case["name"].startswith(tuple(match)):
+            bench.measure(part.name, case, limit=part.limit, sources=hashed, alone=part.alone)
+
+
+def parsed():
+    """Reads the arguments; with --list it prints the parts and ends."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in (each for each in ORDER if each in args.only):
-        bench.use(None if name in WITHOUT_TABLE or not table.exists() else table)
-        if name == "tune":
-            # What follows in the same command gets a quarter of what is left.
-            seconds = bench.seconds_left * (
-                0.75 if set(args.only) - set(ORDER[: ORDER.index("tuned")]) else 0.95
+    parser.add_argument("--out", type=Path, help="folder of the rows")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=BY_NAME,
+        default=BY_NAME,
+        metavar="PART",
+        help="parts (default: all)",
+    )
+    parser.add_argument(
+        "--match",
+        nargs="+",
+        default=(),
+        metavar="CASE",
+        help="cases whose names begin so (default: all)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="after which no row goes on (default: 8)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes, to see that everything runs"
+    )
+    parser.add_argument("--retry", action="store_true", help="measure again what has failed")
+    parser.add_argument("--list", action="store_true", help="say what the parts are, and end")
+    args = parser.parse_args()
+    if args.list:
+        for part in BY_NAME.values():
+            minutes = len(part.cases) * part.limit / 60
+            print(
+                f"{part.name:10}{len(part.cases):>3} rows, {minutes:>3.0f} minutes at most: {part.what}"
             )
-            tune.search(
-                bench,
-                args.out,
-                [64 if args.quick else 128],
-                ["bfloat16"],
-                seconds,
-                quick=args.quick,
-            )
-            continue
-        for each in (TUNED if table.exists() else ()) if name == "tuned" else (name,):
-            device_command.measure(bench, gpu_parts.BY_NAME[each], **options)
+        sys.exit()
+    if args.out is None:
+        parser.error("--out: give a folder for the rows")
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g}: give more than 0")
+    return args
 
 
 def main():
-    """Measures what is asked for and missing."""
-    lines = {name: WHAT.get(name) or device_command.line(gpu_parts.BY_NAME[name]) for name in ORDER}
-    device_command.main(device_command.parsed(__doc__, lines), "gpu", run)
+    """Measures what is asked for and missing, and ends the process with a status."""
+    args, late = parsed(), None
+    options = {"minutes": args.minutes, "quick": args.quick, "retry": args.retry}
+    # Compiled for such a device they are worth keeping; a CPU's tiny ones are not.
+    kept = {
+        "JAXKV_BENCH_CACHE": str(gpu_rows.ROOT / ".cache" / "gpu"),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu_worker"]
+    try:
+        with gpu_bench.Bench(
+            args.out, command, environment={} if args.quick else kept, **options
+        ) as bench:
+            if bench.where["backend"] not in (("gpu", "cpu") if args.quick else ("gpu",)):
+                sys.exit(
+                    "error: there is no GPU here, or another process holds it: "
+                    "--quick interprets the kernels at tiny shapes"
+                )
+            print(f"{bench.device}, {len(bench.rows.all)} rows in {bench.rows.path}", flush=True)
+            bench.note("device", bench.where["told"])
+            try:
+                for name, part in BY_NAME.items():
+                    if name in args.only:
+                        measure(bench, part, quick=args.quick, match=args.match)
+            except gpu_bench.OutOfTime as error:
+                late = error
+    except (gpu_rows.RowsError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    for row in bench.failed:
+        print(
+            f"FAILED {row['part']} {gpu_bench.named(row['case'])}: {row['failed']}", file=sys.stderr
+        )
+    if late is not None:
+        print(f"time is over before {late}: the same command goes on from there", file=sys.stderr)
+        sys.exit(3)
+    sys.exit(bool(bench.failed))
 
 
 if __name__ == "__main__":

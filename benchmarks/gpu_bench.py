@@ -1,7 +1,7 @@
 """Measures rows in processes of their own: one that crashes, hangs or runs out of memory costs its own row.
 
-This process keeps the rows and the clock and never touches the device, and one worker is ended before the next begins:
-only one process at a time can have a TPU. Workers are asked with a JSON object a line and
+This process keeps the rows and the clock and never touches the device, and one worker is ended before the next begins.
+Workers are asked with a JSON object a line and
 answer with one: `{"figures": ...}` or `{"failed": ...}`, after a first line that says where they run.
 """
 
@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -94,7 +93,7 @@ class Worker:
         return " | ".join(lines[-3:])[:600]
 
     def end(self):
-        """Lets it end by itself, so that libtpu can free the TPU for the next process, or kills it if it does not."""
+        """Lets it end by itself, or kills it if it does not."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -120,9 +119,7 @@ class Bench:
         rows: the file.
     """
 
-    def __init__(
-        self, out, command, *, minutes, quick=False, retry=False, tuned=None, environment=None
-    ):
+    def __init__(self, out, command, *, minutes, quick=False, retry=False, environment=None):
         """Asks a worker for the device and opens its file.
 
         Args:
@@ -131,7 +128,6 @@ class Bench:
             minutes: after which no row is begun, and the row in hand is ended.
             quick: keep a file of its own, for figures that mean nothing.
             retry: measure again what has failed.
-            tuned: the tuning table that workers use, if there is one.
             environment: of the workers, beside this process'.
 
         Raises:
@@ -140,11 +136,8 @@ class Bench:
         """
         self._until = time.monotonic() + 60 * minutes
         self._command, self._retry = command, retry
-        # Which table is in force is said here, not by whoever runs it.
-        given = {name: value for name, value in os.environ.items() if name != "JAXKV_TUNING"}
-        self._environment = given | (environment or {})
+        self._environment = os.environ | (environment or {})
         self._worker = None
-        self.tuned = tuned
         self.device = None
         self.where = self._started().where
         self.device = self.where["device"]
@@ -164,18 +157,12 @@ class Bench:
         self._end()
         self.rows.close()
 
-    def use(self, tuned):
-        """Has all further rows measured with another tuning table."""
-        if tuned != self.tuned:
-            self._end()
-            self.tuned = tuned
-
     @property
     def seconds_left(self):
         """Seconds of this command."""
         return self._until - time.monotonic()
 
-    def measure(self, part, case, *, limit, sources, alone=False, uses_tuning=True, ahead=()):
+    def measure(self, part, case, *, limit, sources, alone=False):
         """The row of a case: the one that stands, or a new one.
 
         Args:
@@ -184,8 +171,6 @@ class Bench:
             limit: seconds it may take.
             sources: hash of what it depends on.
             alone: give it a process that has measured nothing else.
-            uses_tuning: whether a tuning table changes it.
-            ahead: cases to be measured after it, which the process may compile meanwhile.
 
         Returns:
             The row.
@@ -193,7 +178,7 @@ class Bench:
         Raises:
             OutOfTime: if there is no time left to begin it, or it was ended because of that.
         """
-        row = self._row(part, case, sources, uses_tuning)
+        row = self._row(part, case, sources)
         found = self.rows.standing(row, retry=self._retry)
         if found is not None:
             return found
@@ -202,9 +187,7 @@ class Bench:
         if alone:
             self._end()
         begin, left = time.monotonic(), self.seconds_left
-        answer, alive = self._started().ask(
-            {"part": part, "case": case, "ahead": list(ahead)}, min(limit, left)
-        )
+        answer, alive = self._started().ask({"part": part, "case": case}, min(limit, left))
         if alone or not alive:
             self._end()
         if not alive and left < limit and self.seconds_left <= 0:
@@ -219,24 +202,22 @@ class Bench:
 
     def note(self, part, figures):
         """Writes down what this process knows by itself, once."""
-        row = self._row(part, {}, "", False)
+        row = self._row(part, {}, "")
         if self.rows.standing(row) is None:
             self.rows.append(row | {"date": gpu_rows.now(), "took": 0, "figures": figures})
 
-    def _row(self, part, case, sources, uses_tuning):
-        row = {
+    def _row(self, part, case, sources):
+        return {
             "part": part,
             "case": case,
             "device": self.device,
             "versions": self.where["versions"],
+            "sources": sources,
         }
-        tuned = gpu_rows.hashed([Path(self.tuned)]) if uses_tuning and self.tuned else None
-        return row | {"sources": sources, "tuned": tuned}
 
     def _started(self):
         if self._worker is None:
-            table = {"JAXKV_TUNING": str(Path(self.tuned).resolve())} if self.tuned else {}
-            self._worker = Worker(self._command, self._environment | table)
+            self._worker = Worker(self._command, self._environment)
             found = self._worker.where["device"]
             # JAX takes the CPU, without a word, where it cannot have the device.
             if self.device not in (None, found):
@@ -250,19 +231,6 @@ class Bench:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
-
-
-def worker_command(parts):
-    """What starts a process that measures the parts of a module in `benchmarks`."""
-    return [sys.executable, "-m", "benchmarks.gpu_worker", parts]
-
-
-def refusal(where, backend, quick):
-    """What is wrong with a device for parts of a backend, as a line; None for a fitting one, and for a quick CPU."""
-    if where["backend"] in ((backend, "cpu") if quick else (backend,)):
-        return None
-    name = backend.upper()
-    return f"there is no {name} here, or another process holds it: --quick interprets the kernels at tiny shapes"
 
 
 def named(case):

@@ -54,7 +54,7 @@ def error(ours, theirs):
     return float(np.abs(ours[real] - theirs[real]).max() / np.abs(theirs[real]).max())
 
 
-def attend(case, dtype, tiles=None):
+def attend(case, dtype):
     """Decode attention: unequal segments, one ten times longer, one empty; with scores and without."""
     heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"]
     share = np.ones((2, heads))
@@ -67,12 +67,10 @@ def attend(case, dtype, tiles=None):
     k, v = (random(i, (2, heads * rows, dim), dtype) for i in (0, 1))
     q = random(2, (2, heads, group, dim), dtype)
     out, lse, mass = oracle(q, k, v, start, length)
-    ours = pallas_kernels.attend(q, k, v, start, length, tiles=tiles, interpret=INTERPRET)
+    ours = pallas_kernels.attend(q, k, v, start, length, interpret=INTERPRET)
     found = {"attend": error(ours[0], out), "attend lse": error(ours[1], lse)}
     score = jnp.zeros(k.shape[:2], jnp.float32)
-    scored = pallas_kernels.attend(
-        q, k, v, start, length, score=score, tiles=tiles, interpret=INTERPRET
-    )
+    scored = pallas_kernels.attend(q, k, v, start, length, score=score, interpret=INTERPRET)
     return found | {"attend scored": error(scored[0], out), "mass": error(scored[2], mass)}
 
 
@@ -82,17 +80,15 @@ def _turned(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def codes(case, dtype, tiles=None):
+def codes(case, dtype):
     """What `token` checks, over rows in 8 and, where they can be, in 4 bits; new keys and values may be a code off."""
     stores = ("int8", "int4", "mixed")[: 1 if case["dim"] % 64 else 3]
     return {
-        name: each
-        for store in stores
-        for name, each in token(case, dtype, tiles, store=store).items()
+        name: each for store in stores for name, each in token(case, dtype, store=store).items()
     }
 
 
-def token(case, dtype, tiles=None, *, store=None):
+def token(case, dtype, *, store=None):
     """A new token's rotation, append and attention, with scores; the last of three sequences has ended."""
     heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"] // 2
     share = np.ones((3, heads))
@@ -120,7 +116,7 @@ def token(case, dtype, tiles=None, *, store=None):
         positions,
         counts,
     )
-    options = {"layer": 0, "score": score, "begin": begin, "tiles": tiles, "interpret": INTERPRET}
+    options = {"layer": 0, "score": score, "begin": begin, "interpret": INTERPRET}
     options |= {"dtype": dtype} if store else {}
     out, *ours = pallas_kernels.decode_token(
         q, kv, *map(jnp.asarray, new), k, v, pos, jnp.asarray(start)[None], chunks, **options
@@ -151,7 +147,7 @@ def token(case, dtype, tiles=None, *, store=None):
     }
 
 
-def beside(case, dtype, tiles=None):
+def beside(case, dtype):
     """What else a step is made of: residual and norm, and one row in another's place."""
     dim, rows = case["dim"], 40
     x, added, scale = (
@@ -188,18 +184,18 @@ def beside(case, dtype, tiles=None):
     }
 
 
-def flash(case, dtype, tiles=None):
+def flash(case, dtype):
     """Causal attention of unequal prompts, by Mosaic too where it takes them, and how much each key receives."""
     heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
     k, v = (random(i, (2, heads, slots, dim), dtype) for i in (3, 4))
     q = random(5, (2, heads, group, slots, dim), dtype)
     tokens = (slots - 5, slots // 3)
     zero, length = jnp.zeros((2,), jnp.int32), jnp.asarray(tokens, jnp.int32)
-    out, lse = pallas_kernels.flash(q, k, v, zero, length, tiles=tiles, interpret=INTERPRET)
-    sums = pallas_kernels.column_sums(q, k, lse, zero, length, tiles=tiles, interpret=INTERPRET)
+    out, lse = pallas_kernels.flash(q, k, v, zero, length, interpret=INTERPRET)
+    sums = pallas_kernels.column_sums(q, k, lse, zero, length, interpret=INTERPRET)
     ours = {"flash": out, "flash lse": lse, "column sums": sums}
     setting = Setting("gpu", dtype, dim, capability_of(jax.devices()[0]))
-    if not INTERPRET and tiles is None and backend_of(Implementation.MOSAIC).suits(setting):
+    if not INTERPRET and backend_of(Implementation.MOSAIC).suits(setting):
         ours |= dict(
             zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True)
         )
@@ -230,7 +226,7 @@ def causal(q, k, v, tokens, ours):
     return found
 
 
-def linear(case, dtype, tiles=None):
+def linear(case, dtype):
     """Products of one vector with a weight in 8 and in 4 bits, of more outputs than whole tiles."""
     width, found = 32 * case["dim"], {}
     x, rng = random(30, (1, width), dtype), np.random.default_rng(1)
@@ -253,13 +249,13 @@ def linear(case, dtype, tiles=None):
     return found
 
 
-def window(case, dtype, tiles=None):
+def window(case, dtype):
     """How much attention each key receives from the last queries of unequal prompts, one shorter than the window."""
     heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
     few, tokens = 32, np.asarray([slots - 5, 20], np.int32)
     k, q = random(8, (2, heads, slots, dim), dtype), random(9, (2, heads, group, few, dim), dtype)
     given = [jnp.asarray(each) for each in (tokens - few, tokens)]
-    ours = pallas_kernels.window_sums(q, k, *given, tiles=tiles, interpret=INTERPRET)
+    ours = pallas_kernels.window_sums(q, k, *given, interpret=INTERPRET)
     want = np.zeros(ours.shape)
     for b, begin in enumerate(tokens - few):
         for row in range(max(0, -begin), few):
@@ -272,12 +268,12 @@ def window(case, dtype, tiles=None):
     return {"window": error(ours, want)}
 
 
-def compact(case, dtype, tiles=None):
+def compact(case, dtype):
     """Rows of a layer's prefill, moved exactly."""
     heads, dim, slots = case["kv_heads"], case["dim"], case["slots"]
     k, v = (random(i, (2, heads, slots, dim), dtype) for i in (6, 7))
     source = np.random.default_rng(0).integers(-1, heads * slots, (2, 100)).astype(np.int32)
-    ours = pallas_kernels.compact(k, v, jnp.asarray(source), tiles=tiles, interpret=INTERPRET)
+    ours = pallas_kernels.compact(k, v, jnp.asarray(source), interpret=INTERPRET)
     found = {}
     for name, packed, whole in (("compact k", ours[0], k), ("compact v", ours[1], v)):
         rows = np.stack([wide(whole)[b].reshape(-1, dim)[each] for b, each in enumerate(source)])
@@ -291,18 +287,13 @@ KERNELS = {
 
 
 def check(case):
-    """All kernels for a dtype and head dim; see `checked`."""
-    return checked(KERNELS, case)
-
-
-def checked(kernels, case):
-    """Calls checks of kernels for a dtype and head dim: errors by kernel, and which are wrong.
+    """Calls the checks for a dtype and head dim: errors by kernel, and the largest.
 
     Raises:
         ValueError: naming those that are wrong; what a kernel itself raises counts as wrong.
     """
     dtype, errors, wrong = jnp.dtype(case["dtype"]), {}, []
-    for name, kernel in kernels.items():
+    for name, kernel in KERNELS.items():
         try:
             errors |= kernel(case, dtype)
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as failed:

@@ -142,22 +142,17 @@ def coded(k, v, store):
     return tuple(kinds[len(each)](*each) for each in STORES[store].of(k, v).held)
 
 
-def pools_of(case, dtype, *, spare=0):
-    """Queries, pools that a device's cache cannot hold, starts, lengths, and bytes of the rows that are read.
-
-    Of pools with so many `spare` bytes of keys behind the last segment there is one.
-    """
+def pools_of(case, dtype):
+    """Queries, pools that a device's cache cannot hold, starts, lengths, and bytes of the rows that are read."""
     length, dim = lengths_of(case), case["dim"]
     batch, heads = length.shape
     # Room for 256 new rows a head, as a cache has it.
     rows = int(length.sum(axis=1).max()) + heads * min(256, case["rows"])
-    rows += -rows % 8  # whole tiles, without which a TPU's kernels do not serve
     store = case.get("store", "dense")
     nbytes = int(length.sum()) * STORES[store].row_bytes(dim, dtype.itemsize)
-    count = 1 if spare else min(rotation(nbytes), 48)
-    held = rows + -(-spare // (batch * dim * dtype.itemsize)) // 8 * 8
+    count = min(rotation(nbytes), 48)
     pools = [
-        tuple(random(2 * i + j, (batch, held, dim), dtype) for j in (0, 1)) for i in range(count)
+        tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)
     ]
     if store != "dense":
         pools = [coded(*pool, store) for pool in pools]
@@ -251,8 +246,7 @@ def prefill(case):
     q, k, v, length = _prompt(case)
     implementation = Implementation(case["by"])
     if INTERPRET and implementation is not Implementation.XLA:
-        on_tpu = implementation is Implementation.TPU
-        implementation = Implementation.TPU_INTERPRETED if on_tpu else Implementation.INTERPRETED
+        implementation = Implementation.INTERPRETED
     by = partial(backend_of(implementation).prefill, lse=False)
     flops = 2 * q.size * case["tokens"]
     # Twice, so that what one gives need not be copied to where the next finds it.

@@ -1,11 +1,8 @@
-"""What is measured on a GPU, in the order of its worth: parts, and the cases of each as plain data.
-
-Decode cases are called as the performance model calls them, so that figures and estimates can stand beside each other.
-"""
+"""What is measured on a GPU, in the order of its worth: parts, and the cases of each as plain data."""
 
 import dataclasses
 
-KERNELS = ("pallas_kernels/*.py", "pallas_kernels/tuned/*.json")
+KERNELS = ("pallas_kernels/*.py",)
 _DEVICE = ("benchmarks/gpu_timing.py", "benchmarks/gpu_kernels.py")
 _KERNELS = (*KERNELS, "jaxkv/attention/*.py", *_DEVICE)
 _CHECKS = (*KERNELS, "benchmarks/gpu_checks.py")
@@ -26,9 +23,7 @@ class Part:
         quick: those of --quick, where kernels are interpreted.
         limit: seconds a row may take.
         sources: files whose change makes rows out of date.
-        uses_tuning: whether a tuning table changes them.
         alone: whether each row gets a process of its own, so that peak bytes are its own.
-        least: bytes of a device's memory below which the part is left out.
     """
 
     name: str
@@ -38,9 +33,7 @@ class Part:
     quick: tuple[dict, ...]
     limit: float
     sources: tuple[str, ...]
-    uses_tuning: bool = True
     alone: bool = False
-    least: float = 0
 
     def of(self, quick):
         """The cases to measure."""
@@ -178,7 +171,6 @@ PARTS = (
         quick=({"name": "1 MiB", "bytes": MIB},),
         limit=60,
         sources=_DEVICE,
-        uses_tuning=False,
     ),
     Part(
         name="products",
@@ -194,7 +186,6 @@ PARTS = (
         quick=(_products("tiny layer", 2, 64, 128, 128),),
         limit=60,
         sources=_DEVICE,
-        uses_tuning=False,
     ),
     Part(
         name="linear",
@@ -209,7 +200,6 @@ PARTS = (
         quick=(_products("tiny layer, 4 bits", 1, 64, 128, 128) | {"bits": 4},),
         limit=60,
         sources=_KERNELS,
-        uses_tuning=False,
     ),
     Part(
         name="checks",
@@ -333,6 +323,17 @@ PARTS = (
         **_END,
     ),
     Part(
+        name="headline",
+        what="the first rows twice more, so that each stands three times",
+        cases=tuple(
+            run(policy, 1, 32768, repeat=repeat)
+            for repeat in (1, 2)
+            for policy in ("SnapKV", "FullKV")
+        ),
+        quick=(),
+        **_END,
+    ),
+    Part(
         name="ways",
         what="the same by other implementations",
         cases=(
@@ -356,22 +357,10 @@ PARTS = (
         **_END,
     ),
     Part(
-        name="headline",
-        what="the first rows twice more, so that each stands three times",
-        cases=tuple(
-            run(policy, 1, 32768, repeat=repeat)
-            for repeat in (1, 2)
-            for policy in ("SnapKV", "FullKV")
-        ),
-        quick=(),
-        **_END,
-    ),
-    Part(
         name="torch",
         what="torch's scaled_dot_product_attention at the same shapes, where torch is there",
         cases=(_torch(1, 32768), _torch(8, 8192), _torch(1, 32768, causal=True)),
         quick=(),
-        uses_tuning=False,
         **_TORCH,
     ),
 )

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FIELDS = {"part", "case", "device", "versions", "sources", "tuned", "date", "took"}
+FIELDS = {"part", "case", "device", "versions", "sources", "date", "took"}
 
 
 class RowsError(ValueError):
@@ -21,27 +21,22 @@ class RowsError(ValueError):
 
 
 def slug(device):
-    """A device's name as file names have it; tuning tables are called so, too."""
+    """A device's name as file names have it."""
     return device.lower().replace(" ", "-")
-
-
-def hashed(paths):
-    """A short hash of files, in their order."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def sources(patterns, root=ROOT):
     """A short hash of the sources that figures depend on: a commit would change with every word of a README."""
-    return hashed(sorted(path for pattern in patterns for path in root.glob(pattern)))
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def key(row):
     """What a row stands under."""
     return json.dumps(
-        [row[field] for field in ("part", "case", "device", "versions", "sources", "tuned")],
+        [row[field] for field in ("part", "case", "device", "versions", "sources")],
         sort_keys=True,
     )
 

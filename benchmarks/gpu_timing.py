@@ -1,7 +1,7 @@
 """How device work is timed: many calls chained in one program, over arrays that no cache of the device can hold.
 
 A dispatch from Python costs more than a small kernel, so one call by itself says nothing. The same array, again and
-again, is read from the L2 cache (60 MB on an H200) or kept in a TPU's VMEM (128 MB), so calls rotate through several.
+again, is read from the L2 cache (60 MB on an H200), so calls rotate through several.
 Each call takes what the one before it gave: they cannot run side by side. What a loop costs that does nothing is taken
 off.
 """
@@ -17,7 +17,7 @@ from jax import lax
 # A CPU interprets the kernels, once each: its times mean nothing.
 INTERPRET = jax.default_backend() == "cpu"
 MIB = 2**20
-# Arrays together, where calls rotate: more than twice an H200's L2 cache, and more than a TPU's VMEM.
+# Arrays together, where calls rotate: more than twice an H200's L2 cache.
 ROTATED = 160 * MIB
 # Of one timed program: a dispatch, about 0.1 ms, is then below half a per cent, and taken off besides.
 SECONDS = 0.04
@@ -45,60 +45,38 @@ def _empty(carry, count):
     return lax.fori_loop(0, count, lambda _, c: lax.optimization_barrier(c), carry)
 
 
-class Chain:
-    """Calls in one program, each on the next of several arrays.
-
-    Attributes:
-        calls: how many of them.
-    """
-
-    def __init__(self, step, carry, pools, *, estimate, each=1):
-        """Makes it ready; nothing is compiled yet.
-
-        Args:
-            step: of what the call before gave and one of the pools; gives the same shapes again.
-            carry: what the first call takes.
-            pools: what calls rotate through, each a tree of arrays.
-            estimate: seconds of a call, roughly, by which the number of calls goes.
-            each: calls that a step makes, where it goes through all that it writes and nothing is rotated.
-        """
-        calls = each * len(pools)
-        rounds = 1 if INTERPRET else max(2, min(2000, round(SECONDS / (estimate * calls))))
-        self._rounds, self._carry, self._pools, self.calls = rounds, carry, pools, rounds * calls
-
-        def run(carry, pools):
-            def body(_, carry):
-                for pool in pools:
-                    carry = step(carry, pool)
-                return carry
-
-            return lax.fori_loop(0, rounds, body, carry)
-
-        self._jitted = jax.jit(run)
-        self._program = None
-
-    def compile(self):
-        """Compiles it, in whichever thread."""
-        if self._program is None:
-            self._program = self._jitted.lower(self._carry, self._pools).compile()
-        return self
-
-    def measure(self, repeats=REPEATS):
-        """Seconds of a call: median, least and most, and what was taken off."""
-        repeats = 1 if INTERPRET else repeats
-        program = self.compile()._program
-        # A CPU's single round takes less than what is to be taken off.
-        empty = lambda: _empty(self._carry, self._rounds)  # noqa: E731
-        nothing = 0.0 if INTERPRET else statistics.median(timed(empty, repeats))
-        seconds = timed(lambda: program(self._carry, self._pools), repeats)
-        figures = median([(each - nothing) / self.calls for each in seconds])
-        pools = self.calls // self._rounds
-        return figures | {"calls": self.calls, "pools": pools, "loop_seconds": nothing / self.calls}
-
-
 def chained(step, carry, pools, *, estimate, each=1):
-    """Seconds of a call in a chain of them; see `Chain`."""
-    return Chain(step, carry, pools, estimate=estimate, each=each).measure()
+    """Seconds of a call in a chain of them, in one program: median, least and most, and what was taken off.
+
+    Args:
+        step: of what the call before gave and one of the pools; gives the same shapes again.
+        carry: what the first call takes.
+        pools: what calls rotate through, each a tree of arrays.
+        estimate: seconds of a call, roughly, by which the number of calls goes.
+        each: calls that a step makes, where it goes through all that it writes and nothing is rotated.
+    """
+    calls, repeats = each * len(pools), 1 if INTERPRET else REPEATS
+    rounds = 1 if INTERPRET else max(2, min(2000, round(SECONDS / (estimate * calls))))
+
+    @jax.jit
+    def run(carry, pools):
+        def body(_, carry):
+            for pool in pools:
+                carry = step(carry, pool)
+            return carry
+
+        return lax.fori_loop(0, rounds, body, carry)
+
+    # A CPU's single round takes less than what is to be taken off.
+    empty = lambda: _empty(carry, rounds)  # noqa: E731
+    nothing = 0.0 if INTERPRET else statistics.median(timed(empty, repeats))
+    seconds = timed(lambda: run(carry, pools), repeats)
+    figures = median([(each - nothing) / (rounds * calls) for each in seconds])
+    return figures | {
+        "calls": rounds * calls,
+        "pools": calls,
+        "loop_seconds": nothing / (rounds * calls),
+    }
 
 
 def rotation(nbytes):

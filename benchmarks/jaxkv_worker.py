@@ -12,9 +12,9 @@ from importlib import metadata
 import jax
 import jax.numpy as jnp
 import numpy as np
-from memory import reset_peak, status_bytes
 
 import jaxkv
+from benchmarks.memory import reset_peak, status_bytes
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill

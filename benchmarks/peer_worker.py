@@ -5,11 +5,11 @@ It runs in an environment of its own, with ``torch==2.13.0`` (CPU), ``transforme
 
 One cell, one JSON line::
 
-    python benchmarks/peer_worker.py --gguf FILE.gguf --prompt-ids ids.npy --policy snapkv --budget 256
+    python -m benchmarks.peer_worker --gguf FILE.gguf --prompt-ids ids.npy --policy snapkv --budget 256
 
 Requests on standard input, one response line for each, until ``{"op": "quit"}`` or the end of the input::
 
-    python benchmarks/peer_worker.py --gguf FILE.gguf --dtype bfloat16 --serve
+    python -m benchmarks.peer_worker --gguf FILE.gguf --dtype bfloat16 --serve
 
 The peer gets its best reasonable setting: SDPA attention, inference mode, a logit row for the last position only,
 ``DynamicCache``, and explicit positions while decoding, as kvpress' own pipeline does it.
@@ -29,8 +29,9 @@ import kvpress
 import numpy as np
 import torch
 import transformers
-from memory import reset_peak, status_bytes
 from transformers import AutoModelForCausalLM, DynamicCache
+
+from benchmarks.memory import reset_peak, status_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POLICIES = ("full", "snapkv", "pyramidkv", "adakv", "streaming")

@@ -1,7 +1,7 @@
 """`jaxkv eval qa` beside kvpress' own pipeline on one file: 20 documents of 5 questions, kept rows and answers.
 
 Each document is compressed before its questions are seen, and all five are asked on top of it. kvpress gets the same
-token ids, in an environment of its own (`make qa-peer`), through its pipeline's `_forward`. Kept rows are compared as
+token ids, in an environment of its own (.venv-peer), through its pipeline's `_forward`. Kept rows are compared as
 sets for each layer and kv head. Answers are compared token by token; where they part, the peer's own two largest logits
 say whether its choice was clear. The run is also killed after 40 % of its lines and run again: the same bytes.
 """
@@ -112,7 +112,9 @@ def main() -> None:
     """Runs both sides and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--peer-python", required=True, help="Python of an environment with torch and kvpress"
+        "--peer-python",
+        default=".venv-peer/bin/python",
+        help="Python of an environment with torch and kvpress (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -139,10 +141,8 @@ def main() -> None:
         asked = Path(folder) / "asked.json"
         gguf = str(fetch(MODEL))
         asked.write_text(json.dumps({"gguf": gguf, "documents": documents, "new_tokens": NEW}))
-        worker = Path(__file__).with_name("qa_peer_worker.py")
-        answer = subprocess.run(
-            [options.peer_python, str(worker), str(asked)], stdout=subprocess.PIPE, check=True
-        )
+        command = [options.peer_python, "-m", "benchmarks.qa_peer_worker", str(asked)]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         theirs = json.loads(answer.stdout)
         shortest = min(len(each["context"]) for each in documents)
         print(f"documents of {shortest} tokens or more; float32; seed {options.seed}")

@@ -10,8 +10,9 @@ from pathlib import Path
 import kvpress
 import torch
 from kvpress.pipeline import KVPressTextGenerationPipeline
-from peer_worker import load
 from transformers import AutoTokenizer
+
+from benchmarks.peer_worker import load
 
 PRESSES = {
     "snapkv@0.5": lambda: kvpress.SnapKVPress(0.5, window_size=64, kernel_size=5),

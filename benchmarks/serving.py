@@ -217,7 +217,8 @@ def main():
         longest = str(sum(LIMITS.values()))
         command = [
             options.peer,
-            record.ROOT / "benchmarks" / "serving_peer.py",
+            "-m",
+            "benchmarks.serving_peer",
             str(fetch(MODEL)),
             str(SLOTS),
             longest,

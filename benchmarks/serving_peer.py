@@ -1,6 +1,6 @@
 """transformers' continuous batching for `benchmarks.serving`: a line of JSON with requests in, one with times out.
 
-    .venv-peer/bin/python benchmarks/serving_peer.py FILE.gguf SLOTS LONGEST
+    .venv-peer/bin/python -m benchmarks.serving_peer FILE.gguf SLOTS LONGEST
 
 Its own process and environment, that of `peer_worker.py`. Its paged cache has room for SLOTS sequences of LONGEST
 tokens.
@@ -12,7 +12,8 @@ import sys
 import time
 
 import transformers
-from peer_worker import load
+
+from benchmarks.peer_worker import load
 
 # Tokens of a page, and the most tokens of prompts in one pass.
 PAGE, PASS = 32, 1024

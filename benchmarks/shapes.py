@@ -7,11 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, Tables
-from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import dense_pool
-from jaxkv.engine.spec import Spec
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
@@ -27,19 +22,14 @@ class Heads:
     dim: int
 
 
+# One model per head dim.
 MODELS = (
     Heads(name="SmolLM2-135M", kv_heads=3, group=3, dim=64),
-    Heads(name="Qwen2.5-0.5B", kv_heads=2, group=7, dim=64),
     Heads(name="Phi-2", kv_heads=32, group=1, dim=80),
     Heads(name="Phi-3-mini", kv_heads=32, group=1, dim=96),
     Heads(name="Llama-3-8B", kv_heads=8, group=4, dim=128),
-    Heads(name="Llama-3-70B/8", kv_heads=1, group=8, dim=128),
-    Heads(name="Llama-2-7B", kv_heads=32, group=1, dim=128),
-    Heads(name="Qwen2.5-7B", kv_heads=4, group=7, dim=128),
     Heads(name="Gemma-2-9B", kv_heads=8, group=2, dim=256),
 )
-# One model per head dim, for runs that need no more.
-PER_DIM = ("SmolLM2-135M", "Phi-2", "Phi-3-mini", "Llama-3-8B", "Gemma-2-9B")
 
 
 def llama(*, layers, embed, hidden, heads, kv_heads=8):
@@ -72,11 +62,6 @@ def llama_3_8b(layers=32):
 def llama_3_70b(layers=80):
     """The config of Llama 3.1 70B, likewise."""
     return llama(layers=layers, embed=8192, hidden=28672, heads=64)
-
-
-def llama_3_405b(layers=126):
-    """The config of Llama 3.1 405B, likewise."""
-    return llama(layers=layers, embed=16384, hidden=53248, heads=128)
 
 
 # Steps of codes, by the ends of their parameters' names, that make weights about as large as random ones of 0.02.
@@ -133,29 +118,3 @@ def random_model(config, name, *, dtype=jnp.bfloat16, weights=None):
     filled = [_parameter(key, path, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
     decoder = nnx.merge(graph, jax.tree.unflatten(structure, filled))
     return LanguageModel(decoder, text=None, name=name)
-
-
-def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):
-    """A cache of one pool of `rows` rows per layer, shapes alone."""
-    of = jax.ShapeDtypeStruct
-    rows_of = of((batch, rows, config.head_dim), dtype)
-    table = of((config.layers, batch, config.kv_heads), jnp.int32)
-    pool = dense_pool(rows_of, rows_of, of((batch, rows), jnp.int32))
-    pools, seen = (pool,) * config.layers, of((batch,), jnp.int32)
-    return cache_of(pools, start=table, length=table, seen=seen)
-
-
-def cache_of(pools, **tables):
-    """A cache's arrays, every segment at its limit."""
-    return Cache(pools=pools, tables=Tables(**tables, limit=tables["length"]))
-
-
-def spec_of(config, flat, *, layout=Layout.RAGGED, implementation=Implementation.PALLAS):
-    """What a decode step is compiled for."""
-    return Spec(
-        graphs=flat.graphs,
-        config=config,
-        layout=layout,
-        rolling=False,
-        implementation=implementation,
-    )

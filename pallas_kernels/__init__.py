@@ -12,7 +12,7 @@ from .norm import add_norm
 from .prefill import column_sums, flash
 from .replace import evict_rows, replace_rows
 from .rows import Picks
-from .tuning import programs
+from .tiles import programs
 from .window import window_sums
 
 __all__ = [

@@ -20,12 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import tuning
 from .chunks import Chunks, deal
 from .codes import Coded, Nibbles, Rows, itemsize_of, shape_of
 from .merging import add_mass, merge
 from .rows import How, Logits, Picks, Token, pass_rows
-from .tuning import DecodeTiles
+from .tiles import DecodeTiles, decode_tiles, programs
 
 
 @partial(jax.jit, static_argnames=("layer", "widest", "tiles", "softcap", "interpret"))
@@ -71,12 +70,11 @@ def attend(
     """
     tiles, tile = _tiles(q, itemsize_of(k, v, q.dtype), q.dtype, tiles)
     if chunks is None:
-        programs = tuning.programs(
-            dim=q.shape[3], itemsize=itemsize_of(k, v, q.dtype), interpret=interpret
-        )
+        itemsize = itemsize_of(k, v, q.dtype)
+        together = programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
         # Each tile of many queries has programs of its own.
-        programs = max(1, programs // -(-q.shape[2] // tile))
-        chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
+        each = max(1, together // -(-q.shape[2] // tile))
+        chunks, layer = deal(start[None], length[None], programs=each, block=tiles.chunk), 0
     logits = None if score is None else _logits(start[None], widest, shape_of(k)[1])
     how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
@@ -186,9 +184,7 @@ def decode_token(
 
 def _tiles(q, itemsize, dtype, tiles):
     """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
-    tiles = tiles or tuning.decode_tiles(
-        dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32
-    )
+    tiles = tiles or decode_tiles(dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32)
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 

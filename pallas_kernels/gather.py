@@ -5,9 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from . import tuning
 from ._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows
-from .tuning import GatherTiles
+from .tiles import GatherTiles, gather_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -33,7 +32,7 @@ def compact(
     """
     batch, heads, slots, dim = k.shape
     rows = source.shape[1]
-    tiles = tiles or tuning.gather_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or gather_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block = tiles.block
 
     # Blocks of a program (i, b): k and v [K*S, D], source [P] of sequence b, whole; out: k, v [P, D], pos [P], of which

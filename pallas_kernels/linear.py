@@ -13,7 +13,7 @@ from jax import lax
 
 from ._compat import BlockSpec, add_products_4, add_products_8, call_named, load, program_id, store
 from .rows import whole
-from .tuning import LinearTiles, cores
+from .tiles import LinearTiles, cores
 
 # Bytes of codes that a thread loads at once; the elements of a group of 4-bit codes, which they hold.
 _PIECE, _GROUP = 16, 32

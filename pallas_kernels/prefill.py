@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import tuning
 from ._compat import (
     LOG2E,
     MASKED,
@@ -22,7 +21,7 @@ from ._compat import (
     store,
     take_rows,
 )
-from .tuning import PrefillTiles
+from .tiles import PrefillTiles, prefill_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "window", "interpret"))
@@ -58,7 +57,7 @@ def flash(
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
-    tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_q, block_k = tiles.queries, tiles.keys
     scale, exp2 = LOG2E / dim**0.5, partial(exp2_of, interpret=interpret)
     # Of products, before the scale.
@@ -189,7 +188,7 @@ def column_sums(
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
-    tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_k = tiles.keys
     block_q = min(tiles.queries, pad_dim(queries))
     scale = LOG2E / dim**0.5

@@ -26,7 +26,7 @@ from ._compat import (
 from .chunks import Chunks
 from .codes import Rows, operands, rebuilt, shape_of
 from .keys import KEYS, PlainKeys
-from .tuning import DecodeTiles
+from .tiles import DecodeTiles
 from .values import VALUES, PlainValues
 
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import tuning
 from ._compat import (
     LOG2E,
     MASKED,
@@ -20,7 +19,7 @@ from ._compat import (
     store,
     take_rows,
 )
-from .tuning import WindowTiles
+from .tiles import WindowTiles, window_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
@@ -53,7 +52,7 @@ def window_sums(
         `f32[B, K, S]` sums over queries, mean over the group; 0 for keys that no query sees.
     """
     batch, heads, group, window, dim = q.shape
-    tiles = tiles or tuning.window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
     # Rows of a tile are queries, head after head; padding rows have position -1.
     count = -(-group * window // tiles.rows) * tiles.rows
     row = jnp.arange(count, dtype=jnp.int32)

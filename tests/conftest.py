@@ -32,7 +32,7 @@ _QUICK = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `make test-gpu`."""
+    """The option to run kernels' tests on a GPU."""
     parser.addoption(
         "--gpu", action="store_true", help="compile the kernels for this machine's GPU to test them"
     )

@@ -1,6 +1,6 @@
 """200 random requests to an `Engine` of 8 slots, under every row of the policy table: each as alone.
 
-python tests/engine_runs.py [requests] [rows]      `make engine-table`
+python tests/engine_runs.py [requests] [rows]      `python tests/engine_runs.py`
 
 Prompts, numbers of tokens, samplers, cancellations and questions on documents are drawn at random. It says for every
 row whether all tokens were those of `jaxkv.generate` alone, and how many programs were compiled once the engine stood.

@@ -1,6 +1,6 @@
 """Half an hour of random requests to one `Engine`: memory that does not grow, no slot lost, an empty queue at the end.
 
-python tests/engine_soak.py [minutes] [policy row]      `make engine-soak`
+python tests/engine_soak.py [minutes] [policy row]
 
 Every round submits prompts, questions on documents, cancellations and deadlines, adds a document and removes one, and
 repeats one request alone. Memory is the process' resident memory after malloc gave free pages back, once a minute;

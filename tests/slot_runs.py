@@ -1,6 +1,6 @@
 """Requests answered over a few slots, and each of them alone: what tests of slots compare.
 
-python tests/slot_runs.py [device | mesh | bfloat16] [rows]      every row of the policy table: `make slots-table`
+python tests/slot_runs.py [device | mesh | bfloat16] [rows]      every row of the policy table: `tests/slot_runs.py`
 """
 
 import dataclasses

@@ -10,7 +10,6 @@ import sys
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 
@@ -53,52 +52,9 @@ def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
     rows = benchmark("gpu_rows").load(path)
     assert rows[: len(first)] == first and not any("failed" in row for row in rows)
     parts = {part.name for part in benchmark("gpu_parts").PARTS if part.quick}
-    searched = {
-        "tune_decode",
-        "tune_codes",
-        "tune_flash",
-        "tune_sums",
-        "tune_window",
-        "tune_gather",
-        "tune_check",
-    }
-    assert {row["part"] for row in rows} == parts | searched | {"device"}
-    assert sum(row["part"] == "decode" for row in rows) == 2, (
-        "by the rule of thumb, and by the table"
-    )
-    # The search finds what it has timed, and ends with the same table.
-    (table,) = (tmp_path / "tuned").iterdir()
-    before = table.read_text()
-    assert (
-        "written to" in run("tune")
-        and table.read_text() == before
-        and benchmark("gpu_rows").load(path) == rows
-    )
-    text = benchmark("gpu_report").report(rows, {"2 x 48, unequal": {"us": "7"}})
+    assert {row["part"] for row in rows} == parts | {"device"}
+    text = benchmark("gpu_report").report(rows)
     assert "## Decode attention\n" in text and "SnapKV 2 x 64" in text and "Failed" not in text
-
-
-def test_a_tpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
-    run("tpu", "--only", "copy", "products")
-    (path,) = tmp_path.glob("*.jsonl")
-    first = benchmark("gpu_rows").load(path)
-    assert {row["part"] for row in first} == {"copy", "products", "device"}
-    run("tpu")
-    rows = benchmark("gpu_rows").load(path)
-    assert rows[: len(first)] == first and not any("failed" in row for row in rows)
-    parts = {part.name for part in benchmark("tpu_parts").PARTS if part.quick}
-    assert [row["part"] for row in rows].count("end") == 1 and {
-        row["part"] for row in rows
-    } == parts | {"device"}
-    end = next(row["figures"] for row in rows if row["part"] == "end")
-    assert end["runs"] == "tpu (interpreted)", "as on a TPU, but for who runs the kernels"
-    text = benchmark("gpu_report").report(rows, {"lanes 2 x 48": {"us": "7"}})
-    assert (
-        "## Rows evicted\n" in text
-        and "SnapKV 2 x 128" in text
-        and "| 7 |" in text
-        and "Failed" not in text
-    )
 
 
 @pytest.fixture
@@ -106,6 +62,30 @@ def benchmark(monkeypatch):
     """Imports a benchmark, as `python -m` in the checkout does."""
     monkeypatch.syspath_prepend(ROOT)
     return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def test_copies_of_pools(benchmark):
+    text = """
+      %copy.3 = bf16[4,2304,128]{2,1,0} copy(%p)
+      %copy.4 = bf16[4,17,128]{2,1,0} copy(%q)
+      %copied = (bf16[4,2304,128]{2,1,0}, bf16[4,2304,128]{2,1,0}, u32[]) copy-start(%p)
+    """
+    assert benchmark("aot").copies_of(text, {("bf16", (4, 2304, 128))}) == 2
+
+
+def test_loops_within_loops(benchmark):
+    nested = benchmark("aot").nested
+    outer = "%body (x: s32[]) -> s32[] {\n  %y = s32[] while(%x), body=%inner\n}"
+    entry = "ENTRY %main (x: s32[]) -> s32[] {\n  %z = s32[] while(%x), body=%body\n}"
+    assert nested(f"{outer}\n\n{entry}") == 1 and nested(entry) == 0
+
+
+@pytest.mark.parametrize("device", ["h100", "a100", "tpu"])
+def test_compiled_cases_are_apart(benchmark, device):
+    cases = benchmark("aot_cases").cases
+    for quick in (True, False):
+        names = [each.name for each in cases([device], quick)]
+        assert len(names) == len(set(names)) > 2
 
 
 def test_another_checkouts_commit_is_told(benchmark, tmp_path):
@@ -122,22 +102,6 @@ def test_another_checkouts_commit_is_told(benchmark, tmp_path):
     assert len(found) >= 7 and head.startswith(found)
     (tmp_path / "file").write_text("2")
     assert record.commit(tmp_path) == f"{found}-dirty"
-
-
-def test_a_mesh_of_one_device_is_measured_side_by_side(benchmark, tmp_path, capsys, as_users_call):
-    cost, model = benchmark("mesh_cost"), tiny.tiny(tiny.MODELS["gqa3"])
-    ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found = cost.measure(model, ids, policies=["SnapKV"], budget=34, rounds=2, steps=3)
-    assert {
-        len(row["seconds"][which])
-        for row in found["policies"]["SnapKV"].values()
-        for which in row["seconds"]
-    } == {2}
-    for title in ("one", "another"):
-        cost.record.add(tmp_path / "cost.json", title, found)
-    assert set(json.loads((tmp_path / "cost.json").read_text())) == {"one", "another"}
-    cost.show("a table", found)
-    assert capsys.readouterr().out.count("SnapKV") == 2
 
 
 def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call):

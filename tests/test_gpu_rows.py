@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -75,7 +74,6 @@ def row_of(name, *, part="fake", device="Fake 1", **said):
         "device": device,
         "versions": {},
         "sources": "s",
-        "tuned": None,
     }
     return of | {"date": "today", "took": 1} | (said or {"figures": {}})
 
@@ -129,25 +127,17 @@ def test_half_a_line_is_dropped_with_a_word(benchmark, tmp_path, capsys, kept):
     assert path.read_text() == "".join(lines)
 
 
-def test_rows_stand_for_what_they_depend_on(bench, benchmark, tmp_path, capsys):
+def test_rows_stand_for_what_they_depend_on(bench, tmp_path, capsys):
     case, other = {"name": "a"}, {"name": "b"}
-    table = tmp_path / "table.json"
-    table.write_text("{}")
     with bench() as one:
         first = one.measure("fake", case, limit=10, sources="s")
         assert one.measure("fake", dict(case), limit=10, sources="s") is first
         one.measure("fake", other, limit=10, sources="s")
         one.measure("fake", case, limit=10, sources="s2")
-        one.use(table)
-        assert one.measure("fake", case, limit=10, sources="s", uses_tuning=False) is first
-        one.measure("fake", case, limit=10, sources="s")
     with bench() as two:
         assert two.measure("fake", case, limit=10, sources="s") == first
-        table.write_text("{ }")
-        two.use(table)
-        two.measure("fake", case, limit=10, sources="s")
-    assert asked(tmp_path) == ["a", "b", "a", "a", "a"]
-    assert capsys.readouterr().out.count("fake a") == 4
+    assert asked(tmp_path) == ["a", "b", "a"]
+    assert capsys.readouterr().out.count("fake a") == 2
 
 
 def test_what_hangs_or_dies_is_a_row_and_the_next_goes_on(bench, tmp_path):
@@ -193,48 +183,6 @@ def test_another_device_than_before_ends_the_run(bench, tmp_path, monkeypatch):
         ):
             one.measure("fake", {"name": "b"}, limit=10, sources="s", alone=True)
     assert asked(tmp_path) == ["a"]
-
-
-def test_a_device_that_is_too_small_leaves_parts_out(bench, benchmark, tmp_path, capsys):
-    parts = benchmark("tpu_parts")
-    with bench() as one:
-        one.where["told"]["bytes_limit"] = 16e9
-        benchmark("device_command").measure(one, parts.BY_NAME["end"], quick=False)
-        benchmark("device_command").measure(one, parts.BY_NAME["evict"], quick=False)
-    assert "end: left out, for devices of 30 GB and more" in capsys.readouterr().out
-    assert asked(tmp_path) == [case["name"] for case in parts.BY_NAME["evict"].cases]
-
-
-def test_estimates_of_a_v6e_are_those_of_its_model(benchmark):
-    """Kernels' are computed, steps' read from the table of decode loops; other TPUs have none."""
-    parts, report = benchmark("tpu_parts"), benchmark("tpu_report")
-    rows = [
-        row_of("", part=part.name) | {"case": case} for part in parts.PARTS for case in part.cases
-    ]
-
-    def on(device):
-        return report.estimates(report.ESTIMATES, [row | {"device": device} for row in rows])  # noqa: E731
-
-    assert on("TPU v5 lite") == {}
-    found = on("TPU v6 lite")
-    loops = [case for case in parts.BY_NAME["end"].cases if case["batch"] > 1]
-    assert (
-        all(float(found[case["name"]]["ms"]) > 1 for case in loops)
-        and "FullKV 1 x 32768" not in found
-    )
-    page = [
-        line.split(" | ") for line in report.ESTIMATES.with_suffix(".md").read_text().splitlines()
-    ]
-    column = next(each for each in page if "ms a step, estimate" in each).index(
-        "ms a step, estimate"
-    )
-    assert (
-        found["SnapKV 8 x 32768"]["ms"]
-        == next(each for each in page if each[0] == "| SnapKV")[column]
-    )
-    assert float(found["64 x 1024, int8"]["us"]) > 0
-    assert float(found["64 x 1024, scored"]["us"]) > float(found["64 x 1024"]["us"]) > 0
-    assert {"32768 by tpu", "8 x 1025"} <= found.keys() and "8192 by xla" not in found
 
 
 def test_time_that_is_over_begins_no_row(bench, benchmark, tmp_path):
@@ -311,7 +259,6 @@ def test_a_worker_that_does_not_start_is_told(bench, tmp_path):
 
 
 def test_a_worker_outlives_nobody_and_ends_by_itself(bench, tmp_path):
-    """One that is killed leaves a TPU locked."""
     with bench() as one:
         pid = one.measure("fake", {"name": "a"}, limit=10, sources="s")["figures"]["pid"]
     with pytest.raises(ProcessLookupError):
@@ -319,10 +266,8 @@ def test_a_worker_outlives_nobody_and_ends_by_itself(bench, tmp_path):
     assert (tmp_path / "asked-ended").read_text().split() == [str(pid)]
 
 
-@pytest.mark.parametrize("name", ["gpu_parts", "tpu_parts"])
-def test_parts_are_plain_data(benchmark, name):
-    parts = benchmark(name)
-    for part in parts.PARTS:
+def test_parts_are_plain_data(benchmark):
+    for part in benchmark("gpu_parts").PARTS:
         for cases in (part.cases, part.quick):
             assert json.loads(json.dumps(cases)) == list(cases)
             assert all(
@@ -332,36 +277,12 @@ def test_parts_are_plain_data(benchmark, name):
             assert len(set(names)) == len(names) and all(case["name"] for case in cases)
         module, name = part.function.split(":")
         assert f"def {name}(case" in (ROOT / "benchmarks" / f"{module}.py").read_text()
-        assert all(
-            list(ROOT.glob(pattern)) for pattern in part.sources if "tuned" not in pattern
-        ), part.name
-
-
-def test_the_page_says_how_long_a_tpu_takes(benchmark):
-    """Rows and the most minutes of each part, as the table of docs/tpu.md has them."""
-    parts, told = benchmark("tpu_parts").BY_NAME, []
-    for line in (ROOT / "docs" / "tpu.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 4 else []
-        if names and set(names) <= parts.keys():
-            told += names
-            sizes = [
-                (len(parts[name].cases), len(parts[name].cases) * parts[name].limit / 60)
-                for name in names
-            ]
-            assert cells[2:4] == [f"{sum(each):.0f}" for each in zip(*sizes, strict=True)], line
-    assert sorted(told) == sorted(parts)
-
-
-def test_every_part_of_a_gpu_has_its_place(benchmark):
-    order = benchmark("gpu").ORDER
-    parts = {part.name for part in benchmark("gpu_parts").PARTS}
-    assert parts | {"tune", "tuned"} == set(order) and len(set(order)) == len(order)
+        assert all(list(ROOT.glob(pattern)) for pattern in part.sources), part.name
 
 
 def test_no_two_processes_hold_the_device(benchmark):
     """Who keeps the rows imports neither JAX nor what imports it."""
-    asked = "import sys\nimport benchmarks.gpu, benchmarks.tpu, benchmarks.tune, benchmarks.gpu_report\n"
+    asked = "import sys\nimport benchmarks.gpu, benchmarks.gpu_report\n"
     asked += "assert not {'jax', 'numpy', 'jaxkv'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True)
 
@@ -373,13 +294,8 @@ def test_a_lock_is_not_left_behind(bench, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_report_puts_estimates_beside_measurements(benchmark, tmp_path):
-    report, path = benchmark("gpu_report"), tmp_path / "gpu_model.md"
-    path.write_text(
-        "| case | programs | rows, us | merge, us | share of copy |\n|---|---|---|---|---|\n"
-        "| 4 x 8192 of 70B on 8 | 396 | 6.2 | 4.0 | 94% |\n\n"
-        "| sequences x tokens | policy | estimate, ms |\n|---|---|---|\n| 1 x 32768 | SnapKV | 4.60 |\n"
-    )
+def test_a_report_counts_the_last_row_of_a_name(benchmark):
+    report = benchmark("gpu_report")
     seconds = lambda each: {"seconds": each, "range": [each / 2, 2 * each]}  # noqa: E731
     step = {
         "step_seconds": 0.005,
@@ -400,13 +316,8 @@ def test_a_report_puts_estimates_beside_measurements(benchmark, tmp_path):
         row_of("SnapKV 1 x 32768", part="end", figures=step),
         row_of("H2O 1 x 32768", part="end", failed="out of memory | no more"),
     ]
-    text = report.report(rows, report.estimates(path))
-    assert "| 70B/8 4 x 8192 | rule | 20.0 (10.0 to 40.0) | 10.2 | 50% | 94% |" in text
-    assert (
-        "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 4.60 | 200.0 | 1.50 | 2.00 |" in text
-    )
-    assert (
-        "| end | H2O 1 x 32768 | out of memory / no more |" in text
-        and "first it failed" not in text
-    )
-    assert report.estimates(tmp_path / "none.md") == {} and report.report([], {}) == "# No rows\n"
+    text = report.report(rows)
+    assert "| 70B/8 4 x 8192 | 20.0 (10.0 to 40.0) | 50% |" in text
+    assert "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 200.0 | 1.50 | 2.00 |" in text
+    assert "| end | H2O 1 x 32768 | out of memory / no more |" in text
+    assert "first it failed" not in text and report.report([]) == "# No rows\n"

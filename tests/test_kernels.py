@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels import tuning
-from jaxkv.pallas_kernels._compat import Launch
-from jaxkv.pallas_kernels.tuning import DecodeTiles, GatherTiles
+from jaxkv.pallas_kernels.tiles import DecodeTiles, GatherTiles
 
 DTYPES = {
     "float32": (jnp.float32, 2e-5),
@@ -171,24 +169,3 @@ def test_compact(dtype, dim):
             want = np.zeros(dim) if source[b, p] < 0 else wide(theirs)[b, head, at]
             np.testing.assert_array_equal(wide(ours)[b, p], want)
         assert pos[b, p] == (-1 if source[b, p] < 0 else at)
-
-
-def test_tables_override(tmp_path, monkeypatch):
-    """An entry sets what it names for its dim and itemsize alone; nonsense is refused."""
-    path = tmp_path / "table.json"
-    path.write_text(
-        '{"decode": [{"dim": 64, "itemsize": 2, "chunk": 768, "launch": {"warps": 2, "stages": 4}}]}'
-    )
-    monkeypatch.setenv("JAXKV_TUNING", str(path))
-    tuned = tuning.decode_tiles(dim=64, itemsize=2)
-    assert (tuned.chunk, tuned.launch) == (768, Launch(warps=2, stages=4))
-    assert tuning.decode_tiles(dim=128, itemsize=2).chunk != 768
-    path = tmp_path / "bad.json"
-    monkeypatch.setenv("JAXKV_TUNING", str(path))
-    with pytest.raises(ValueError, match="bad.json"):
-        tuning.decode_tiles(dim=64, itemsize=2)
-    path.write_text('{"decode": [{"dim": 64, "itemsize": 2, "wraps": 3}]}')
-    monkeypatch.setenv("JAXKV_TUNING", str(tmp_path / "bad2.json"))
-    path.rename(tmp_path / "bad2.json")
-    with pytest.raises(ValueError, match="wraps"):
-        tuning.decode_tiles(dim=64, itemsize=2)

@@ -7,9 +7,9 @@ import pytest
 from test_kernels import DTYPES, KINDS, draw, wide
 
 from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels import tuning
+from jaxkv.pallas_kernels import tiles as sizes
 from jaxkv.pallas_kernels._compat import pad_dim
-from jaxkv.pallas_kernels.tuning import PrefillTiles, WindowTiles
+from jaxkv.pallas_kernels.tiles import PrefillTiles, WindowTiles
 
 TILES = PrefillTiles(queries=16, keys=16)
 WINDOW = WindowTiles(rows=16, keys=16, chunk=32)
@@ -155,19 +155,19 @@ def test_tiles_fit_the_device(monkeypatch):
         "NVIDIA GB10": (101376, (64, 3)),
     }
     for name, (shared, expected) in devices.items():
-        monkeypatch.setattr(tuning, "device_kind", lambda name=name: name)
-        tiles = tuning.prefill_tiles(dim=128, itemsize=2)
+        monkeypatch.setattr(sizes, "device_kind", lambda name=name: name)
+        tiles = sizes.prefill_tiles(dim=128, itemsize=2)
         assert (tiles.keys, tiles.launch.stages) == expected, name
         for dim in (64, 80, 128, 256):
-            tiles = tuning.prefill_tiles(dim=dim, itemsize=2)
+            tiles = sizes.prefill_tiles(dim=dim, itemsize=2)
             rows = 2 * tiles.keys * tiles.launch.stages + (tiles.queries if "H200" in name else 8)
             assert rows * pad_dim(dim) * 2 <= shared, (name, dim)
 
 
 def test_the_device_that_is_compiled_for(monkeypatch):
     """A mesh's, or without one the first that is here."""
-    assert tuning.device_kind() == jax.devices()[0].device_kind
+    assert sizes.device_kind() == jax.devices()[0].device_kind
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]).abstract_mesh
     monkeypatch.setattr(jax, "devices", lambda: [])
     with jax.sharding.use_abstract_mesh(mesh):
-        assert tuning.device_kind() == mesh.abstract_device.device_kind
+        assert sizes.device_kind() == mesh.abstract_device.device_kind

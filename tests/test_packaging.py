@@ -54,14 +54,8 @@ def test_a_wheel_holds_them_inside(tmp_path):
     for name in BESIDE:
         shutil.copytree(ROOT / name, site / "jaxkv" / name)
     (tmp_path / "checkpoints.py").write_text("raise ImportError")
-    # A table of tiles, named as `benchmarks.tune` names it after this machine's device, is found and read there.
-    tuned = site / "jaxkv" / "pallas_kernels" / "tuned"
-    tuned.mkdir(exist_ok=True)
-    (tuned / "cpu.json").write_text('{"gather": [{"dim": 48, "itemsize": 2, "block": 128}]}')
-    asked = "import os\nos.environ.pop('JAXKV_TUNING', None)\nfrom jaxkv.pallas_kernels.tuning import gather_tiles\n"
-    asked += "assert gather_tiles(dim=48, itemsize=2).block == 128 != gather_tiles(dim=64, itemsize=2).block\n"
     inside = "import jaxkv, jaxkv.pallas_kernels\nassert len(jaxkv.__path__) == 1\n" + OURS
-    run(tmp_path, inside + asked, root=site)
+    run(tmp_path, inside, root=site)
     # `python -m` finds its command there by the name that it has in a checkout, too.
     asked = "import runpy, sys\nsys.argv[1:] = ['convert', '--help']\n"
     asked += "runpy.run_module('jaxkv.checkpoints', None, '__main__')\n"
@@ -88,11 +82,11 @@ def test_every_file_of_data_is_installed():
         lie = [path.relative_to(folder) for path in files if path.suffix not in (".pyc", ".md")]
         read = {path for path in lie if path.suffix != ".py"}
         taken = {
-            path for path in lie if any(path.match(pattern) for pattern in data[f"jaxkv.{name}"])
+            path
+            for path in lie
+            if any(path.match(pattern) for pattern in data.get(f"jaxkv.{name}", ()))
         }
         assert read == taken, name
-    table = Path("tuned/nvidia-h200.json")
-    assert any(table.match(pattern) for pattern in data["jaxkv.pallas_kernels"])
 
 
 def test_every_package_is_installed():

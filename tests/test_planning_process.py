@@ -1,7 +1,4 @@
-"""A process' peak memory, against the committed measurements."""
-
-import json
-from pathlib import Path
+"""A process' peak memory, against what was measured."""
 
 import pytest
 
@@ -10,8 +7,6 @@ from jaxkv.planning.catalog import model_named
 from jaxkv.planning.process import process_of
 from jaxkv.planning.setting import Request
 
-TABLE = json.loads((Path(__file__).parents[1] / "benchmarks/results/plan_memory.json").read_text())
-CELLS = [name for name in TABLE if name != "machine"]
 CONFIG = model_named("smollm2-135m").config
 
 
@@ -21,14 +16,19 @@ def predicted(policy: str, batch: int, context: int, dtype: str):
     return process_of(Request(model="smollm2-135m", config=CONFIG, policy=made, **given))
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_what_was_measured(cell):
-    policy, prompts, dtype, *cold = cell.split(", ")
-    batch, context = map(int, prompts.split(" x "))
+@pytest.mark.parametrize(
+    ("policy", "batch", "context", "dtype", "peak"),
+    [
+        ("FullKV", 1, 4096, "float32", 1241657344),
+        ("D2O", 1, 4096, "float32", 1430806528),
+        ("SnapKV", 1, 4096, "bfloat16", 850386944),
+        ("AdaKV", 4, 1024, "bfloat16", 861007872),
+    ],
+)
+def test_what_was_measured(policy, batch, context, dtype, peak):
+    """Resident peaks of processes on Linux, an AMD EPYC, at 2c6299e."""
     found = predicted(policy, batch, context, dtype)
-    assert (found.first_peak if cold else found.peak) == pytest.approx(
-        TABLE[cell]["drawn"], rel=0.15
-    )
+    assert found.peak == pytest.approx(peak, rel=0.15) and found.peak < found.first_peak
     # SmolLM2 has 134,515,008 parameters.
     assert found.weights == 134_515_008 * (4 if dtype == "float32" else 2)
 

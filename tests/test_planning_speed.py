@@ -1,4 +1,4 @@
-"""Estimates of speed, against the performance model's committed tables and what an H200 has measured."""
+"""Estimates of speed, against what an H200 has measured."""
 
 import dataclasses
 import json
@@ -13,18 +13,12 @@ from jaxkv.planning import speed
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.speed import (
-    APPENDS,
-    CHOOSES,
-    COPY,
-    EVICTS,
-    MERGES,
     OF_CODES,
     all_reduce,
     estimate,
 )
 from jaxkv.planning.tpus import tpus
 
-MODEL = (Path(__file__).parents[1] / "benchmarks/results/gpu_model.md").read_text()
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -45,19 +39,6 @@ WEIGHTS = 2 * (32 * BLOCK + 2 * 128256 * 4096 + 4096)
 FILTERS = {"filter_layers": (2, 8, 18)}
 
 
-def table(*names: str) -> list[dict[str, str]]:
-    """Rows of the table whose columns begin so."""
-    lines = MODEL.splitlines()
-    begin = lines.index(next(line for line in lines if line.startswith(f"| {' | '.join(names)} |")))
-    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]  # noqa: E731
-    rows = []
-    for line in lines[begin + 2 :]:
-        if not line.startswith("|"):
-            return rows
-        rows.append(dict(zip(cells(lines[begin]), cells(line), strict=True)))
-    return rows
-
-
 def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
     options = (
         {} if policy == "FullKV" else {"budget": 1024} | (FILTERS if policy == "OmniKV" else {})
@@ -65,45 +46,6 @@ def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
     given = {"gpu": gpus()["h200"], "new": 0, "config": CONFIG} | more
     method = getattr(jaxkv, policy)(**options)
     return Setting(model="8b", policy=method, batch=batch, context=context, **given)
-
-
-STEPS = table("sequences x tokens", "policy", "ideal, ms")
-LARGEST = table("policy", "bytes of a sequence, MB", "largest batch")
-
-
-@pytest.mark.parametrize(
-    "row", STEPS, ids=lambda row: f"{row['policy']}, {row['sequences x tokens']}"
-)
-def test_steps_of_the_model(row):
-    batch, tokens = map(int, row["sequences x tokens"].split(" x "))
-    found = estimate(setting_of(row["policy"], batch, tokens), WEIGHTS)
-    assert found.tokens == pytest.approx(float(row["tokens/s"]), rel=0.15)
-    assert found.step == pytest.approx(batch / found.tokens)
-    # Bytes at copy bandwidth are the same arithmetic on both sides, but for what filters read twice.
-    more = 0.2 if row["policy"] == "OmniKV" else 0.01
-    # Products read weights somewhat below copies' bandwidth.
-    assert found.weights * speed.WEIGHTS[None] / COPY + found.rows == pytest.approx(
-        float(row["ideal, ms"]) / 1000, rel=more
-    )
-
-
-def test_the_largest_batches_of_the_model():
-    told = [row for row in LARGEST if row["tokens/s"] != "-"]
-    assert len(told) >= 4
-    for row in told:
-        batch = int(row["largest batch"])
-        found = estimate(setting_of(row["policy"], batch, 32768), WEIGHTS)
-        assert found.tokens == pytest.approx(float(row["tokens/s"]), rel=0.15), row
-
-
-def test_launches_of_the_model():
-    counted = {"H2O": EVICTS, "D2O": MERGES, "OmniKV": CHOOSES}
-    rows = table("policy", "sequences", "launches a layer")
-    assert len(rows) >= 14
-    for row in rows:
-        mine = counted.get(row["policy"], APPENDS)
-        assert abs(mine.layer - float(row["launches a layer"])) <= 1, row
-        assert mine.of(32) == pytest.approx(int(row["a step"].split()[0]), rel=0.1), row
 
 
 def test_what_is_split_over_gpus():

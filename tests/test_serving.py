@@ -120,7 +120,7 @@ def test_a_length_that_cannot_be_compiled_ahead_is_compiled_by_its_request(monke
 def test_requests_are_answered_as_alone(name):
     """Prompts and questions on documents, greedy and sampled, of which some are cancelled; nothing is compiled.
 
-    `make engine-table` asks 200 of them under every row of the policy table.
+    `python tests/engine_runs.py` asks 200 of them under every row of the policy table.
     """
     told, programs = engine_runs.checked(BY_NAME[name].policy(20), 16)
     assert told >= 12 and programs == 0

@@ -149,7 +149,7 @@ rank, port, source, *large = int(sys.argv[1]), *sys.argv[2:]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 import jaxkv
 from jaxkv import checkpoints, loading
-from memory import reset_peak, status_bytes
+from benchmarks.memory import reset_peak, status_bytes
 
 read = {}
 mesh = jax.make_mesh((1, 2), ("data", "model"))
@@ -237,7 +237,7 @@ def test_two_processes_read_half_each_and_hold_no_more(tmp_path):
     # What is freed goes back at once: kept, it would hide what the measured load takes.
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}",
+        "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "",
     }
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

@@ -28,7 +28,7 @@ def model():
 
 @pytest.mark.parametrize("name", ["streaming-rolling", "adakv", "d2o", "omnikv"])
 def test_policies_answer_as_alone(name):
-    """24 requests over 4 slots; the other rows of the policy table are answered in `make slots-table`."""
+    """24 requests over 4 slots; the other rows of the policy table are answered in `tests/slot_runs.py`."""
     runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 24))
 
 

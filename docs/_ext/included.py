@@ -18,8 +18,6 @@ MADE = {
     "notebooks": sorted(ROOT.glob("notebooks/*.ipynb")),
     "results": sorted(ROOT.glob("benchmarks/results/*.md")),
 }
-# Of tables that begin without a heading.
-TITLES = {"aot": "GPU kernels, as compiled", "aot_offload": "OmniKV's offloaded step, as compiled"}
 # Files of the repository by the page that shows them.
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
@@ -90,8 +88,7 @@ def _make_pages(app: Sphinx) -> None:
         }:
             page.unlink()
         for file in files:
-            title = f"# {TITLES[file.stem]}\n\n" if file.stem in TITLES else ""
-            shown = f"{title}```{{include}} {os.path.relpath(file, HERE / folder)}\n```\n"
+            shown = f"```{{include}} {os.path.relpath(file, HERE / folder)}\n```\n"
             (HERE / folder / f"{file.stem}.md").write_text(shown, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 On a GPU all prompts go through a layer together; then separate programs score, choose, merge and pack its rows. Memory
 peaks at the last two layers, when most of the cache exists, so only these are computed. Sizes of arrays follow from
-their shapes; XLA's temporaries beside them follow measurements (`benchmarks/results/plan_cells.md`).
+their shapes; XLA's temporaries beside them follow what the compiler said of fourteen settings.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Reads the text of compiled programs: collectives, donated arguments, copies."""
+"""Reads the collectives in the text of compiled programs."""
 
 import collections
 import math
@@ -10,15 +10,6 @@ _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadca
 _RESULT = r"= (\([^=]*?\)|\S+)"
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
-NAMES = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "int32": "s32",
-    "uint32": "u32",
-    "bool": "pred",
-}
-NAMES |= {"int8": "s8"}
 
 
 def arrays_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -49,19 +40,3 @@ def collectives(text: str) -> collections.Counter[Any]:
             arrays = arrays[len(arrays) // 2 :]
         found[kind, tuple(arrays)] += 1
     return found
-
-
-def aliased(text: str) -> int:
-    """Bytes of an HLO module's donated arguments, parsed from its text, into which results are written."""
-    head = text.split("\n", 1)[0]
-    layout = head[head.index("entry_computation_layout=") :]
-    arguments = arrays_in(layout[: layout.index("->")])
-    pairs = re.search(r"input_output_alias=\{(.*?) \}", head)
-    numbers = set(re.findall(r": \((\d+), \{", pairs[1])) if pairs else set()
-    return sum(size_of(*arguments[int(each)]) for each in numbers)
-
-
-def copies(text: str, arrays: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Number of copy instructions in an HLO text whose result has one of the given (dtype, shape) pairs."""
-    made = re.findall(rf"{_RESULT} (?:copy|copy-start)\(", text)
-    return sum(arrays_in(result)[0] in arrays for result in made)

@@ -1,19 +1,7 @@
-"""Block sizes and launches of the kernels: rules by shape, and measured tables that override them, one per device kind.
-
-A table is a JSON file: ``{"decode": [{"dim": 128, "itemsize": 2, "chunk": 512, ...}], "gather": [...], "prefill":
-[...], "window": [...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with
-the package lie in ``tuned/``, named after the device; the file that JAXKV_TUNING names takes precedence.
-`benchmarks/tune.py` searches for the fastest and writes one.
-"""
+"""Block sizes and launches of the kernels: rules by head dim, element size and device."""
 
 import dataclasses
-import functools
-import json
-import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -26,7 +14,6 @@ _INTERPRETED = 4
 # Bytes of shared memory that one program may have, by device names; others have 99 KiB.
 _AMPERE, _HOPPER = 166912, 232448
 _SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": _AMPERE}
-_TUNED = Path(__file__).parent / "tuned"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,27 +97,26 @@ class LinearTiles:
 
 
 def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> DecodeTiles:
-    """Block sizes and launches of decode attention for a head dim and element size, by rule or tuning table.
+    """Block sizes and launches of decode attention for a head dim and element size.
 
     `exact` is of a float32 model whose rows are codes.
     """
     if itemsize < 1 and exact:
-        # Decoded to float32 they meet no tensor core: their products live in registers. Tables are of other models.
+        # Decoded to float32 they meet no tensor core: their products live in registers.
         return DecodeTiles(block=16, queries=16, resident=3, launch=Launch(warps=4, stages=3))
     if itemsize < 1:
-        return _tuned("decode", _narrow_tiles(dim, itemsize), dim, itemsize)
+        return _narrow_tiles(dim, itemsize)
     width = round(pad_dim(dim) * itemsize)
     wide = (
         itemsize == 4
     )  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
-    tiles = DecodeTiles(
+    return DecodeTiles(
         block=block,
         queries=16 if wide or itemsize == 1 else 64,
         resident=_resident(width, itemsize),
         launch=Launch(warps=4, stages=3 if width <= 512 else 2),
     )
-    return _tuned("decode", tiles, dim, itemsize)
 
 
 def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
@@ -176,23 +162,22 @@ def cores() -> int:
 
 
 def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:
-    """Block size and launch for gathering rows of `dim` elements, by rule or tuning table."""
+    """Block size and launch for gathering rows of `dim` elements."""
     block = max(8, min(64, 16384 // (pad_dim(dim) * itemsize)))
-    return _tuned("gather", GatherTiles(block=block), dim, itemsize)
+    return GatherTiles(block=block)
 
 
 def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
-    """Block sizes and launches of causal attention for a head dim and element size, by rule or tuning table."""
+    """Block sizes and launches of causal attention for a head dim and element size."""
     width = pad_dim(dim) * itemsize
     if itemsize == 4:
         launch = Launch(warps=8, stages=2)
-        tiles = PrefillTiles(
+        return PrefillTiles(
             queries=64 if width <= 256 else 32,
             keys=32 if width <= 256 else 16,
             launch=launch,
             scores_launch=launch,
         )
-        return _tuned("prefill", tiles, dim, itemsize)
     # The largest tiles that leave room for the next blocks of keys and values in flight. From Hopper on queries lie in
     # shared memory, too; before in registers, which XLA fills through a few rows of it.
     queries, shared = (128 if width <= 256 else 64), shared_memory()
@@ -201,19 +186,17 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
     fitting = (each for each in choices if (resident + 2 * each[0] * each[1]) * width <= shared)
     keys, stages = next(fitting, (32, 2))
     launch = Launch(warps=8, stages=stages)
-    tiles = PrefillTiles(queries=queries, keys=keys, launch=launch, scores_launch=launch)
-    return _tuned("prefill", tiles, dim, itemsize)
+    return PrefillTiles(queries=queries, keys=keys, launch=launch, scores_launch=launch)
 
 
 def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
-    """Block sizes and launch for attention of a window of `rows` queries, by rule or tuning table."""
+    """Block sizes and launch for attention of a window of `rows` queries."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
-    tiles = WindowTiles(
+    return WindowTiles(
         rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys, launch=Launch(warps=8, stages=2)
     )
-    return _tuned("window", tiles, dim, itemsize)
 
 
 def shared_memory() -> int:
@@ -227,76 +210,3 @@ def device_kind() -> str:
     """Name of the device that is compiled for: that of the current abstract mesh, or of the first local device."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if device is None else device.device_kind
-
-
-def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Reads a JSON table of measured block sizes; returns its entries by kernel.
-
-    Args:
-        path: the JSON file.
-
-    Returns:
-        Entries by kernel.
-
-    Raises:
-        ValueError: if it is no such table.
-    """
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-        entries = [
-            entry
-            for kernel in ("decode", "gather", "prefill", "window")
-            for entry in table.get(kernel, [])
-        ]
-        good = all({"dim", "itemsize"} <= entry.keys() for entry in entries)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"tuning table {path}: {error}: write one with benchmarks/tune.py"
-        ) from error
-    if not good:
-        raise ValueError(
-            f"tuning table {path}: an entry lacks dim or itemsize: write one with benchmarks/tune.py"
-        )
-    return table
-
-
-@functools.cache
-def _table(path: str | None, kind: str) -> Mapping[str, Any]:
-    """Tuning table in a file, or the shipped one for a device kind, cached; empty if there is none."""
-    if path:
-        return read_table(path)
-    shipped = _TUNED / f"{kind.lower().replace(' ', '-')}.json"
-    return read_table(shipped) if shipped.exists() else {}
-
-
-def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int | float) -> Any:
-    """Tiles with fields replaced by the tuning table's entry, if any, for a kernel, head dim and element size."""
-    table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
-    for entry in table.get(kernel, ()):
-        if (entry["dim"], entry["itemsize"]) == (dim, itemsize):
-            fields = {
-                name: value for name, value in entry.items() if name not in ("dim", "itemsize")
-            }
-            return from_fields(tiles, fields)
-    return tiles
-
-
-def from_fields(tiles: Any, fields: Mapping[str, Any]) -> Any:
-    """Tiles with some fields replaced by a tuning table's values (launches as objects); ValueError for unknown ones.
-
-    Raises:
-        ValueError: if a field is unknown.
-    """
-    known = {field.name for field in dataclasses.fields(tiles)}
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]}: no field of {type(tiles).__name__}: use {', '.join(sorted(known))}"
-        )
-    return dataclasses.replace(
-        tiles,
-        **{
-            name: Launch(**value) if isinstance(value, Mapping) else value
-            for name, value in fields.items()
-        },
-    )
