@@ -1,7 +1,6 @@
 """Column sums of attention in plain XLA: the attention that each key receives, by known log-sum-exps."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -27,17 +26,15 @@ from jaxkv.attention.xla import (
 
 
 class Received(NamedTuple):
-    """Named tuple of one token's logits, log-sum-exp and optional key products over a pool, to update row scores later.
+    """Named tuple of one token's logits and log-sum-exp over a pool, to update row scores later.
 
     Attributes:
         logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
         lse: `f32[B, K, G]` their log-sum-exp.
-        products: `f32[B, K, n]` of one more row per segment with the keys, if there was one.
     """
 
     logits: Float[Array, "B K G n"]
     lse: Float[Array, "B K G"]
-    products: Float[Array, "B K n"] | None
 
 
 def column_sums(
@@ -246,43 +243,31 @@ def walk_scored(
     length: Int[Array, "B K"],
     *,
     widest: int,
-    other: Float[Array, "B K D"] | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
     """Attention of one token over a shared pool; returns output, and a `Received` to update row scores from later.
 
-    Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
-    the keys while they are read. Logits are `xla.capped`.
+    Queries are not scaled. Segments have at most `widest` rows. Logits are `xla.capped`.
     """
     batch, heads, group, dim = q.shape
     block = walk_block(k, heads)
-    scaled, dot = scale_queries(q), lax.dot_general
-    if other is not None:
-        scaled = jnp.concatenate([scaled, other[:, :, None].astype(scaled.dtype)], axis=2)
-        # Float32 products must be exact. A CPU's are by default, and HIGHEST would take a slower path there.
-        dot = (
-            dot if jax.default_backend() == "cpu" else partial(dot, precision=lax.Precision.HIGHEST)
-        )
-    elif group == 1 and q.dtype.itemsize == 2:
+    scaled = scale_queries(q)
+    if group == 1 and q.dtype.itemsize == 2:
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
     first, width = span(start, k.shape[1], widest)
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Loop body over blocks of rows: updated softmax maximum, sum, output, stored logits and key products."""
-        maximum, total, acc, held, products = carry
+        """Loop body over blocks of rows: updated softmax maximum, sum, output, stored logits."""
+        maximum, total, acc, held = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
-        every = dot(
+        every = lax.dot_general(
             scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
         logits = jnp.where(mine, capped(every[:, :, :group], softcap), MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
-        if products is not None:
-            products = lax.dynamic_update_slice_in_dim(
-                products, every[:, :, group], index * block, axis=2
-            )
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)
@@ -297,7 +282,6 @@ def walk_scored(
             total * shrink + weights.sum(axis=-1),
             acc * shrink[..., None] + part,
             held,
-            products,
         )
 
     shape = (batch, heads, group)
@@ -306,13 +290,12 @@ def walk_scored(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
         jnp.full((*shape, width), MASKED, jnp.float32),
-        None if other is None else jnp.zeros((batch, heads, width), jnp.float32),
     )
     trips = ((start - first + length).max() + block - 1) // block
-    maximum, total, acc, held, products = lax.fori_loop(0, trips, step, carry)
+    maximum, total, acc, held = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    return out, Received(logits=held, lse=lse, products=products)
+    return out, Received(logits=held, lse=lse)
 
 
 def add_received(

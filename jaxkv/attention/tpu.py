@@ -36,7 +36,6 @@ class Tpu(Xla):
     cpu_forms = False
     operands_apart = True
     embeds_in_blocks = True
-    keeps_norms = False
     fused_eviction = True
     custom_calls = ("tpu_custom_call",)
     interpret: ClassVar[bool] = False

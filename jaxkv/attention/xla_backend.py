@@ -21,7 +21,6 @@ class Xla(Backend):
 
     at_once = False
     windows = True
-    keeps_norms = True
 
     def prefill(
         self,
@@ -110,7 +109,6 @@ class Xla(Backend):
         *,
         walk: Walk,
         widest: int | None = None,
-        other: Array | None = None,
         sink_logits: Array | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, Array | Received]:
@@ -125,7 +123,7 @@ class Xla(Backend):
 
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
             out, received = columns.walk_scored(
-                q, k, v, start, length, widest=widest, other=other, softcap=softcap
+                q, k, v, start, length, widest=widest, softcap=softcap
             )
             out, lse = joined(out, received.lse)
             return out, received._replace(lse=lse)

@@ -124,17 +124,6 @@ def _behind(
     return jnp.where(real[:, None], end[..., None] + offset, rows).reshape(end.shape[0], -1)
 
 
-def append_norms(
-    norms: Float[Array, "B P"],
-    k: Float[Array, "B K N D"],
-    end: Int[Array, "B K"],
-    written: Int[Array, " B"],
-) -> Float[Array, "B P"]:
-    """Key norms `[B, P]` of a pool, with the norms of N new keys written at the rows where `append` writes the keys."""
-    row = _behind(end, written, k.shape[2], norms.shape[1])
-    return put_cells(norms, row, row_norms(k).reshape(row.shape))
-
-
 def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
     """Euclidean norm of each vector along the last axis, float32, at least 1e-6 so that it can be a divisor."""
     wide = rows.astype(jnp.float32)

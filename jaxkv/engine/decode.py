@@ -13,16 +13,13 @@ from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
 from jaxkv.engine import staged
 from jaxkv.engine.bookkeeping import (
-    Scratch,
     faded,
-    likely_keys,
     of_whole_groups,
     segments_of,
     with_windows,
     within_limits,
 )
 from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, run_layers
-from jaxkv.engine.ordering import behind
 from jaxkv.engine.pages import full_pages, rest_from
 from jaxkv.engine.segments import in_window
 from jaxkv.engine.sparse import new_tokens, rest_of
@@ -43,11 +40,11 @@ class Beside(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Result of `step`: last logits `f32[B, V]`, new cache, and either new tails, `Scratch` or None."""
+    """Result of `step`: last logits `f32[B, V]`, new cache, and new tails or None."""
 
     logits: Float[Array, "B V"]
     cache: Cache
-    beside: Beside | Scratch | None
+    beside: Beside | None
 
 
 def step(
@@ -58,22 +55,18 @@ def step(
     count: Int[Array, " B"],
     *,
     spec: Spec,
-    beside: Beside | Scratch | None = None,
+    beside: Beside | None = None,
 ) -> Step:
-    """Runs N new tokens per sequence through all layers; returns `Step`: last logits, new cache, tails or scratch.
+    """Runs N new tokens per sequence through all layers; returns `Step`: last logits, new cache, tails or None.
 
     Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
-    room for N rows behind every segment, unless a single token's row joins the tails in `beside`. Otherwise `beside` is
-    the scratch from the step before, or None.
+    room for N rows behind every segment, unless a single token's row joins the tails in `beside`.
     """
-    tails, written = beside if isinstance(beside, Beside) else ((), None)
-    scratch = beside if isinstance(beside, Scratch) else None
+    tails, written = beside if beside is not None else ((), None)
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
     new = new_tokens(spec, tables, count, several, written)
-    pools, likely = faded(cache.pools, count, spec), likely_keys(cache, scratch)
-    if likely is not None:
-        x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
+    pools = faded(cache.pools, count, spec)
     stream, kinds = (
         first_stream(x, spec, blocks[0]),
         [spec.config.spec_of(layer) for layer in range(len(blocks))],
@@ -94,8 +87,6 @@ def step(
             layer=layer,
             tail=tails[layer] if tails else None,
             ring=None if ring is None or state is None else state.rings[ring],
-            likely=None if likely is None else likely[layer],
-            norms=None if scratch is None or not scratch.norms else scratch.norms[at],
             asks=spec.chooses(layer, several),
             sparse=spec.sparse(layer, several),
             dealt=dealt,
@@ -132,14 +123,9 @@ def step(
             Beside(tuple(each.tail for each in after if each.tail is not None), written + count),
         )
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
-    if scratch is not None:
-        scratch = dataclasses.replace(
-            scratch, norms=tuple(each.norms for each in last if each.norms is not None)
-        )
     if spec.evicts and several == 1:
-        products = [each.products for each in done if each.products is not None]
-        cache, scratch = within_limits(cache, [each.out for each in done], products, scratch, spec)
-    return Step(logits, cache, scratch)
+        cache = within_limits(cache, [each.out for each in done], spec)
+    return Step(logits, cache, None)
 
 
 def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:

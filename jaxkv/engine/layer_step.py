@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, append, append_norms
+from jaxkv.cache.pools import Pool, append
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.hadamard import transformed
@@ -82,8 +82,6 @@ class LayerRows:
         layer: index into the tables of `dealt`.
         tail: rows beside a pool that is only read; None if new rows join the pool.
         ring: last queries of the layer; None if it keeps none.
-        likely: keys of the rows predicted to be evicted; None without prediction.
-        norms: Euclidean length of each key of the pool, if the program keeps them.
         asks: True for a filter layer, which chooses positions for the layers above it.
         sparse: True if the layer reads chosen positions, and rows that need no choice, alone.
         chosen: the positions that a sparse layer reads.
@@ -101,8 +99,6 @@ class LayerRows:
     layer: int = 0
     tail: Tail | None = None
     ring: Float[Array, "B K G R D"] | None = None
-    likely: Float[Array, "B K D"] | None = None
-    norms: Float[Array, "B P"] | None = None
     asks: bool = False
     sparse: bool = False
     chosen: Chosen | None = None
@@ -125,17 +121,15 @@ class LayerRows:
 
 
 class Stepped(NamedTuple):
-    """Result of one layer's step: hidden states, rows, output numbers, key products, attention, filter's choice.
+    """Result of one layer's step: hidden states, rows, output numbers, attention, filter's choice.
 
-    `out` is one number of each head's attention output, on which later writes can depend; `products` are keys times the
-    keys of rows predicted to be evicted (see `Received`); `shares` are still to be added to scores, see
-    `bookkeeping.with_windows`; `chosen` is a filter layer's choice.
+    `out` is one number of each head's attention output, on which later writes can depend; `shares` are still to be
+    added to scores, see `bookkeeping.with_windows`; `chosen` is a filter layer's choice.
     """
 
     stream: Stream
     rows: LayerRows
     out: Float[Array, "B K"]
-    products: Float[Array, "B K n"] | None
     shares: Float[Array, "B K n"] | None
     chosen: Chosen | None
 
@@ -156,7 +150,7 @@ def run_layers(
     done: list[Stepped] = []
     for block, rows in zip(blocks, layers, strict=True):
         if done and spec.layout.one_pool:
-            rows = dataclasses.replace(rows, pool=done[-1].rows.pool, norms=done[-1].rows.norms)
+            rows = dataclasses.replace(rows, pool=done[-1].rows.pool)
         rows = dataclasses.replace(rows, chosen=chosen if rows.sparse else None)
         done.append(layer_step(block, spec, stream, rows, new))
         stream, chosen = done[-1].stream, done[-1].chosen or chosen
@@ -200,13 +194,13 @@ def layer_step(
     asked = (rows.pool, rows.segments, token.q, rows.ring, new, token.sink_logits)
     chosen = chosen_at(spec, *asked) if rows.asks else None
     attended = out if rows.centre is None else transformed(out)
-    stream, products = block_output(block, x, attended, spec), None
+    stream = block_output(block, x, attended, spec)
     if isinstance(received, Received):
         # Scores are not needed before all layers are done: depending on x, they do not take a core away from it.
         counts = behind(new.count > 0, stream.x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
-        rows, products, received = dataclasses.replace(rows, pool=pool), received.products, None
-    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], products, received, chosen)
+        rows, received = dataclasses.replace(rows, pool=pool), None
+    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], received, chosen)
 
 
 def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> LayerRows:
@@ -228,7 +222,7 @@ def attend(
         return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
-    alone = rows.loaded is None and rows.pages is None and rows.norms is None
+    alone = rows.loaded is None and rows.pages is None
     if alone and joins(spec, token, rows.pool, rows.window):
         out, pool, shares = attend_joining(
             spec, token, rows.pool, rows.segments, rows.window, new, rows.chosen
@@ -238,13 +232,8 @@ def attend(
     pool = append(
         rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec)
     )
-    norms = rows.norms
-    if norms is not None:
-        norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
-    rows, length = (
-        dataclasses.replace(rows, pool=pool, norms=norms),
-        rows.segments.length + new.count[:, None],
-    )
+    length = rows.segments.length + new.count[:, None]
+    rows = dataclasses.replace(rows, pool=pool)
     if rows.chosen is not None:
         some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
         rest = token.with_sinks(*over_rest(spec, token.q, pool, rows.segments, length))
@@ -270,7 +259,6 @@ def attend(
         new.count > 0,
         walk=spec.layout.walk,
         widest=spec.widest,
-        other=rows.likely,
         **token.sinks,
         **spec.capping,
     )

@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.cache.pools import Pool, append
-from jaxkv.engine.bookkeeping import scratch_of
 from jaxkv.engine.decode import Beside, extend, step
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.spec import Spec
@@ -291,7 +290,7 @@ def _loop(
     # The loop carries the cache; or only tails and query rings, if pools are only read.
     if still.beside is None:
         cache = still.cache.updated(pools=written)
-        carried = (cache, scratch_of(cache, spec))
+        carried = (cache, None)
     else:
         carried = (still.cache.tables.state, still.beside._replace(tails=written))
 

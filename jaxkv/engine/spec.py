@@ -202,25 +202,6 @@ class Spec:
             return self.reading.filters.index(layer)
         return None
 
-    @property
-    def knows_norms(self) -> bool:
-        """True if key norms are kept between steps, for mergers that compare an evicted key with all others."""
-        # The kernel of a fused step appends rows without norms of their keys.
-        merge = self.ongoing.merge if self.ongoing is not None and self.ongoing.evicts else None
-        compares = merge is not None and "k" in merge.compares
-        return compares and self.backend.keeps_norms and not self.streams(1)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True if attention also multiplies all keys with the key predicted to be evicted next, for the merger.
-
-        That reads the keys once, not twice.
-        """
-        known = (
-            self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
-        )
-        return self.knows_norms and known
-
 
 def spec_for(
     flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA
