@@ -72,7 +72,7 @@ help:
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
 	@echo "make sharded-soak 100 sharded generations on 8 fake devices, and test_hosts ten times, beside 8 busy processes: no abort"
-	@echo "make slots-table  24 requests over 4 slots under every row of the policy table: a device, 16 bits, a mesh of 8"
+	@echo "make slots-table  24 requests over 4 slots under every row of the policy table: a device, a mesh of 8"
 	@echo "make engine-table 200 requests to an engine of 8 slots under every row of the policy table"
 	@echo "make engine-soak  half an hour of random requests to an engine: memory, slots, queue"
 	@echo "make serving      32 requests at once: the engine beside generate one by one and transformers' continuous batching"
@@ -170,7 +170,6 @@ sharded-soak: $(STAMP)
 
 slots-table: $(STAMP)
 	@PYTHONPATH=. $(BIN)/python tests/slot_runs.py device
-	@PYTHONPATH=. $(BIN)/python tests/slot_runs.py bfloat16
 	@PYTHONPATH=. NPROC=24 XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python tests/slot_runs.py mesh
 
 engine-table: $(STAMP)

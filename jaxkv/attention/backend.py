@@ -49,8 +49,6 @@ class Backend(InPlace, abc.ABC):
         query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
         windows: True if `prefill` takes a `window`; layers that have one are XLA's otherwise.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
-        cpu_forms: True if XLA's operations around it take the forms that a CPU runs fastest, such as slices of 16-bit
-            floats as integers; False for plain ones.
         operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
             them; else the compiler may compute them within these, again for each tile.
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
@@ -63,7 +61,6 @@ class Backend(InPlace, abc.ABC):
     query_copies: ClassVar[int] = 2
     windows: ClassVar[bool] = False
     few_launches: ClassVar[bool] = False
-    cpu_forms: ClassVar[bool] = True
     operands_apart: ClassVar[bool] = False
     embeds_in_blocks: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False

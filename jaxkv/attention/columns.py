@@ -206,33 +206,28 @@ def pool_sums(
 
     R folds the group and the tokens; `lse` is +inf for queries that do not count. Logits are `xla.capped`.
     """
-    batch, heads, rows, dim = q.shape
+    batch, heads, _, dim = q.shape
     scaled = scale_queries(q)
-    padded = (
-        jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
-        if rows == 1 and q.dtype.itemsize == 2
-        else scaled
-    )
     # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
     match walk:
         case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
             logits = lax.dot_general(
-                padded, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+                scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
             )
             logits = capped(logits, softcap)
             inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
-            return score + weight * _summed(logits[:, :, :rows], lse, inside).reshape(score.shape)
+            return score + weight * _summed(logits, lse, inside).reshape(score.shape)
         case Walk.WHOLE:
-            flat = padded.reshape(batch, -1, dim)
+            flat = scaled.reshape(batch, -1, dim)
             logits = lax.dot_general(
                 flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
             )
-            logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)[:, :, :rows]
+            logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)
             inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
             return score + weight * _summed(logits, lse, inside).sum(axis=1)
         case Walk.WINDOWS:
-            return _walk_sums(padded, k, lse, start, length, score, rows, weight, softcap)
+            return _walk_sums(scaled, k, lse, start, length, score, weight, softcap)
 
 
 def walk_scored(
@@ -249,11 +244,9 @@ def walk_scored(
 
     Queries are not scaled. Segments have at most `widest` rows. Logits are `xla.capped`.
     """
-    batch, heads, group, dim = q.shape
+    batch, heads, group, _ = q.shape
     block = walk_block(k, heads)
     scaled = scale_queries(q)
-    if group == 1 and q.dtype.itemsize == 2:
-        scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
     first, width = span(start, k.shape[1], widest)
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = inside_segments(row, start, length)
@@ -266,7 +259,7 @@ def walk_scored(
         every = lax.dot_general(
             scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        logits = jnp.where(mine, capped(every[:, :, :group], softcap), MASKED)
+        logits = jnp.where(mine, capped(every, softcap), MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
@@ -335,7 +328,7 @@ def _summed(logits, lse, inside):
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
-def _walk_sums(q, k, lse, start, length, score, rows, weight, softcap):
+def _walk_sums(q, k, lse, start, length, score, weight, softcap):
     """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
@@ -350,7 +343,7 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight, softcap):
         logits = lax.dot_general(
             q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        mine = capped(logits[:, :, :rows], softcap)
+        mine = capped(logits, softcap)
         return add_windows(score, clamped, weight * _summed(mine, lse, inside))
 
     return lax.fori_loop(0, (length.max() + block - 1) // block, step, score)

@@ -33,7 +33,6 @@ class Tpu(Xla):
     """
 
     at_once = True
-    cpu_forms = False
     operands_apart = True
     embeds_in_blocks = True
     fused_eviction = True

@@ -39,9 +39,7 @@ class Xla(Backend):
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(
-                q, k, v, begin, window=window, softcap=softcap, cpu_forms=self.cpu_forms
-            )
+            return xla.causal(q, k, v, begin, window=window, softcap=softcap)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None

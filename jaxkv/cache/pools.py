@@ -44,6 +44,13 @@ class Pool:
         """Dtype of keys and values as attention reads them; decodes no row."""
         return self.store.dtype
 
+    def widened(self, dtype: jnp.dtype) -> "Pool":
+        """The same rows, with keys and values in another dtype, and bounds of pages; itself if they have it."""
+        if dtype == self.dtype:
+            return self
+        bounds = jax.tree.map(lambda leaf: leaf.astype(dtype), self.bounds)
+        return dataclasses.replace(self, store=self.store.widened(dtype), bounds=bounds)
+
     @property
     def rows(self) -> int:
         """P, the number of rows per sequence."""

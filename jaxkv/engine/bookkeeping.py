@@ -81,6 +81,7 @@ def _eviction(spec: Spec, heads: int) -> Eviction:
         widest=spec.widest,
         axes=spec.axes,
         implementation=spec.implementation,
+        dtype=spec.dtype,
     )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,7 @@ from jaxkv.engine.bookkeeping import (
     with_windows,
     within_limits,
 )
-from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, run_layers
+from jaxkv.engine.layer_step import Dealt, LayerRows, run_layers
 from jaxkv.engine.pages import full_pages, rest_from
 from jaxkv.engine.segments import in_window
 from jaxkv.engine.sparse import new_tokens, rest_of
@@ -32,21 +31,6 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 
 
-class Beside(NamedTuple):
-    """Tails (new rows of every layer, beside pools that are only read), and each sequence's number of rows in them."""
-
-    tails: tuple[Tail, ...]
-    written: Int[Array, " B"]
-
-
-class Step(NamedTuple):
-    """Result of `step`: last logits `f32[B, V]`, new cache, and new tails or None."""
-
-    logits: Float[Array, "B V"]
-    cache: Cache
-    beside: Beside | None
-
-
 def step(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -55,25 +39,21 @@ def step(
     count: Int[Array, " B"],
     *,
     spec: Spec,
-    beside: Beside | None = None,
-) -> Step:
-    """Runs N new tokens per sequence through all layers; returns `Step`: last logits, new cache, tails or None.
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Runs N new tokens per sequence through all layers; returns last logits and new cache.
 
     Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
-    room for N rows behind every segment, unless a single token's row joins the tails in `beside`.
+    room for N rows behind every segment.
     """
-    tails, written = beside if beside is not None else ((), None)
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
-    new = new_tokens(spec, tables, count, several, written)
+    new = new_tokens(spec, tables, count, several)
     pools = faded(cache.pools, count, spec)
     stream, kinds = (
         first_stream(x, spec, blocks[0]),
         [spec.config.spec_of(layer) for layer in range(len(blocks))],
     )
-    turned = step_angles(
-        spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0
-    )
+    turned = step_angles(spec, kinds, new.positions, cache)
     dealt = _dealt(cache, spec, new)
 
     parted = [spec.parted(leaves) for leaves in blocks]
@@ -85,7 +65,6 @@ def step(
             segments=segments_of(tables, layer),
             by=turned[layer],
             layer=layer,
-            tail=tails[layer] if tails else None,
             ring=None if ring is None or state is None else state.rings[ring],
             asks=spec.chooses(layer, several),
             sparse=spec.sparse(layer, several),
@@ -115,17 +94,15 @@ def step(
     )
     if shares:
         done_pools = [with_windows(done_pools[0], shares, tables.start, spec)]
-    cache = cache.updated(pools=tuple(of_whole_groups(done_pools, spec)), state=state)
-    if written is not None:
-        return Step(
-            logits,
-            cache,
-            Beside(tuple(each.tail for each in after if each.tail is not None), written + count),
-        )
-    cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
+    cache = cache.updated(
+        pools=tuple(of_whole_groups(done_pools, spec)),
+        state=state,
+        length=tables.length + count[:, None],
+        seen=tables.seen + count,
+    )
     if spec.evicts and several == 1:
         cache = within_limits(cache, [each.out for each in done], spec)
-    return Step(logits, cache, None)
+    return logits, cache
 
 
 def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
@@ -167,10 +144,7 @@ def _extend(
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Compiled `step`: last tokens' logits and cache after N new tokens per sequence; pools are donated."""
-    logits, cache, _ = step(
-        ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec
-    )
-    return logits, cache
+    return step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
 
 
 def extend(

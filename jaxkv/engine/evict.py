@@ -40,6 +40,7 @@ class Eviction:
         widest: the most rows a segment of a shared pool can have, if that is known.
         axes: axes of the mesh that it runs on; None off a mesh.
         implementation: its backend reduces and moves rows.
+        dtype: of the model, to which merged rows are rounded.
     """
 
     ongoing: Ongoing
@@ -48,6 +49,7 @@ class Eviction:
     widest: int | None = None
     axes: Axes | None = None
     implementation: Implementation = Implementation.XLA
+    dtype: Any = jnp.float32
 
 
 def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
@@ -222,7 +224,7 @@ def _merging_dropped(
                 continue
             remedy = f"two of its comparisons change {name} of one row: let one of them"
             require(name not in merged, "merge", type(merge).__name__, remedy)
-            joined = new.reshape(one.shape)
+            joined = new.reshape(one.shape).astype(how.dtype).astype(jnp.float32)
             # The newest row may itself be the one that takes the dropped one in.
             takes_in = (joins & (target == last))[..., None]
             newest = newest | {name: jnp.where(takes_in, joined, newest[name])}

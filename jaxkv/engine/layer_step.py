@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -40,16 +39,6 @@ from jaxkv.engine.tokens import (
     token_of_parts,
 )
 from jaxkv.models.decoder import Block
-from jaxkv.models.rope import rotate
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tail:
-    """Float32 keys (rotated or not, as in the pool) and values of a layer's rows drawn since the pool was written."""
-
-    k: Float[Array, "B K T D"]
-    v: Float[Array, "B K T D"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,16 +60,15 @@ class Dealt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """Input and output of one layer's step: pool, segments, RoPE angles, tail, query ring, chosen positions.
+    """Input and output of one layer's step: pool, segments, RoPE angles, query ring, chosen positions.
 
-    The step returns it with the new tokens' rows in pool or tail, and their queries in the ring.
+    The step returns it with the new tokens' rows in the pool, and their queries in the ring.
 
     Attributes:
-        pool: rows of the layer, with room behind every segment for the new ones unless there is a tail.
+        pool: rows of the layer, with room behind every segment for the new ones.
         segments: segments before the step.
         by: RoPE angles of the new tokens, and of rows held before RoPE.
         layer: index into the tables of `dealt`.
-        tail: rows beside a pool that is only read; None if new rows join the pool.
         ring: last queries of the layer; None if it keeps none.
         asks: True for a filter layer, which chooses positions for the layers above it.
         sparse: True if the layer reads chosen positions, and rows that need no choice, alone.
@@ -97,7 +85,6 @@ class LayerRows:
     segments: Segments
     by: StepAngles
     layer: int = 0
-    tail: Tail | None = None
     ring: Float[Array, "B K G R D"] | None = None
     asks: bool = False
     sparse: bool = False
@@ -176,6 +163,8 @@ def layer_step(
     if rows.centre is not None:
         # What looks at a row itself comes before its transform.
         token = dataclasses.replace(token, begun=scores_of(token, spec)).transformed(rows.centre)
+    # Rounded to the model's dtype before: a CPU holds the same numbers as float32.
+    token = token.widened(rows.pool.dtype)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
     paged = rows.pool.bounds is not None
@@ -186,6 +175,7 @@ def layer_step(
         out, rows = _attend_fused(spec, token, rows, new, parts, rows.dealt)
     else:
         out, rows, received = attend(spec, token, rows, new)
+        out = out.astype(normed.dtype)
     if paged:
         # Only now that the pages are chosen: a write beside that read would cost a copy of all bounds.
         pool = with_new_rows(rows.pool, rows.segments, new, out[: new.count.shape[0], :, 0, 0, 0])
@@ -218,8 +208,6 @@ def attend(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens
 ) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | Float[Array, "B K n"] | None]:
     """Appends N new tokens' rows; returns attention output, rows, and attention still to add to scores or None."""
-    if rows.tail is not None:
-        return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
     alone = rows.loaded is None and rows.pages is None
@@ -336,7 +324,7 @@ def _attend_several(
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    causal = partial(attention.causal, softcap=spec.softcap, cpu_forms=spec.backend.cpu_forms)
+    causal = partial(attention.causal, softcap=spec.softcap)
     own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     own, own_lse = token.with_sinks(*own)
     if spec.scored:
@@ -381,44 +369,6 @@ def _several_scores(
     received = partial(attention.column_sums, softcap=spec.softcap)
     sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return older, sums.mean(axis=2)
-
-
-def _attend_with_tail(
-    spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail
-) -> tuple[Array, LayerRows]:
-    """Appends one token's row to the tail; returns its attention to pool (only read) and tail, and updated rows."""
-    assert new.written is not None
-    # A sequence that has ended writes nothing, but reads one row all the same: a softmax over no rows is NaN.
-    batch, heads, size, dim = tail.k.shape
-    at, held = jnp.where(new.count > 0, new.written, size), jnp.maximum(new.written + new.count, 1)
-    each = jnp.arange(batch, dtype=jnp.int32)
-
-    def put(leaf: Array, row: Array) -> Array:
-        one = row[:, :, 0].astype(leaf.dtype)
-        return leaf.at[each, :, at].set(
-            one, mode="drop", unique_indices=True, indices_are_sorted=True
-        )
-
-    # Without the barrier XLA fuses the update into its reader and into the loop's state, and copies the tail twice.
-    tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
-    keys = tail.k if rows.by.tail is None else rotate(tail.k, rows.by.tail)
-    first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
-    lies = in_window(first, jnp.broadcast_to(held[:, None], (batch, heads)), rows.window)
-    own = pool_attention(
-        token.q.astype(tail.k.dtype),
-        keys.reshape(batch, heads * size, dim),
-        tail.v.reshape(batch, heads * size, dim),
-        *lies,
-        dataclasses.replace(spec, layout=Layout.EQUAL if rows.window is None else Layout.RAGGED),
-    )
-    if rows.window is None:
-        older = _over_older(spec, token, rows, rest=True)
-    else:
-        left = jnp.maximum(rows.window - held[:, None], 0)
-        older = over_window(
-            token.q, rows.pool, *in_window(rows.segments.start, rows.segments.length, left), spec
-        )
-    return attention.merge(*older, *token.with_sinks(*own)), dataclasses.replace(rows, tail=tail)
 
 
 def _over_older(
