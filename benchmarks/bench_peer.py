@@ -44,7 +44,6 @@ The response::
      "prefill_seconds": [R floats], "prefill_median": float,
      "decode_median": float, "decode_mean": float,     seconds per step for the whole batch, over all R * T steps
      "decode_timing": "step" | "loop",    optional, "step" if absent
-     "settle_seconds": float,             optional: what a library spends once per many steps, outside decode_median
      "kept_per_layer": [L floats],        rows that count after the prefill, mean over batch rows and heads
      "kept_mean": float,
      "cache_bytes": int,                  keys and values allocated after the prefill, all layers and rows

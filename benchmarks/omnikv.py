@@ -96,11 +96,10 @@ class Way:
             return None
         flat, cache = self.session.params.flat, self.over(pools)
         spec, none = spec_for(flat, cache), jnp.asarray((-2,), jnp.int32)
-        running = looping.begin(cache.arrays, spec=spec, size=self.size)
         draw = looping.draw_of(
             cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none
         )
-        given = looping.loop_arguments(flat, running, draw, 1, jaxkv.Greedy(), 0, spec=spec)
+        given = looping.loop_arguments(flat, cache.arrays, draw, 1, jaxkv.Greedy(), 0, spec=spec)
         compiled = looping._loop.lower(*given, spec=spec, size=self.size).compile()
         return float(compiled.cost_analysis()["bytes accessed"])
 

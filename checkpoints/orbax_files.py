@@ -70,8 +70,8 @@ WEIGHTS = Kind(
 )
 CACHE = Kind(
     format="jaxkv cache",
-    # From version 2 on, keys and values are saved as fields of a pool's store.
-    version=2,
+    # From version 3 on, a cache says its model's dtype, and keys and values are saved in it.
+    version=3,
     listed=ARRAYS,
     one="array",
     writer="KVCache.save",

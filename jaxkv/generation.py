@@ -214,7 +214,7 @@ def generate(
         policy = (
             None
             if policy is None
-            else policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
+            else policy_for(policy, params.config, params.filter_layers, dtype=params.cache_dtype)
         )
         arguments.require_ours(params, cache, policy)
         policy = cache.policy

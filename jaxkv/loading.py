@@ -19,6 +19,7 @@ from jaxkv import hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.cache import KVCache, Turn
+from jaxkv.cache.stores import held_dtype
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
@@ -169,6 +170,12 @@ class LanguageModel(nnx.Module):
                 _spread_over(self.decoder, self.decoder, axes.mesh)
             self._flat = Flat(self.decoder)
         return self._flat
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """Dtype in which the model's devices hold the entries of caches: on a CPU float32, else the model's."""
+        platform = jax.default_backend() if self.axes is None else self.axes.platform
+        return held_dtype(self.dtype, platform)
 
     @property
     def dtype(self) -> jnp.dtype:

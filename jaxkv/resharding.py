@@ -48,7 +48,9 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
     """Returns a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if it lies there."""
     if axes == cache.axes:
         return cache
-    there = laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
+    there = laid_out(
+        cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K"))
+    ).held_here()
     if there.bank is None:
         return there
     return dataclasses.replace(committed(dataclasses.replace(there, bank=None)), bank=there.bank)

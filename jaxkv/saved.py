@@ -16,7 +16,6 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache
 from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import CACHE
-from jaxkv.engine.pages import with_bounds
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -31,7 +30,7 @@ def load_cache(
     policy: Method | type[Method] | str | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """Loads a `KVCache` that `KVCache.save` wrote, bit by bit; ValueError if damaged, or another model's or policy's.
+    """Loads a `KVCache` that `KVCache.save` wrote; ValueError if damaged, or another model's or policy's.
 
     Args:
         path: the folder.
@@ -61,12 +60,10 @@ def load_cache(
     elif model is not None and model.axes is not None:
         cache = cache_on(cache, model.axes)
     else:
-        cache = on_device(cache)
+        cache = on_device(cache).held_here()
     if model is not None:
         require_ours(model, cache, None)
-    # Caches saved by jaxkv before bounds were part of a cache have none.
-    reading = cache.policy.parts().reading(cache.config.windows, cache.slots)
-    return cache.updated(pools=with_bounds(cache.pools, cache.length, reading, cache.axes))
+    return cache
 
 
 def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:

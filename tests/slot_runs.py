@@ -1,6 +1,6 @@
 """Requests answered over a few slots, and each of them alone: what tests of slots compare.
 
-python tests/slot_runs.py [device | mesh | bfloat16] [rows]      every row of the policy table: `tests/slot_runs.py`
+python tests/slot_runs.py [device | mesh] [rows]      every row of the policy table
 """
 
 import dataclasses
@@ -96,32 +96,24 @@ def answered(slots, given, *, steps=8):
 
 
 def check(model, policy, given, *, slots=None, reference=None):
-    """Over slots every request gets the tokens that it gets alone, and nothing is compiled.
-
-    Alone is one after the other by `Session`; where 16 bits round otherwise in programs of another size, in the slots.
-    """
+    """Over slots every request gets the tokens that it gets alone by `Session`, and nothing is compiled."""
     slots = made(model, policy) if slots is None else slots
     out, programs = answered(slots, given)
     assert programs == 0
-    whole, half = model if reference is None else reference, model.dtype.itemsize == 2
+    whole = model if reference is None else reference
     for asked, tokens in zip(given, out, strict=True):
-        expected = answered(slots, [asked])[0][0] if half else alone(whole, policy, asked)
-        assert tokens == expected, asked
+        assert tokens == alone(whole, policy, asked), asked
 
 
 def check_row(where, name):
-    """24 requests over 4 slots under a row of the policy table, on a device, on 2 x 4 of them, or in 16 bits."""
+    """24 requests over 4 slots under a row of the policy table, on a device or on 2 x 4 of them."""
     given = requests(1, 24)
     if where == "mesh":
         whole, policy = meshes.model_of(4), meshes.roomy(name)
         split = whole.on(meshes.mesh_of(2, 4))
         check(split, policy, given, slots=made(split, policy), reference=whole)
         return
-    check(
-        tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16" if where == "bfloat16" else "float32"),
-        policy_of(name),
-        given,
-    )
+    check(tiny.tiny(tiny.TWO_LAYERS), policy_of(name), given)
 
 
 def policy_of(name):

@@ -13,7 +13,7 @@ from jax import lax
 from jaxkv import TOVA, Method
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
-from jaxkv.cache.pools import Pool, row_norms
+from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, with_received
 from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import merged
@@ -140,18 +140,13 @@ def spec_of(policy: Method, layout: Layout, widest: int | None = None) -> Spec:
     )
 
 
-def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count, norms=None):
+def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count):
     """A layer's step: attention, scores, eviction."""
     (pool,) = faded((pool,), count, spec)
-    other = (
-        None
-        if segments.likely is None
-        else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
-    )
     new = NewTokens(positions=segments.seen[:, None], count=count)
     # The token's angles are of no use: it is projected already.
     by = StepAngles(angles(new.positions, spec.config.rope, DIM))
-    rows = LayerRows(pool=pool, segments=segments, by=by, likely=other, norms=norms)
+    rows = LayerRows(pool=pool, segments=segments, by=by)
     out, rows, received = attend(spec, token, rows, new)
     pool = rows.pool
     if received is not None:
@@ -159,52 +154,32 @@ def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count, no
     now = dataclasses.replace(
         segments, length=segments.length + count[:, None], seen=segments.seen + count
     )
-    left = evict(
-        pool,
-        now,
-        out[:, :, 0, 0, 0],
-        Eviction(heads=HEADS, ongoing=spec.ongoing, walk=spec.layout.walk, widest=spec.widest),
-        products=None if received is None else received.products,
-        norms=rows.norms,
-    )
-    return out, left if spec.looks_ahead else left._replace(likely=None)
+    how = Eviction(heads=HEADS, ongoing=spec.ongoing, walk=spec.layout.walk, widest=spec.widest)
+    return out, *evict(pool, now, out[:, :, 0, 0, 0], how)
 
 
 def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None):
-    """Every step's pool, segments, output and key norms, if any are kept; the prompt's first, without output."""
+    """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
     spec = spec_of(policy, layout, widest)
-    norms = row_norms(pool.k) if spec.knows_norms else None
-    if spec.looks_ahead:
-        segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))
     count = jnp.ones((len(lengths),), jnp.int32)
 
     @jax.jit
-    def run(pool, segments, norms, q, k, v):
+    def run(pool, segments, q, k, v):
         def step(carry, new):
-            pool, segments, norms = carry
             q, k, v = new
-            token = Token(q=q, k=k, v=v, stored=k)
-            out, left = one_step(spec, token, pool, segments, count, norms)
-            segments = dataclasses.replace(left.segments, likely=left.likely)
-            return (left.pool, segments, left.norms), jax.tree.leaves(
-                (left.pool, segments, out, left.norms)
-            )
+            out, *after = one_step(spec, Token(q=q, k=k, v=v, stored=k), *carry, count)
+            return tuple(after), jax.tree.leaves((*after, out))
 
-        return lax.scan(step, (pool, segments, norms), (q, k, v))[1]
+        return lax.scan(step, (pool, segments), (q, k, v))[1]
 
     by_step = lambda a: jnp.moveaxis(jnp.asarray(a), -2, 0)[..., None, :]  # noqa: E731
-    after = run(pool, segments, norms, *map(by_step, (drawn.q_new, drawn.k_new, drawn.v_new)))
-    host, kind = (
-        [np.asarray(leaf) for leaf in after],
-        jax.tree.structure((pool, segments, 0, norms)),
-    )
-    yield pool, segments, None, norms
+    after = run(pool, segments, *map(by_step, (drawn.q_new, drawn.k_new, drawn.v_new)))
+    host, kind = [np.asarray(leaf) for leaf in after], jax.tree.structure((pool, segments, 0))
+    yield pool, segments, None
     for t in range(STEPS):
-        pool, segments, out, norms = jax.tree.unflatten(
-            kind, [jnp.asarray(leaf[t]) for leaf in host]
-        )
-        yield pool, segments, np.asarray(out)[..., 0, :], norms
+        pool, segments, out = jax.tree.unflatten(kind, [jnp.asarray(leaf[t]) for leaf in host])
+        yield pool, segments, np.asarray(out)[..., 0, :]
 
 
 def held(pool: Pool, segments: Segments, row: int, head: int):

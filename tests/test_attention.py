@@ -226,7 +226,6 @@ def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest
             expected[row, span] += weights / max(weights.sum(), 1e-30) / group
     begin, rows = jnp.asarray(start), jnp.asarray(length)
     plain, plain_lse = xla.over_pool(q, k, v, begin, rows, walk=walk)
-    other = draw(4, 2, heads, dim, dtype=dtype)
 
     def scored(counts, **options):
         backend = backend_of(attention.Implementation.XLA)
@@ -237,7 +236,7 @@ def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest
             return out, attention.add_received(score, found, begin, counts), found
         return out, found, None
 
-    for options in ({}, {"widest": widest}, {"widest": widest, "other": other}):
+    for options in ({}, {"widest": widest}):
         out, ours, received = scored(jnp.asarray([True, True]), **options)
         np.testing.assert_allclose(ours, expected, atol=5 * TOLERANCE[dtype])
         np.testing.assert_allclose(wide(out), wide(plain), atol=5 * TOLERANCE[dtype])
@@ -248,20 +247,8 @@ def _check_scores(walk, dtype, heads, group, dim, each, start, length, *, widest
             walk is Walk.WINDOWS and "widest" in options and columns.covers(heads * each, widest)
         )
         assert (received is not None) == later
-        if received is None:
-            continue
-        np.testing.assert_allclose(received.lse, plain_lse, atol=5 * TOLERANCE[dtype])
-        assert (received.products is not None) == ("other" in options)
-        if "other" in options:
-            first, _ = columns.span(begin, k.shape[1], 150)
-            for row, head in np.ndindex(2, heads):
-                at = slice(int(begin[row, head] - first[row, head]), None)
-                ends = at.start + int(rows[row, head])
-                span = slice(start[row, head], start[row, head] + length[row, head])
-                theirs = wide(k)[row, span] @ wide(other)[row, head]
-                np.testing.assert_allclose(
-                    received.products[row, head, at.start : ends], theirs, rtol=1e-4, atol=1e-4
-                )
+        if received is not None:
+            np.testing.assert_allclose(received.lse, plain_lse, atol=5 * TOLERANCE[dtype])
 
 
 def test_sums_over_a_long_prompt_take_no_more_memory():

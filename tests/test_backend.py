@@ -42,10 +42,7 @@ class Plain(Backend):
         out = jnp.einsum("bkrp,bpd->bkrd", self._shares(logits), v).astype(q.dtype)
         return out, jax.nn.logsumexp(logits, axis=-1)
 
-    def attend_scored(
-        self, q, k, v, start, length, score, counts, *, walk, widest=None, other=None
-    ):
-        assert other is None
+    def attend_scored(self, q, k, v, start, length, score, counts, *, walk, widest=None):
         received = self._shares(self._pool(q, k, start, length)).mean(axis=2).sum(axis=1)
         return self.attend(q, k, v, start, length, walk=walk)[0], score + jnp.where(
             counts[:, None], received, 0

@@ -104,7 +104,7 @@ CASES = {
     "share of the prompt": (LayerDefensiveKV(budget=0.25, window=1, sinks=1), {}),
     "shares of heads": (GlobalBudget(base=KeyDiff(budget=16), alpha=0.3), {}),
     "two stages": (GlobalBudget(base=CriticalKV(base=SNAP), alpha=0.25), {}),
-    "scored": (GlobalBudget(base=jaxkv.H2O(budget=16)), {"dtype": "bfloat16"}),
+    "scored": (GlobalBudget(base=jaxkv.H2O(budget=16)), {}),
     "first stage": (LayerDefensiveKV(budget=16, window=8, stage="mass"), {}),
     "weights of layers": (jaxkv.CAKE(budget=9, window=4, sinks=2), {}),
     "weights, a share of the prompt": (jaxkv.CAKE(budget=0.2, window=1), {}),
@@ -130,7 +130,7 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
     policy, given = CASES[name]
     mesh = given.get("mesh")
     shape = tiny.shape(layers=3, kv_heads=2 if mesh is None else 4, group=1, dim=8)
-    model = tiny.tiny(shape, dtype=given.get("dtype", "float32"))
+    model = tiny.tiny(shape)
     model, split = (model, 1) if mesh is None else (model.on(mesh_of(*mesh)), mesh[1])
     ids, made, rows, peaks = prompts(3, LENGTHS), [], [], []
     for _ in range(2):

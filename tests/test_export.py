@@ -34,7 +34,7 @@ POLICIES = {
     "expected-every": jaxkv.AdaKV(base=jaxkv.ExpectedAttention(budget=24, future=16, every=4)),
     "layerdefensive": jaxkv.LayerDefensiveKV(budget=24, window=8),
 }
-# Rows beside the pools; each kind of pool; what goes on after the prompt. SnapKV and D2O are further down, and all in
+# 16 bits; each kind of pool; what goes on after the prompt. SnapKV and D2O are further down, and all in
 # both dtypes in benchmarks/export_real.py.
 CASES = [
     ("full", "bfloat16"),
@@ -175,7 +175,6 @@ def test_programs_for_a_gpu_are_written_without_one(tmp_path):
         bytearray((folder / "programs" / said["programs"][0]["file"]).read_bytes())
     )
     assert read.platforms == ("cuda",) and read.nr_devices == 4
-    # Tails are a CPU's.
     assert {each["kind"] for each in said["programs"]} == {"prompt", "draw.Greedy"}
     with pytest.raises(ValueError, match=r"made for 4 devices of .'cuda'., here are 8 of cpu"):
         runtime.Model(folder)
@@ -250,7 +249,7 @@ DAMAGE = {
         lambda folder: changed(
             folder, lambda said: said["programs"][0]["outputs"][0]["shape"].append(1)
         ),
-        r"not as the manifest says, pools.0.store.k \('bfloat16', 3, \d+, 8, 1\), here \('bfloat16', 3, \d+, 8\)",
+        r"not as the manifest says, pools.0.store.k \('float32', 3, \d+, 8, 1\), here \('float32', 3, \d+, 8\)",
     ),
     "a missing program": (
         lambda folder: next((folder / "programs").iterdir()).unlink(),

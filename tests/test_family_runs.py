@@ -181,7 +181,7 @@ def test_16_bits():
     model, whole = running.golden_model("mixtral", "bfloat16"), running.golden_model("mixtral")
     cache, logits = running.prefill(model, prompts(2, LENGTHS), room=4)
     _, expected = running.prefill(whole, prompts(2, LENGTHS), room=4)
-    assert cache.pools[0].k.dtype == model.dtype == "bfloat16" and 2 * model.nbytes == whole.nbytes
+    assert cache.dtype == model.dtype == "bfloat16" and 2 * model.nbytes == whole.nbytes
     off = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert off < 12 * 2.0**-8
     assert running.greedy(model, cache, 4).shape == (3, 4)

@@ -242,7 +242,7 @@ def test_fast_kvzip_on_a_mesh(monkeypatch):
 def test_slots():
     config = tiny.TWO_LAYERS
     slot_runs.check(
-        tiny.tiny(config, dtype="bfloat16"),
+        tiny.tiny(config),
         zap(config, budget=20, every=4),
         slot_runs.requests(1, 8),
     )

@@ -264,9 +264,8 @@ class RollingPyramid(jaxkv.StreamingLLM):
         return dataclasses.replace(super().parts(), layers=LinearLayers(beta=4))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rolling_positions_where_layers_hold_different_rows(dtype):
-    model = tiny.tiny(tiny.MODELS["gqa3"], dtype=dtype)
+def test_rolling_positions_where_layers_hold_different_rows():
+    model = tiny.tiny(tiny.MODELS["gqa3"])
     prompts, policy = tiny.prompts(6, [60, 37]), RollingPyramid(budget=20)
     options = {"max_new_tokens": 12, "stop_at_eos": False}
     both = jaxkv.generate(model, prompts, policy=policy, **options)
@@ -280,4 +279,4 @@ def test_rolling_positions_where_layers_hold_different_rows(dtype):
         first = jaxkv.generate(
             model, tokens[:6].tolist(), cache=cache, max_new_tokens=1, stop_at_eos=False
         )
-        assert dtype == "bfloat16" or first.tokens[0] == tokens[6]
+        assert first.tokens[0] == tokens[6]

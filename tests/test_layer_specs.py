@@ -111,20 +111,6 @@ def test_layers_without_rotation(policy):
     check_answers(tiny.tiny(dataclasses.replace(CONFIG, kinds=kinds)), policy)
 
 
-def test_sixteen_bits_with_rolling_positions_read_their_tails():
-    model, ids = tiny.tiny(CONFIG, dtype="bfloat16"), tiny.prompts(3, LENGTHS)
-    rolling = jaxkv.Session(model, jaxkv.StreamingLLM(budget=64, rolling_positions=True))
-    full, fixed = jaxkv.Session(model), rolling.prefill(ids, new=NEW)
-    np.testing.assert_allclose(
-        np.asarray(fixed.logits), np.asarray(full.prefill(ids).logits), atol=0.1
-    )
-    after, tokens = rolling.draw(fixed, NEW)
-    whole = [each + row.tolist() for each, row in zip(ids, tokens, strict=True)]
-    np.testing.assert_allclose(
-        np.asarray(after.logits), np.asarray(full.prefill(whole).logits), atol=0.25
-    )
-
-
 def test_a_mesh_answers_as_one_device_does():
     config = dataclasses.replace(model_of(4).config, kinds=KINDS)
     model, ids = tiny.tiny(config), tiny.prompts(3, LENGTHS)

@@ -200,21 +200,6 @@ def test_what_is_chosen_from_is_no_matter_of_the_segments_target(options):
     np.testing.assert_array_equal(feed(model, aimless, walk(3))[0], feed(model, cache, walk(3))[0])
 
 
-def test_sixteen_bits_choose_as_float32_does():
-    model = tiny.tiny(CONFIG)
-    narrow = tiny.tiny(CONFIG, dtype="bfloat16")
-    ids = tiny.prompts(6, LENGTHS)
-    wide, half = (
-        jaxkv.generate(each, ids, policy=omni(20), max_new_tokens=8, stop_at_eos=False)
-        for each in (model, narrow)
-    )
-    again = jaxkv.generate(narrow, ids, policy=omni(64), max_new_tokens=8, stop_at_eos=False)
-    full = jaxkv.generate(narrow, ids, policy=FullKV(), max_new_tokens=8, stop_at_eos=False)
-    assert [each.tolist() for each in again.tokens] == [each.tolist() for each in full.tokens]
-    assert half.cache.pools[0].k.dtype == jnp.bfloat16
-    assert [len(each) for each in half.tokens] == [len(each) for each in wide.tokens]
-
-
 # --- prompts in chunks -----------------------------------------------------------------------------------------------
 
 

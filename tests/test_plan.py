@@ -104,7 +104,9 @@ def test_bytes_are_those_promised(name, lengths):
 
 
 def test_dtype_and_room_are_counted():
-    plan = plan_prefill(model().config, EQUAL, [60], dtype="bfloat16")
+    narrow = plan_prefill(model().config, EQUAL, [60], dtype="bfloat16")
+    plan = plan_prefill(model().config, EQUAL, [60], dtype=model("bfloat16").cache_dtype)
+    assert narrow.cache_bytes < plan.cache_bytes
     assert jaxkv.prefill(model("bfloat16"), ids(60), policy=EQUAL).nbytes == plan.cache_bytes
     roomy = plan_prefill(model().config, EQUAL, [60], room=10)
     copy = repack(jaxkv.prefill(model(), ids(60), policy=EQUAL), room=10)

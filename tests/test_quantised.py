@@ -16,7 +16,6 @@ from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv.cache import Dense, Int4, Int8, Mixed
-from jaxkv.cache.quantised import Nibbles
 from jaxkv.engine.slots import Slots
 from jaxkv.exporting import runtime
 
@@ -116,28 +115,6 @@ def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
     off = np.repeat(np.abs(leasts.astype(np.float32)) * 2.0**-11, size, axis=-1)
     assert (np.abs(v - exact) <= 0.51 * step + off + 1e-7).all()
     assert [each.dtype for each in found.view()] == [given.dtype] * 2
-
-
-def test_caches_of_bytes_are_read_as_words(tmp_path):
-    """Heads of 128 elements were saved as bytes of both halves once: such a cache goes on as any other."""
-    model = tiny.tiny(tiny.shape(layers=2, kv_heads=2, group=2, dim=128))
-    session = jaxkv.Session(model, jaxkv.SnapKV(budget=16, window=4, store="int4"))
-    cache = session.prefill(tiny.prompts(0, [40, 31]), new=8)
-
-    def in_bytes(part):
-        if not isinstance(part, Nibbles):
-            return part
-        numbers = numbers_of(np.asarray(part.code))
-        return dataclasses.replace(
-            part, code=jnp.asarray(numbers[..., :64] | (numbers[..., 64:] << 4), jnp.uint8)
-        )
-
-    older = jax.tree.map(in_bytes, cache, is_leaf=lambda part: isinstance(part, Nibbles))
-    assert jax.tree.leaves(older.pools)[0].dtype == jnp.uint8
-    older.save(tmp_path / "cache")
-    again = jaxkv.load_cache(tmp_path / "cache")
-    chex.assert_trees_all_equal(again.arrays, cache.arrays)
-    assert session.draw(again, 5)[1].tolist() == session.draw(cache, 5)[1].tolist()
 
 
 @pytest.mark.parametrize("store", KINDS)

@@ -111,7 +111,7 @@ def test_a_cache_with_an_answer_in_it(tmp_path):
 def test_sixteen_bits_and_numbers_that_are_none(tmp_path):
     _, cache, _ = saved(tmp_path, dtype="bfloat16")
     odd = np.asarray(cache.pools[0].k).copy()
-    odd[0, 0, :4] = [np.nan, -0.0, np.inf, 1e-39]
+    odd[0, 0, :4] = np.asarray([np.nan, -0.0, np.inf, 1e-30], jnp.bfloat16)
     pools = (
         dataclasses.replace(cache.pools[0], store=Dense(k=jnp.asarray(odd), v=cache.pools[0].v)),
         *cache.pools[1:],
@@ -349,7 +349,7 @@ def edit_manifest(path, edit):
     [
         (
             lambda said: said.update(version=9),
-            "version=9: this jaxkv reads version 2 of jaxkv cache, .*: save the cache again",
+            "version=9: this jaxkv reads version 3 of jaxkv cache, .*: save the cache again",
         ),
         (
             lambda said: said.update(format="jaxkv weights"),

@@ -9,11 +9,11 @@ import oracles as o
 import pytest
 import slot_runs
 import test_eviction as eviction
+import test_in_place
 import test_invariants as invariants
 import test_oracle_agreement as agreement
 import test_planning_compiled as recording
 import test_session
-import test_tail
 import tiny
 from policy_table import BY_NAME
 
@@ -195,8 +195,7 @@ def scores_stay_behind(patch):
     real = evict._written
 
     def written(pool, *rest):
-        after, norms = real(pool, *rest)
-        return dataclasses.replace(after, score=pool.score), norms
+        return dataclasses.replace(real(pool, *rest), score=pool.score)
 
     patch.setattr(evict, "_written", written)
 
@@ -270,7 +269,7 @@ FAULTS = (
     (a_record_misses_a_call, every_call_is_recorded),
     (nothing_is_forgotten, lambda: steps("fading")),
     (single_rows_are_dropped, lambda: steps("d2o-plain")),
-    (nothing_waits_for_reads, lambda: test_tail.check_in_place(H2O(budget=16))),
+    (nothing_waits_for_reads, lambda: test_in_place.check_in_place(H2O(budget=16))),
     (a_wrapper_loses_the_window, lambda: in_order("adakv")),
     (stale_logits, test_session.test_draws_go_on_where_the_last_one_ended),
     (highest_first, ties),

@@ -14,7 +14,6 @@ from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv.cache.slots import insert, taken
-from jaxkv.engine import slots as module
 from jaxkv.engine.compress import finished
 from jaxkv.engine.slots import PARTS, Slots
 from jaxkv.sampling import Greedy, mixed
@@ -42,28 +41,6 @@ def test_every_sampler_draws_as_alone(name):
 def test_policies_that_compress_again_answer_as_alone(name):
     """Each sequence is compressed at steps of its own, in pools of the same size."""
     runs.check(model(), again.POLICIES[name], runs.requests(2, 8))
-
-
-@pytest.mark.parametrize("name", ["streaming-rolling", "again"])
-def test_sixteen_bits_answer_as_alone(name):
-    """On a CPU rows wait beside the pools: those of each slot have an index of their own."""
-    policy = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET)
-    half = tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16")
-    slots = runs.made(half, policy)
-    assert slots._spec.tail
-    runs.check(half, policy, runs.requests(3, 12), slots=slots)
-
-
-@pytest.mark.parametrize("name", ["adakv", "omnikv", "again"])
-def test_rows_beside_the_pools_are_moved_when_any_slot_has_many(name, monkeypatch):
-    """In float32, where it makes no difference: with little beside the pools they are moved many times."""
-    policy, real = (
-        again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET),
-        module.specialise,
-    )
-    tailed = lambda *given, **named: dataclasses.replace(real(*given, **named), tail=True)  # noqa: E731
-    monkeypatch.setattr(module, "specialise", tailed)
-    runs.check(model(), policy, runs.requests(3, 12), slots=runs.made(model(), policy, size=16))
 
 
 @pytest.mark.parametrize("name", ["adakv", "d2o"])

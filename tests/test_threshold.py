@@ -191,9 +191,7 @@ def test_cut_rows_on_a_mesh():
 
 def test_slots():
     config = tiny.TWO_LAYERS
-    slot_runs.check(
-        tiny.tiny(config, dtype="bfloat16"), zap(config, every=4), slot_runs.requests(1, 8)
-    )
+    slot_runs.check(tiny.tiny(config), zap(config, every=4), slot_runs.requests(1, 8))
 
 
 def test_saved_caches_go_on(tmp_path):

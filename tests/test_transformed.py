@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ from scipy.linalg import hadamard
 from test_windows import SHAPE
 
 import jaxkv
-from jaxkv.cache import Dense, Int4
+from jaxkv.cache import Dense
 from jaxkv.engine import hadamard as own
-from jaxkv.engine.slots import Slots
 from jaxkv.testing import segments
 
 PROMPTS, QUESTIONS, NEW = (61, 40), (9, 5), 12
@@ -113,17 +111,6 @@ def test_windows_read_the_same(evicts):
     compare(tiny.tiny(SHAPE), policy, dataclasses.replace(policy, store=Whole))
 
 
-def test_tails_of_16_bits_hold_transformed_rows():
-    """In bfloat16 on a CPU new rows wait beside the pool: the same tokens, rows as close as 16 bits are."""
-    model = tiny.tiny(tiny.MODELS["gqa3"], dtype="bfloat16")
-    _, last, _, logits = drawn(model, jaxkv.SnapKV(budget=24, window=6))
-    _, its_last, _, its_logits = drawn(model, jaxkv.SnapKV(budget=24, window=6, store=Whole))
-    np.testing.assert_array_equal(its_logits[0], logits[0])
-    for ours, theirs in zip(logits[1:], its_logits[1:], strict=True):
-        assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.995
-    assert tiny.kept(its_last) == tiny.kept(last)
-
-
 @pytest.mark.parametrize("name", ["full", "adakv", "h2o", "streaming-slide"])
 def test_meshes_transform_their_own_heads(name):
     """Over two kv heads' devices and groups of sequences: as on one device, planned bytes included."""
@@ -144,25 +131,3 @@ def test_what_compares_keys_holds_them(name):
     assert not own.transforms(policy.parts())
     cache = jaxkv.Session(tiny.tiny(tiny.MODELS["gqa3"]), policy).prefill(tiny.prompts(1, PROMPTS))
     assert cache.tables.centre is None
-
-
-def test_caches_of_before_go_on_as_they_are(tmp_path):
-    """A cache in 4 bits that was saved when rows were not transformed is read, asked and drawn from as it was then."""
-    model = tiny.tiny(tiny.MODELS["gqa3"])
-    session = jaxkv.Session(model, jaxkv.SnapKV(budget=24, window=6, store="int4"))
-    with mock.patch.object(Int4, "transformed", False):
-        older = session.prefill(tiny.prompts(1, PROMPTS), new=NEW)
-        older.save(tmp_path / "cache")
-        asked = session.extend(older, tiny.prompts(2, QUESTIONS), new=NEW)
-        want = session.draw(asked, NEW)[1]
-    again = jaxkv.load_cache(tmp_path / "cache", model)
-    assert again.tables.centre is None
-    found = session.draw(session.extend(again, tiny.prompts(2, QUESTIONS), new=NEW), NEW)[1]
-    assert found.tolist() == want.tolist()
-    slots = Slots(session, count=1, max_prompt=64, max_question=16, max_new_tokens=NEW)
-    with mock.patch.object(Int4, "transformed", False):
-        alone = Slots(session, count=1, max_prompt=64, max_question=16, max_new_tokens=NEW).prefill(
-            [1] * 40
-        )
-    with pytest.raises(ValueError, match="cache='rows as they are': these slots hold others"):
-        slots.begin(alone, max_new_tokens=2)

@@ -271,12 +271,6 @@ def test_stores(make):
     assert drawn(make(80, store="int8")) == drawn(FullKV(store="int8"))
 
 
-def test_sixteen_bits():
-    """Rows wait beside the pools of a CPU, those of windows too."""
-    full = drawn(FullKV(), dtype="bfloat16")
-    assert drawn(omni(80), dtype="bfloat16") == full != drawn(omni(SMALL), dtype="bfloat16")
-
-
 # --- longer lives ----------------------------------------------------------------------------------------------------
 
 

@@ -56,15 +56,9 @@ def test_answers_three_windows_long_are_as_alone(name):
         assert found[slot] == alone(model, policy, ids, new, slot == 1), slot
 
 
-def test_rows_that_wait_beside_pools_and_meshes():
-    """In 16 bits rows wait in tails on a CPU; slots of 2 x 2 devices hold two groups and a kv head a device."""
-    half = tiny.tiny(TWO, dtype="bfloat16")
+def test_meshes():
+    """Slots of 2 x 2 devices hold two groups and a kv head a device."""
     with mock.patch.object(growth, "_LEAST_BEYOND", 8):
-        slots = Slots(jaxkv.Session(half, POLICIES["adakv"](24)), count=3, **LIMITS)
-        assert slots._spec.tail
-        together = answered(slots)
-        slots.insert(slots.begin(slots.prefill(prompts()[2]), max_new_tokens=ANSWERS[2]), 1)
-        assert slots.decode(64)[1].tolist() == together[2]
         model = tiny.tiny(TWO)
         mesh = Slots(
             jaxkv.Session(model.on(meshes.mesh_of(2, 2)), POLICIES["adakv"](24)), count=4, **LIMITS

@@ -119,9 +119,9 @@ def check_kept(config, *, apart_from):
     assert np.abs(logits - plain).max() > 1e-2
 
 
-def check_drawn(config, dtype):
-    """Past several windows; in 16 bits rows wait beside the pools of a CPU."""
-    session = jaxkv.Session(tiny.tiny(config, dtype=dtype), jaxkv.FullKV())
+def check_drawn(config):
+    """Past several windows."""
+    session = jaxkv.Session(tiny.tiny(config), jaxkv.FullKV())
     _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
     texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
     again = session.prefill(

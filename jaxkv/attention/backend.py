@@ -49,13 +49,10 @@ class Backend(InPlace, abc.ABC):
         query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
         windows: True if `prefill` takes a `window`; layers that have one are XLA's otherwise.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
-        cpu_forms: True if XLA's operations around it take the forms that a CPU runs fastest, such as slices of 16-bit
-            floats as integers; False for plain ones.
         operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
             them; else the compiler may compute them within these, again for each tile.
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
             once, for which a compiler may take copies of all.
-        keeps_norms: True if norms of keys are kept between steps for policies that compare keys, not computed again.
         fused_step: True if it has `deal`, `decode_token` and `add_norm`.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
     """
@@ -64,10 +61,8 @@ class Backend(InPlace, abc.ABC):
     query_copies: ClassVar[int] = 2
     windows: ClassVar[bool] = False
     few_launches: ClassVar[bool] = False
-    cpu_forms: ClassVar[bool] = True
     operands_apart: ClassVar[bool] = False
     embeds_in_blocks: ClassVar[bool] = False
-    keeps_norms: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False
     custom_calls: ClassVar[tuple[str, ...]] = ()
 
@@ -224,7 +219,6 @@ class Backend(InPlace, abc.ABC):
         *,
         walk: Walk,
         widest: int | None = None,
-        other: Float[Array, "B K D"] | None = None,
         sink_logits: Float[Array, "K G"] | None = None,
         softcap: float | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
@@ -240,7 +234,6 @@ class Backend(InPlace, abc.ABC):
             counts: mask of the sequences whose attention is added to scores.
             walk: how rows are read.
             widest: the most rows a segment of a shared pool can have; None if unknown.
-            other: one more row per segment to multiply with the keys; None unless `keeps_norms`.
             sink_logits: learned logits that take part in the softmax; given for models that have some.
             softcap: of the scaled logits, as in `prefill`.
 

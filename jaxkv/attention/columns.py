@@ -1,7 +1,6 @@
 """Column sums of attention in plain XLA: the attention that each key receives, by known log-sum-exps."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -27,17 +26,15 @@ from jaxkv.attention.xla import (
 
 
 class Received(NamedTuple):
-    """Named tuple of one token's logits, log-sum-exp and optional key products over a pool, to update row scores later.
+    """Named tuple of one token's logits and log-sum-exp over a pool, to update row scores later.
 
     Attributes:
         logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
         lse: `f32[B, K, G]` their log-sum-exp.
-        products: `f32[B, K, n]` of one more row per segment with the keys, if there was one.
     """
 
     logits: Float[Array, "B K G n"]
     lse: Float[Array, "B K G"]
-    products: Float[Array, "B K n"] | None
 
 
 def column_sums(
@@ -209,33 +206,28 @@ def pool_sums(
 
     R folds the group and the tokens; `lse` is +inf for queries that do not count. Logits are `xla.capped`.
     """
-    batch, heads, rows, dim = q.shape
+    batch, heads, _, dim = q.shape
     scaled = scale_queries(q)
-    padded = (
-        jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
-        if rows == 1 and q.dtype.itemsize == 2
-        else scaled
-    )
     # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
     match walk:
         case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
             logits = lax.dot_general(
-                padded, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+                scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
             )
             logits = capped(logits, softcap)
             inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
-            return score + weight * _summed(logits[:, :, :rows], lse, inside).reshape(score.shape)
+            return score + weight * _summed(logits, lse, inside).reshape(score.shape)
         case Walk.WHOLE:
-            flat = padded.reshape(batch, -1, dim)
+            flat = scaled.reshape(batch, -1, dim)
             logits = lax.dot_general(
                 flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
             )
-            logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)[:, :, :rows]
+            logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)
             inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
             return score + weight * _summed(logits, lse, inside).sum(axis=1)
         case Walk.WINDOWS:
-            return _walk_sums(padded, k, lse, start, length, score, rows, weight, softcap)
+            return _walk_sums(scaled, k, lse, start, length, score, weight, softcap)
 
 
 def walk_scored(
@@ -246,43 +238,29 @@ def walk_scored(
     length: Int[Array, "B K"],
     *,
     widest: int,
-    other: Float[Array, "B K D"] | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
     """Attention of one token over a shared pool; returns output, and a `Received` to update row scores from later.
 
-    Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
-    the keys while they are read. Logits are `xla.capped`.
+    Queries are not scaled. Segments have at most `widest` rows. Logits are `xla.capped`.
     """
-    batch, heads, group, dim = q.shape
+    batch, heads, group, _ = q.shape
     block = walk_block(k, heads)
-    scaled, dot = scale_queries(q), lax.dot_general
-    if other is not None:
-        scaled = jnp.concatenate([scaled, other[:, :, None].astype(scaled.dtype)], axis=2)
-        # Float32 products must be exact. A CPU's are by default, and HIGHEST would take a slower path there.
-        dot = (
-            dot if jax.default_backend() == "cpu" else partial(dot, precision=lax.Precision.HIGHEST)
-        )
-    elif group == 1 and q.dtype.itemsize == 2:
-        scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
+    scaled = scale_queries(q)
     first, width = span(start, k.shape[1], widest)
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Loop body over blocks of rows: updated softmax maximum, sum, output, stored logits and key products."""
-        maximum, total, acc, held, products = carry
+        """Loop body over blocks of rows: updated softmax maximum, sum, output, stored logits."""
+        maximum, total, acc, held = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
-        every = dot(
+        every = lax.dot_general(
             scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        logits = jnp.where(mine, capped(every[:, :, :group], softcap), MASKED)
+        logits = jnp.where(mine, capped(every, softcap), MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
-        if products is not None:
-            products = lax.dynamic_update_slice_in_dim(
-                products, every[:, :, group], index * block, axis=2
-            )
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)
@@ -297,7 +275,6 @@ def walk_scored(
             total * shrink + weights.sum(axis=-1),
             acc * shrink[..., None] + part,
             held,
-            products,
         )
 
     shape = (batch, heads, group)
@@ -306,13 +283,12 @@ def walk_scored(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
         jnp.full((*shape, width), MASKED, jnp.float32),
-        None if other is None else jnp.zeros((batch, heads, width), jnp.float32),
     )
     trips = ((start - first + length).max() + block - 1) // block
-    maximum, total, acc, held, products = lax.fori_loop(0, trips, step, carry)
+    maximum, total, acc, held = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    return out, Received(logits=held, lse=lse, products=products)
+    return out, Received(logits=held, lse=lse)
 
 
 def add_received(
@@ -352,7 +328,7 @@ def _summed(logits, lse, inside):
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
-def _walk_sums(q, k, lse, start, length, score, rows, weight, softcap):
+def _walk_sums(q, k, lse, start, length, score, weight, softcap):
     """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
@@ -367,7 +343,7 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight, softcap):
         logits = lax.dot_general(
             q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        mine = capped(logits[:, :, :rows], softcap)
+        mine = capped(logits, softcap)
         return add_windows(score, clamped, weight * _summed(mine, lse, inside))
 
     return lax.fori_loop(0, (length.max() + block - 1) // block, step, score)

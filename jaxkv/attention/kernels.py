@@ -127,11 +127,10 @@ class Kernels(Backend):
         *,
         walk: Walk,
         widest: int | None = None,
-        other: Array | None = None,
         sink_logits: Array | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, Array]:
-        """One token per sequence attends to pool rows; returns output, row scores plus attention. Ignores `other`."""
+        """One token per sequence attends to pool rows; returns output, row scores plus attention."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         out, _, score = self._kernels.attend(
             q,

@@ -33,10 +33,8 @@ class Tpu(Xla):
     """
 
     at_once = True
-    cpu_forms = False
     operands_apart = True
     embeds_in_blocks = True
-    keeps_norms = False
     fused_eviction = True
     custom_calls = ("tpu_custom_call",)
     interpret: ClassVar[bool] = False

@@ -69,13 +69,12 @@ def causal(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    cpu_forms: bool = True,
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
     """Causal attention of T consecutive queries of one sequence: output in q's dtype, and float32 log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. Keys
     are read in blocks up to the diagonal, with a `window` from the first block on that holds one of its last keys.
-    Logits are `capped`. `cpu_forms` says how 16-bit numbers are sliced, rounded and summed, as a backend has it.
+    Logits are `capped`.
     """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
@@ -83,32 +82,22 @@ def causal(
     scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(
         heads, group * queries, dim
     )
-    # In 16 bits a matrix product is cheaper than a sum over rows: a column of ones in the values sums the weights.
-    summed = v.dtype.itemsize == 2 and cpu_forms
-    if summed:
-        v = jnp.concatenate(
-            [v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)],
-            axis=-1,
-        )
-    width = v.shape[-1]
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
-    all_keys, all_values = as_bits(k, cpu_forms), as_bits(v, cpu_forms)
 
     def head(inputs):
         """Mapped over kv heads: output `f32[G * T, D]` and log-sum-exp `f32[G * T]` of one head's queries."""
         q_head, index_of_head = inputs
 
-        def rows(bits, begin, dtype):
-            """Slice of `block` keys or values of one kv head from row `begin` on, bitcast back to `dtype`."""
-            mine = lax.dynamic_slice(bits, (index_of_head, begin, 0), (1, block, bits.shape[2]))[0]
-            return from_bits(mine, dtype)
+        def rows(of, begin):
+            """Slice of `block` keys or values of one kv head from row `begin` on."""
+            return lax.dynamic_slice(of, (index_of_head, begin, 0), (1, block, dim))[0]
 
         def step(index, carry, *, masked):
             """Loop body: softmax maximum and sum, and unnormalised output, after one more block of keys."""
             maximum, total, acc = carry
             # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
-            keys, values = rows(all_keys, begin, k.dtype), rows(all_values, begin, v.dtype)
+            keys, values = rows(k, begin), rows(v, begin)
             logits = capped(rows_dot(q_head, keys), softcap, LOG2E)
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
@@ -119,16 +108,15 @@ def causal(
             top = jnp.maximum(maximum, logits.max(axis=-1))
             weights = jnp.exp2(logits - top[:, None])
             shrink = jnp.exp2(maximum - top)
-            if not summed:
-                total = total * shrink + weights.sum(axis=-1)
-            acc = acc * shrink[:, None] + _dot(_narrow(weights, v.dtype, cpu_forms), values)
+            total = total * shrink + weights.sum(axis=-1)
+            acc = acc * shrink[:, None] + _dot(weights.astype(v.dtype), values)
             return top, total, acc
 
         count = group * queries
         carry = (
             jnp.full((count,), MASKED, jnp.float32),
             jnp.zeros((count,), jnp.float32),
-            jnp.zeros((count, width), jnp.float32),
+            jnp.zeros((count, dim), jnp.float32),
         )
         last = (first + queries + block - 1) // block
         if window is None:
@@ -139,8 +127,6 @@ def causal(
         maximum, total, acc = lax.fori_loop(
             whole, last, lambda i, c: step(i, c, masked=True), carry
         )
-        if summed:
-            acc, total = acc[:, :dim], acc[:, dim]
         return acc / total[:, None], (maximum + jnp.log2(total)) * _LN2
 
     out, lse = lax.map(head, (scaled, jnp.arange(heads, dtype=jnp.int32)))
@@ -182,24 +168,6 @@ def softmax(
     return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
 
 
-def as_bits(rows: Shaped[Array, "..."], cpu_forms: bool = True) -> Shaped[Array, "..."]:
-    """16-bit floats bitcast to uint16, which a CPU slices without float32; other arrays, or without `cpu_forms`, as is.
-
-    A TPU converts the whole array, there and back, for each block that is sliced: four fifths of a layer's cycles in a
-    prefill of 32K tokens, by its compiler.
-    """
-    return (
-        lax.bitcast_convert_type(rows, jnp.uint16)
-        if cpu_forms and rows.dtype.itemsize == 2
-        else rows
-    )
-
-
-def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    """Floats of `dtype`, bitcast back from the uint16 of `as_bits`; arrays of that dtype unchanged."""
-    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
-
-
 def over_pool(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
@@ -214,11 +182,8 @@ def over_pool(
 
     Logits are `capped`.
     """
-    rows, scaled = q.shape[2], scale_queries(q)
-    if rows == 1 and q.dtype.itemsize == 2:
-        # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
-        scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
-    match Walk.WINDOWS if rows >= _MANY_QUERIES else walk:
+    scaled = scale_queries(q)
+    match Walk.WINDOWS if q.shape[2] >= _MANY_QUERIES else walk:
         case Walk.STRIDES:
             out, lse = _equal(scaled, k, v, length, softcap)
         case Walk.WHOLE:
@@ -227,7 +192,7 @@ def over_pool(
             out, lse = masked_product(scaled, k, v, start, length, softcap)
         case Walk.WINDOWS:
             out, lse = by_windows(scaled, k, v, start, length, softcap)
-    return out[:, :, :rows].astype(q.dtype), lse[:, :, :rows]
+    return out.astype(q.dtype), lse
 
 
 def _equal(q, k, v, length, softcap):
@@ -375,15 +340,6 @@ def _softmax(logits, inside):
     weights = jnp.where(empty[..., None], 0.0, weights)
     total = jnp.where(empty, 1.0, weights.sum(axis=-1))
     return weights, total, jnp.where(empty, -jnp.inf, top + jnp.log(total))
-
-
-def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype, cpu_forms: bool) -> Float[Array, "m n"]:
-    """Softmax weights converted from float32 to the values' dtype."""
-    if dtype != jnp.bfloat16 or not cpu_forms:
-        return weights.astype(dtype)
-    # Weights lie in [0, 1]: rounding needs none of the NaN handling that makes XLA's conversion slow on a CPU.
-    bits = lax.bitcast_convert_type(weights, jnp.uint32) + jnp.uint32(1 << 15)
-    return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
 
 def rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:

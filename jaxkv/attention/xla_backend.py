@@ -21,7 +21,6 @@ class Xla(Backend):
 
     at_once = False
     windows = True
-    keeps_norms = True
 
     def prefill(
         self,
@@ -40,9 +39,7 @@ class Xla(Backend):
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(
-                q, k, v, begin, window=window, softcap=softcap, cpu_forms=self.cpu_forms
-            )
+            return xla.causal(q, k, v, begin, window=window, softcap=softcap)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None
@@ -110,7 +107,6 @@ class Xla(Backend):
         *,
         walk: Walk,
         widest: int | None = None,
-        other: Array | None = None,
         sink_logits: Array | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, Array | Received]:
@@ -125,7 +121,7 @@ class Xla(Backend):
 
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
             out, received = columns.walk_scored(
-                q, k, v, start, length, widest=widest, other=other, softcap=softcap
+                q, k, v, start, length, widest=widest, softcap=softcap
             )
             out, lse = joined(out, received.lse)
             return out, received._replace(lse=lse)

@@ -45,6 +45,13 @@ class Bank:
         ]
         return self if all(there) else self.moved(None, axes)
 
+    def widened(self, dtype: jnp.dtype, axes: Axes | None) -> "Bank":
+        """The same rows in another dtype, in pinned host memory; itself if they have it."""
+        if dtype == self.rows[0].dtype:
+            return self
+        rows = tuple(waiting(host(each).astype(dtype), axes) for each in self.rows)
+        return dataclasses.replace(self, rows=rows)
+
     def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "Bank":
         """Copy of the bank for the sequences of indices `of` (None: all), in pinned host memory, sharded by `axes`."""
         rows = [host(each) if of is None else host(each).take(of, axis=0) for each in self.rows]

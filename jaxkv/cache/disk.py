@@ -13,7 +13,6 @@ from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv.cache.bank import host_of
 from jaxkv.cache.encoding import decode, encode
-from jaxkv.cache.quantised import Nibbles
 from jaxkv.checkpoints.orbax_files import (
     ARRAYS,
     CACHE,
@@ -72,8 +71,4 @@ def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> A
         waits = name.startswith("bank.") or on_host
         return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
 
-    def in_words(part: Any) -> Any:
-        return part.in_words() if isinstance(part, Nibbles) else part
-
-    found = decode(manifest.get(_CACHE), array)
-    return jax.tree.map(in_words, found, is_leaf=lambda part: isinstance(part, Nibbles))
+    return decode(manifest.get(_CACHE), array)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Bool, Float, Int
@@ -29,6 +30,7 @@ from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.disk import write_cache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
+from jaxkv.cache.stores import held_dtype
 from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import Axes, host, lettered, place
 
@@ -49,6 +51,7 @@ class Turn(enum.Enum):
         "layout",
         "policy",
         "config",
+        "dtype",
         "slots",
         "extended",
         "model",
@@ -72,6 +75,7 @@ class KVCache:
         layout: placement of segments in their pools.
         policy: the policy that compressed the cache.
         config: the model's shape.
+        dtype: name of the model's dtype, to which entries are rounded, and in which they are saved.
         slots: S, the bucket that the prompts were padded to.
         extended: True if segments may hold more rows than the policy keeps of prompts of `slots` tokens, because
             several tokens at once were appended, or heads competed for the rows of a longer text.
@@ -91,6 +95,7 @@ class KVCache:
     layout: Layout
     policy: Any
     config: ModelConfig
+    dtype: str
     slots: int
     extended: bool = False
     model: str = ""
@@ -156,8 +161,20 @@ class KVCache:
         """Copy with `pools` replaced, or tables replaced by name (`start`, `length`, `limit`, `seen`, `state`)."""
         return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
 
+    def widened(self, dtype: Any) -> "KVCache":
+        """The same cache, with its entries in another dtype."""
+        dtype, bank = jnp.dtype(dtype), self.bank
+        cache = self.updated(pools=tuple(pool.widened(dtype) for pool in self.pools))
+        bank = None if bank is None else bank.widened(dtype, self.axes)
+        return dataclasses.replace(cache, bank=bank)
+
+    def held_here(self) -> "KVCache":
+        """The same cache, with its entries in the dtype in which its devices hold them."""
+        platform = jax.default_backend() if self.axes is None else self.axes.platform
+        return self.widened(held_dtype(self.dtype, platform))
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves the cache to a folder, bit for bit and atomically; `jaxkv.load_cache` reads it in any process.
+        """Saves the cache to a folder, atomically and in the model's dtype; `jaxkv.load_cache` reads it in any process.
 
         With several processes on one mesh all must call it, and the first one writes.
 
@@ -169,7 +186,7 @@ class KVCache:
                 holds a value that cannot be written as text.
         """
         self.require_arrays()
-        given = dataclasses.replace(self, policy=None)
+        given = dataclasses.replace(self.widened(self.dtype), policy=None)
         # Saved caches are independent of the mesh: rows are laid out as on one device.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = (

@@ -36,6 +36,12 @@ class Unpacked(NamedTuple):
     mass: Float[Array, "B K S"] | None = None
     tau: Float[Array, "B K n"] | None = None
 
+    def widened(self, dtype: jnp.dtype | None) -> "Unpacked":
+        """The rows with keys and values in another dtype; unchanged for None."""
+        return (
+            self if dtype is None else self._replace(k=self.k.astype(dtype), v=self.v.astype(dtype))
+        )
+
 
 @program(static=("rows", "layout", "store", "implementation", "axes"))
 def pack(

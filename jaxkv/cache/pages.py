@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache.stores import Store, put_rows
+from jaxkv.cache.stores import Store, put_cells
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
@@ -70,7 +70,7 @@ class PageBounds:
 
         def put(leaf: Array, extreme: Array) -> Array:
             flat = leaf.reshape(batch, heads * pages, dim)
-            return put_rows(flat, at, extreme.reshape(batch, -1, dim)).reshape(leaf.shape)
+            return put_cells(flat, at, extreme.reshape(batch, -1, dim)).reshape(leaf.shape)
 
         low, high = _extremes(keys, held, self.page)
         return dataclasses.replace(self, low=put(self.low, low), high=put(self.high, high))

@@ -44,6 +44,13 @@ class Pool:
         """Dtype of keys and values as attention reads them; decodes no row."""
         return self.store.dtype
 
+    def widened(self, dtype: jnp.dtype) -> "Pool":
+        """The same rows, with keys and values in another dtype, and bounds of pages; itself if they have it."""
+        if dtype == self.dtype:
+            return self
+        bounds = jax.tree.map(lambda leaf: leaf.astype(dtype), self.bounds)
+        return dataclasses.replace(self, store=self.store.widened(dtype), bounds=bounds)
+
     @property
     def rows(self) -> int:
         """P, the number of rows per sequence."""
@@ -122,17 +129,6 @@ def _behind(
     offset = jnp.arange(count, dtype=jnp.int32)
     real = offset < written[:, None]
     return jnp.where(real[:, None], end[..., None] + offset, rows).reshape(end.shape[0], -1)
-
-
-def append_norms(
-    norms: Float[Array, "B P"],
-    k: Float[Array, "B K N D"],
-    end: Int[Array, "B K"],
-    written: Int[Array, " B"],
-) -> Float[Array, "B P"]:
-    """Key norms `[B, P]` of a pool, with the norms of N new keys written at the rows where `append` writes the keys."""
-    row = _behind(end, written, k.shape[2], norms.shape[1])
-    return put_cells(norms, row, row_norms(k).reshape(row.shape))
 
 
 def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:

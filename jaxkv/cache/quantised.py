@@ -102,14 +102,6 @@ class Nibbles:
         code = jnp.clip(_codes(off, scale), 0, 15).reshape(rows.shape)
         return cls(code=_words(code), scale=scale, least=least)
 
-    def in_words(self) -> "Nibbles":
-        """The same vectors in words as `of` makes them: caches that were saved by jaxkv before had bytes alone."""
-        if self.code.dtype != jnp.uint8:
-            return self
-        return dataclasses.replace(
-            self, code=_words(jnp.concatenate([self.code & 15, self.code >> 4], axis=-1))
-        )
-
     def decoded(self) -> Float[Array, "B P D"]:
         """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its least value."""
         words, quads = self.code, self.code.dtype == jnp.uint16
@@ -159,7 +151,7 @@ class Quantised(Store):
         values: class of encoded values.
         k: encoded keys.
         v: encoded values.
-        wide: name of the model's dtype, in which `view` returns rows.
+        wide: name of the dtype in which `view` returns rows: the model's, on a CPU float32.
     """
 
     fused_step: ClassVar[bool] = True
@@ -204,6 +196,10 @@ class Quantised(Store):
             for of, each in ((self.k, k), (self.v, v))
         )
         return dataclasses.replace(self, k=keys, v=values)
+
+    def widened(self, dtype: jnp.dtype) -> "Store":
+        """The same codes, decoded to another dtype."""
+        return dataclasses.replace(self, wide=jnp.dtype(dtype).name)
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Pair of decoded keys and values `[B, P, D]` in the model's dtype."""

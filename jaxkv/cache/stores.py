@@ -2,13 +2,19 @@
 
 import abc
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+
+def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
+    """Dtype in which a cache on a platform holds the entries of a model of `dtype`: on a CPU always float32.
+
+    There it holds the same numbers: entries are rounded to the model's dtype first.
+    """
+    return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
 
 
 class Store(abc.ABC):
@@ -66,6 +72,17 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
         """Dtype of the keys and values that `view` returns: the model's."""
+
+    def widened(self, dtype: jnp.dtype) -> "Store":
+        """The same store, whose `view` returns rows in another dtype.
+
+        Args:
+            dtype: that of the store returned.
+
+        Returns:
+            The store.
+        """
+        return self.of(*(each.astype(dtype) for each in self.view()))
 
     @property
     def element_bytes(self) -> int | float:
@@ -131,7 +148,7 @@ class Store(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Store):
-    """Store that holds keys and values unencoded, in the model's dtype."""
+    """Store that holds keys and values unencoded, in the model's dtype; on a CPU as float32."""
 
     fused_step: ClassVar[bool] = True
     fused_eviction: ClassVar[bool] = True
@@ -164,8 +181,8 @@ class Dense(Store):
     ) -> "Store":
         """Store with the keys and values of some rows overwritten, cast to the model's dtype."""
         (k_row, keys), (v_row, values) = k, v
-        k_leaf = put_rows(self.k, k_row, keys.astype(self.k.dtype))
-        v_leaf = put_rows(self.v, v_row, values.astype(self.v.dtype))
+        k_leaf = put_cells(self.k, k_row, keys.astype(self.k.dtype))
+        v_leaf = put_cells(self.v, v_row, values.astype(self.v.dtype))
         return dataclasses.replace(self, k=k_leaf, v=v_leaf)
 
 
@@ -173,34 +190,3 @@ def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
     """Pool array with `new` (one or more numbers per row) written at row indices `row`; P or more writes nothing."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
-
-
-def put_rows(
-    leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]
-) -> Array:
-    """Pool array of keys or values with rows `new` written at indices `row`; indices of P or more write nothing.
-
-    In place if the buffer is donated.
-    """
-    return (
-        _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else put_cells(leaf, row, new)
-    )
-
-
-@jax.custom_jvp
-def _scatter_narrow(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Array of 16-bit floats with `new` written at row indices, as by `put_cells`; on a CPU without a float32 copy."""
-
-    def as_integers(leaf: Array, row: Array, new: Array) -> Array:
-        # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.
-        bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint16)
-        return lax.bitcast_convert_type(put_cells(bits(leaf), row, bits(new)), leaf.dtype)
-
-    return lax.platform_dependent(leaf, row, new, cpu=as_integers, default=put_cells)
-
-
-@_scatter_narrow.defjvp
-def _scatter_narrow_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    # Integers have no derivative: without this rule gradients of 16-bit rows would be zero on a CPU.
-    leaf, row, new = primals
-    return _scatter_narrow(leaf, row, new), put_cells(tangents[0], row, tangents[2])

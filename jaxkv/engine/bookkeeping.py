@@ -2,16 +2,15 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
-from jaxkv.cache.pools import Pool, row_norms
-from jaxkv.engine.evict import Eviction, evict, weakest
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import Token
@@ -19,23 +18,7 @@ from jaxkv.policies.checks import checked
 from jaxkv.sharding.collectives import mean_of_devices
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scratch:
-    """Key norms of the pools, and the row of each segment likely to be evicted next (index); kept between decode steps.
-
-    Attributes:
-        norms: of the keys of each pool, for mergers that compare keys; empty without one.
-        likely: rows predicted to be evicted next, -1 for none; None without prediction.
-    """
-
-    norms: tuple[Float[Array, "B P"], ...] = ()
-    likely: Int[Array, "L B K"] | None = None
-
-
-def segments_of(
-    tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None
-) -> Segments:
+def segments_of(tables: Tables, part: int | slice) -> Segments:
     """Makes `Segments` (first pool row, length, row limit per kv head) of one or several layers from `tables`."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
@@ -53,57 +36,39 @@ def segments_of(
         tau=None if state is None or state.tau is None else by_sequence(state.tau[part]),
         prompt=none if state is None else state.prompt,
         seen=tables.seen,
-        likely=None if likely is None else by_sequence(likely[part]),
         choosable=None
         if state is None or state.choosable is None
         else by_sequence(state.choosable[part]),
     )
 
 
-def within_limits(
-    cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, spec: Spec
-) -> tuple[Cache, Scratch | None]:
-    """Evicts the lowest-ranked row of each segment over its limit; returns the cache, and updated `Scratch` or None.
+def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
+    """Cache without the lowest-ranked row of each segment over its limit.
 
     Layers that share a pool are handled at once. `outs` are one number of each head's attention output per layer, which
-    orders writes behind reads; `products` are each layer's keys times the predicted row's key (see `Received`), empty
-    without prediction.
+    orders writes behind reads.
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
     assert tables.state is not None
     eviction = _eviction(spec, heads)
     parts = [slice(group[0], group[-1] + 1) for group in spec.layout.groups(range(layers))]
-    foreseen = None if scratch is None else scratch.likely
-    pools, norms, lengths, taus, likely = [], [], [], [], []
-    for index, (pool, part) in enumerate(zip(cache.pools, parts, strict=True)):
+    pools, lengths, taus = [], [], []
+    for pool, part in zip(cache.pools, parts, strict=True):
         if spec.config.windows[part.start] is not None and not spec.layout.one_pool:
             # A window layer's own pool has no limit and no scores; in a shared pool its limit is never reached.
             pools.append(pool)
             lengths.append(tables.length[part])
-            norms += [] if scratch is None else [scratch.norms[index]]
             taus += [] if tables.state.tau is None else [tables.state.tau[part]]
             continue
-        left = evict(
-            pool,
-            segments_of(tables, part, foreseen),
-            by_sequence(jnp.stack(outs[part])),
-            eviction,
-            products=by_sequence(jnp.stack(products[part])) if products else None,
-            norms=None if scratch is None else scratch.norms[index],
+        pool, left = evict(
+            pool, segments_of(tables, part), by_sequence(jnp.stack(outs[part])), eviction
         )
-        pools.append(left.pool)
-        norms += [] if left.norms is None else [left.norms]
-        lengths.append(by_layer(left.segments.length, heads))
-        taus += [] if left.segments.tau is None else [by_layer(left.segments.tau, heads)]
-        likely.append(by_layer(left.likely, heads))
+        pools.append(pool)
+        lengths.append(by_layer(left.length, heads))
+        taus += [] if left.tau is None else [by_layer(left.tau, heads)]
     state = dataclasses.replace(tables.state, tau=jnp.concatenate(taus) if taus else None)
-    cache = cache.updated(pools=tuple(pools), length=jnp.concatenate(lengths), state=state)
-    if scratch is None:
-        return cache, None
-    return cache, Scratch(
-        norms=tuple(norms), likely=None if foreseen is None else jnp.concatenate(likely)
-    )
+    return cache.updated(pools=tuple(pools), length=jnp.concatenate(lengths), state=state)
 
 
 def _eviction(spec: Spec, heads: int) -> Eviction:
@@ -116,15 +81,8 @@ def _eviction(spec: Spec, heads: int) -> Eviction:
         widest=spec.widest,
         axes=spec.axes,
         implementation=spec.implementation,
+        dtype=spec.dtype,
     )
-
-
-def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"] | None:
-    """Float32 keys `[L, B, K, D]` of the rows predicted to be evicted next; None without a prediction."""
-    if scratch is None or scratch.likely is None:
-        return None
-    keys, _ = cache.pools[0].store.take(jnp.maximum(by_sequence(scratch.likely), 0)).view()
-    return by_layer(keys.astype(jnp.float32), cache.tables.start.shape[2])
 
 
 def with_received(
@@ -157,19 +115,6 @@ def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
         return dataclasses.replace(pool, score=mean_of_devices(pool.score, "G", spec.axes))
 
     return [averaged(pool) for pool in pools]
-
-
-def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
-    """Makes the token loop's first `Scratch`: key norms of the pools, rows likely evicted next; None if not needed."""
-    if not spec.knows_norms:
-        return None
-    norms = tuple(row_norms(pool.k) for pool in cache.pools)
-    if not spec.looks_ahead:
-        return Scratch(norms=norms)
-    heads, tables = cache.tables.start.shape[2], cache.tables
-    soon = dataclasses.replace(segments_of(tables, slice(None)), seen=tables.seen + 1)
-    row, *_ = weakest(cache.pools[0], soon, _eviction(spec, heads))
-    return Scratch(norms=norms, likely=by_layer(row, heads))
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple[Pool, ...]:

@@ -57,7 +57,8 @@ def cascaded(
     held, claims = None, list[Array | None]()
     known = source.wanted(indices, claims) if joint else None
     for at, index in enumerate(indices):
-        layer, full = source.candidates(index), source.rows(index)._replace(mass=None)
+        layer = source.candidates(index)
+        full = source.rows(index)._replace(mass=None).widened(source.dtype)
         claims.append(layer.claim)
         yield 1.0
         held = _nothing(layer, full, rows, layers, axes) if held is None else held

@@ -89,7 +89,7 @@ def _empty(
 ) -> KVCache:
     """`KVCache` that holds no tokens yet, with free rows for whole prompts in each pool; or a window and a chunk."""
     config, axes = flat.config, flat.axes
-    dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
+    heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.
     mine = heads if axes is None else heads // axes.size("K")
     rows = tuple(
@@ -114,7 +114,8 @@ def _empty(
         ),
     )
     pools = tuple(
-        empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows
+        empty_pool(batch, each, dim, needed.dtype, scored=False, store=store, axes=axes)
+        for each in rows
     )
     arrays = settle_down(Cache(pools=pools, tables=tables), axes)
     return KVCache(
@@ -122,6 +123,7 @@ def _empty(
         layout=needed.layout,
         policy=policy,
         config=config,
+        dtype=flat.ends[0].dtype.name,
         slots=needed.slots,
         axes=axes,
     )

@@ -44,12 +44,14 @@ class Source(abc.ABC):
         windows: each of the model's layers' window, None for none; budgets are those of the layers without one.
         axes: axes of the mesh that the layers lie on; None off a mesh.
         ahead: number of layers that may still be computed while the next one is dispatched, as memory allows.
+        dtype: in which pools hold entries; None for that of the rows.
     """
 
     indices: Sequence[int]
     windows: tuple[int | None, ...]
     axes: Axes | None = None
     ahead: int = 0
+    dtype: jnp.dtype | None = None
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
@@ -152,6 +154,7 @@ def compress(
                     # What leaves a window is seen no more, in other rows neither.
                     rows = with_thresholds(rows, parts.merge, axes)
                 taus += [] if rows.tau is None else [rows.tau]
+            rows = rows.widened(source.dtype)
             if start is None:
                 pool, first = pack(
                     rows,

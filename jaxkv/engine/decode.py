@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +12,13 @@ from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
 from jaxkv.engine import staged
 from jaxkv.engine.bookkeeping import (
-    Scratch,
     faded,
-    likely_keys,
     of_whole_groups,
     segments_of,
     with_windows,
     within_limits,
 )
-from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, run_layers
-from jaxkv.engine.ordering import behind
+from jaxkv.engine.layer_step import Dealt, LayerRows, run_layers
 from jaxkv.engine.pages import full_pages, rest_from
 from jaxkv.engine.segments import in_window
 from jaxkv.engine.sparse import new_tokens, rest_of
@@ -35,21 +31,6 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 
 
-class Beside(NamedTuple):
-    """Tails (new rows of every layer, beside pools that are only read), and each sequence's number of rows in them."""
-
-    tails: tuple[Tail, ...]
-    written: Int[Array, " B"]
-
-
-class Step(NamedTuple):
-    """Result of `step`: last logits `f32[B, V]`, new cache, and either new tails, `Scratch` or None."""
-
-    logits: Float[Array, "B V"]
-    cache: Cache
-    beside: Beside | Scratch | None
-
-
 def step(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -58,29 +39,21 @@ def step(
     count: Int[Array, " B"],
     *,
     spec: Spec,
-    beside: Beside | Scratch | None = None,
-) -> Step:
-    """Runs N new tokens per sequence through all layers; returns `Step`: last logits, new cache, tails or scratch.
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Runs N new tokens per sequence through all layers; returns last logits and new cache.
 
     Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
-    room for N rows behind every segment, unless a single token's row joins the tails in `beside`. Otherwise `beside` is
-    the scratch from the step before, or None.
+    room for N rows behind every segment.
     """
-    tails, written = beside if isinstance(beside, Beside) else ((), None)
-    scratch = beside if isinstance(beside, Scratch) else None
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
-    new = new_tokens(spec, tables, count, several, written)
-    pools, likely = faded(cache.pools, count, spec), likely_keys(cache, scratch)
-    if likely is not None:
-        x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
+    new = new_tokens(spec, tables, count, several)
+    pools = faded(cache.pools, count, spec)
     stream, kinds = (
         first_stream(x, spec, blocks[0]),
         [spec.config.spec_of(layer) for layer in range(len(blocks))],
     )
-    turned = step_angles(
-        spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0
-    )
+    turned = step_angles(spec, kinds, new.positions, cache)
     dealt = _dealt(cache, spec, new)
 
     parted = [spec.parted(leaves) for leaves in blocks]
@@ -92,10 +65,7 @@ def step(
             segments=segments_of(tables, layer),
             by=turned[layer],
             layer=layer,
-            tail=tails[layer] if tails else None,
             ring=None if ring is None or state is None else state.rings[ring],
-            likely=None if likely is None else likely[layer],
-            norms=None if scratch is None or not scratch.norms else scratch.norms[at],
             asks=spec.chooses(layer, several),
             sparse=spec.sparse(layer, several),
             dealt=dealt,
@@ -124,22 +94,15 @@ def step(
     )
     if shares:
         done_pools = [with_windows(done_pools[0], shares, tables.start, spec)]
-    cache = cache.updated(pools=tuple(of_whole_groups(done_pools, spec)), state=state)
-    if written is not None:
-        return Step(
-            logits,
-            cache,
-            Beside(tuple(each.tail for each in after if each.tail is not None), written + count),
-        )
-    cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
-    if scratch is not None:
-        scratch = dataclasses.replace(
-            scratch, norms=tuple(each.norms for each in last if each.norms is not None)
-        )
+    cache = cache.updated(
+        pools=tuple(of_whole_groups(done_pools, spec)),
+        state=state,
+        length=tables.length + count[:, None],
+        seen=tables.seen + count,
+    )
     if spec.evicts and several == 1:
-        products = [each.products for each in done if each.products is not None]
-        cache, scratch = within_limits(cache, [each.out for each in done], products, scratch, spec)
-    return Step(logits, cache, scratch)
+        cache = within_limits(cache, [each.out for each in done], spec)
+    return logits, cache
 
 
 def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
@@ -181,10 +144,7 @@ def _extend(
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Compiled `step`: last tokens' logits and cache after N new tokens per sequence; pools are donated."""
-    logits, cache, _ = step(
-        ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec
-    )
-    return logits, cache
+    return step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
 
 
 def extend(

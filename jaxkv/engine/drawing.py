@@ -55,27 +55,19 @@ class Drawing:
         ends = np.asarray(sorted(set(eos)) or [-2], np.int32)
         self._draw = loop.draw_of(cache.logits, done, key, ends, axes=spec.axes)
         self._decode = partial(loop.decode, spec=spec, sampling=sampling, size=self.size)
-        self._traffic = traffic
-        self._running: loop.Running
-        self._taken_back = False
-        self._begin(cache)
+        self._taken_back, self._cache = False, cache
+        self._loader = Loader.of(cache.bank, traffic)
         # A run of no steps compiles and changes nothing.
-        self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, 0)
-        self._begin(self._settled())
+        self._run(0)
+        self._fit = steps_that_fit(self._cache)
 
-    def _begin(self, cache: KVCache) -> None:
-        """Resets loop state, tails and row counters for a cache whose pools hold all rows drawn so far."""
-        loader = Loader.of(cache.bank, self._traffic)
-        self._cache, self._running = (
-            cache,
-            loop.begin(cache.arrays, spec=self._spec, size=self.size, loader=loader),
+    def _run(self, steps: int) -> tuple[Array, Array]:
+        """Draws up to `steps` tokens; returns their ids, and the number of steps run."""
+        arrays, self._draw, drawn, ran = self._decode(
+            self._flat, self._cache.arrays, self._draw, steps, loader=self._loader
         )
-        # Rows drawn since then, and steps before rows must be moved.
-        self._held, self._fit = 0, steps_that_fit(cache)
-
-    def _settled(self) -> KVCache:
-        """`KVCache` with all rows drawn so far in its pools, those of the tails included; the old pools are donated."""
-        return dataclasses.replace(self._cache, arrays=loop.settle(self._running, spec=self._spec))
+        self._cache = dataclasses.replace(self._cache, arrays=arrays)
+        return drawn, ran
 
     @property
     def final(self) -> bool:
@@ -98,23 +90,20 @@ class Drawing:
         A sampler that gives an id outside of the vocabulary is refused with a ValueError.
         """
         steps = min(steps, self.size)
-        if self._fit < 1 or self._held + steps > self.size:
-            full, cache = self._fit < 1, self._settled()
-            self._begin(
-                make_room(self._flat, cache, max(1, self.left), key=self._key) if full else cache
-            )
+        if self._fit < 1:
+            more = max(1, self.left)
+            self._cache = make_room(self._flat, self._cache, more, key=self._key)
+            self._fit = steps_that_fit(self._cache)
         steps = min(steps, self._fit)
         if steps < 1:
             raise RuntimeError(
                 f"no room for a token after making some: a defect of jaxkv ({self._cache.policy})"
             )
-        self._running, self._draw, drawn, count = self._decode(
-            self._flat, self._running, self._draw, steps
-        )
+        drawn, count = self._run(steps)
         tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._spec.config.vocab
         inside = bool((tokens < vocab).all())
         require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")
-        self.left, self._held, self._fit = self.left - ran, self._held + ran, self._fit - ran
+        self.left, self._fit = self.left - ran, self._fit - ran
         return tokens[:, :ran]
 
     def take_back(self, tokens: Int[np.ndarray, " B"]) -> None:
@@ -128,7 +117,10 @@ class Drawing:
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
             self._taken_back = True
-            self._running = self._running.rewound(self._placed(rows.astype(np.int32), padding=0))
+            # Rows behind a stop string are the last ones of their segments: none is dropped between two reads.
+            gone, tables = self._placed(rows.astype(np.int32), padding=0), self._cache.tables
+            length, seen = tables.length - gone[None, :, None], tables.seen - gone
+            self._cache = self._cache.updated(length=length, seen=seen)
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
         """Ends the sequences that the mask `which` selects: they draw no more tokens."""
@@ -149,6 +141,5 @@ class Drawing:
 
         Which tokens would follow those that were taken back is not known.
         """
-        return dataclasses.replace(
-            self._settled(), logits=None if self._taken_back else self._draw.logits
-        )
+        logits = None if self._taken_back else self._draw.logits
+        return dataclasses.replace(self._cache, logits=logits)

@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._errors import require
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
-from jaxkv.cache.pools import Pool, row_norms
+from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.nearest import nearest, nearest_at_once, nearest_of_products
+from jaxkv.engine.nearest import nearest, nearest_at_once
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold, fold_at_once
 from jaxkv.policies.checks import checked, checked_tuple
@@ -40,6 +40,7 @@ class Eviction:
         widest: the most rows a segment of a shared pool can have, if that is known.
         axes: axes of the mesh that it runs on; None off a mesh.
         implementation: its backend reduces and moves rows.
+        dtype: of the model, to which merged rows are rounded.
     """
 
     ongoing: Ongoing
@@ -48,24 +49,13 @@ class Eviction:
     widest: int | None = None
     axes: Axes | None = None
     implementation: Implementation = Implementation.XLA
+    dtype: Any = jnp.float32
 
 
-class Evicted(NamedTuple):
-    """Pool, segments and key norms after eviction, and the row index likely to be evicted next, -1 for none."""
+def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
+    """Per segment: index of the lowest-ranked row that may be evicted, -1 for none.
 
-    pool: Pool
-    segments: Segments
-    norms: Float[Array, "B P"] | None
-    likely: Int[Array, "B K"]
-
-
-def weakest(
-    pool: Pool, segments: Segments, how: Eviction
-) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
-    """Per segment: index of the lowest-ranked evictable row (-1: none), mask of segments with one, index of the next.
-
-    Ties go to the latest position. The row likely evicted next is the lowest-ranked of the others, -1 for none; where
-    segments are reduced in windows, of those in the same window. Scores of the pool must be up to date.
+    Ties go to the latest position. Scores of the pool must be up to date.
     """
     rank, keep = how.ongoing.rank, how.ongoing.keep
     assert rank is not None
@@ -74,9 +64,8 @@ def weakest(
     last = seen - segments.recent[..., None]
 
     def body(best, row, inside, pos, *score):
-        lowest, latest, *_ = best
-        may = inside & ~keep.protected(pos, prompt)
-        free = may & (pos < last)
+        lowest, latest, _ = best
+        free = inside & ~keep.protected(pos, prompt) & (pos < last)
         every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
         if how.ongoing.one_set:
             layers = jnp.broadcast_to(every, free.shape).reshape(
@@ -84,30 +73,22 @@ def weakest(
             )
             every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", how.axes)
             every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
-        mine, position, place = lowest_of(free, every, pos, row)
-        # By the next step one more row will have left the most recent ones.
-        others = jnp.where(may & (pos <= last) & (row != place[..., None]), every, jnp.inf)
-        least = others.min(axis=-1, keepdims=True)
-        second = jnp.where((others == least) & (others < jnp.inf), row, -1).max(axis=-1)
-        better = (mine < lowest) | ((mine == lowest) & (position > latest))
-        found = (mine, position, place, second)
+        found = lowest_of(free, every, pos, row)
+        better = (found[0] < lowest) | ((found[0] == lowest) & (found[1] > latest))
         return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
 
     shape = segments.start.shape
     none = (
         jnp.full(shape, jnp.inf, jnp.float32),
-        *(jnp.full(shape, -1, jnp.int32) for _ in range(3)),
+        *(jnp.full(shape, -1, jnp.int32) for _ in range(2)),
     )
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
     by_windows = _windows_by(pool, segments, how)
     if by_windows is not None:
-        _, _, at, second = fold_at_once(body, none, leaves, segments, **by_windows)
-        return at, at >= 0, second
+        return fold_at_once(body, none, leaves, segments, **by_windows)[2]
     block = how.widest or WALK_BLOCK
-    _, _, at, second = fold(
-        body, none, leaves, segments.start, segments.length, walk=how.walk, block=block
-    )
-    return at, at >= 0, second
+    lies = segments.start, segments.length
+    return fold(body, none, leaves, *lies, walk=how.walk, block=block)[2]
 
 
 def _windows_by(pool: Pool, segments: Segments, how: Eviction) -> dict[str, Any] | None:
@@ -167,27 +148,19 @@ class _Writes(NamedTuple):
 
 
 def evict(
-    pool: Pool,
-    segments: Segments,
-    attended: Float[Array, "B K"],
-    how: Eviction,
-    *,
-    products: Float[Array, "B K n"] | None = None,
-    norms: Float[Array, "B P"] | None = None,
-) -> Evicted:
-    """Drops or merges the lowest-ranked row of each segment over its limit, moves the newest there; returns `Evicted`.
+    pool: Pool, segments: Segments, attended: Float[Array, "B K"], how: Eviction
+) -> tuple[Pool, Segments]:
+    """Drops or merges the lowest-ranked row of each segment over its limit, and moves the newest, its last, there.
 
-    A segment's last row is the newest.
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
-    segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.) `products` (of all
-    keys with the likely row's key) and `norms` (of the keys) save work if they are given.
+    segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.)
     """
     backend = backend_of(how.implementation)
     fused = pool.store.fused_eviction and backend.moves(pool.k)
     if fused and _in_a_kernel(how.ongoing) and backend.ranks(pool.k):
         return _evict_by_kernel(pool, segments, how.ongoing, backend)
-    victim, there, second = weakest(pool, segments, how)
-    over = behind((segments.length > segments.limit) & there, attended)
+    victim = weakest(pool, segments, how)
+    over = behind((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
     if how.ongoing.merge is None and fused:
@@ -195,16 +168,14 @@ def evict(
             pool.k, pool.v, pool.pos, pool.score, victim, last, over
         )
         pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
-        segments = dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
-        return Evicted(pool, segments, norms, jnp.where(over, second, victim))
+        return pool, dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
     newest = _rows_at(pool, last)
     writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
     if how.ongoing.merge is not None:
-        writes = _merging_dropped(pool, segments, how, victim, last, writes, products, norms)
+        writes = _merging_dropped(pool, segments, how, victim, last, writes)
     length = segments.length - writes.over.astype(jnp.int32)
-    pool, norms = _written(pool, norms, victim, last, writes)
     segments = dataclasses.replace(segments, length=length, tau=writes.tau)
-    return Evicted(pool, segments, norms, jnp.where(writes.over, second, victim))
+    return _written(pool, victim, last, writes), segments
 
 
 def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
@@ -220,8 +191,6 @@ def _merging_dropped(
     victim: Int[Array, "B K"],
     last: Int[Array, "B K"],
     writes: _Writes,
-    products: Float[Array, "B K n"] | None,
-    norms: Float[Array, "B P"] | None,
 ) -> _Writes:
     """`_Writes` with dropped rows folded into the most similar row of their segment, wherever the merger decides so."""
 
@@ -235,22 +204,12 @@ def _merging_dropped(
     dropped, by_windows = _rows_at(pool, jnp.maximum(victim, 0)), _windows_by(pool, segments, how)
     tau = None if tau is None else by_layer(tau)
     for index, metric in enumerate(merge.compares):
-        by_key, one = metric == "k", getattr(dropped, metric)
-        if by_key and products is not None:
-            wrong = over & (victim != segments.likely)
-            assert norms is not None
-            cosine, target = nearest_of_products(
-                pool, norms, one, victim, products, wrong, segments
-            )
-        elif by_windows is not None:
-            cosine, target = nearest_at_once(
-                getattr(pool, metric), pool.pos, one, victim, segments, **by_windows
-            )
+        one = getattr(dropped, metric)
+        among = (getattr(pool, metric), pool.pos, one, victim, segments)
+        if by_windows is not None:
+            cosine, target = nearest_at_once(*among, **by_windows)
         else:
-            norm = norms if by_key else None
-            cosine, target = nearest(
-                getattr(pool, metric), pool.pos, one, victim, segments, walk=how.walk, norm=norm
-            )
+            cosine, target = nearest(*among, walk=how.walk)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
@@ -265,7 +224,7 @@ def _merging_dropped(
                 continue
             remedy = f"two of its comparisons change {name} of one row: let one of them"
             require(name not in merged, "merge", type(merge).__name__, remedy)
-            joined = new.reshape(one.shape)
+            joined = new.reshape(one.shape).astype(how.dtype).astype(jnp.float32)
             # The newest row may itself be the one that takes the dropped one in.
             takes_in = (joins & (target == last))[..., None]
             newest = newest | {name: jnp.where(takes_in, joined, newest[name])}
@@ -322,8 +281,10 @@ def _in_a_kernel(ongoing: Ongoing) -> bool:
     )
 
 
-def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
-    """`evict` by one backend kernel that finds and drops the rows; returns `Evicted` without norms or likely rows.
+def _evict_by_kernel(
+    pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend
+) -> tuple[Pool, Segments]:
+    """`evict` by one backend kernel that finds and drops the rows.
 
     It needs no ordering barrier, as the pool is attention's output.
     """
@@ -342,18 +303,13 @@ def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: 
         weigh=weigh_of(ongoing),
     )
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
-    segments = dataclasses.replace(segments, length=segments.length - dropped)
-    return Evicted(pool, segments, None, jnp.full_like(dropped, -1))
+    return pool, dataclasses.replace(segments, length=segments.length - dropped)
 
 
 def _written(
-    pool: Pool,
-    norms: Float[Array, "B P"] | None,
-    victim: Int[Array, "B K"],
-    last: Int[Array, "B K"],
-    writes: _Writes,
-) -> tuple[Pool, Float[Array, "B P"] | None]:
-    """Applies `writes`: returns pool and key norms with newest rows in dropped rows' places and with merged rows."""
+    pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
+) -> Pool:
+    """Applies `writes`: returns the pool with newest rows in dropped rows' places and with merged rows."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
@@ -363,9 +319,6 @@ def _written(
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 
-    if norms is not None:
-        row, new = writes.all_of("k", place)
-        norms = put_cells(norms, row, row_norms(new.astype(pool.k.dtype)))
     store = pool.store.put(writes.all_of("k", place), writes.all_of("v", place))
     score = None if pool.score is None else move(pool.score, 0)
-    return Pool(store=store, pos=move(pool.pos, -1), score=score), norms
+    return Pool(store=store, pos=move(pool.pos, -1), score=score)

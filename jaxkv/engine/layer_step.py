@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, append, append_norms
+from jaxkv.cache.pools import Pool, append
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.hadamard import transformed
@@ -40,16 +39,6 @@ from jaxkv.engine.tokens import (
     token_of_parts,
 )
 from jaxkv.models.decoder import Block
-from jaxkv.models.rope import rotate
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tail:
-    """Float32 keys (rotated or not, as in the pool) and values of a layer's rows drawn since the pool was written."""
-
-    k: Float[Array, "B K T D"]
-    v: Float[Array, "B K T D"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,19 +60,16 @@ class Dealt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """Input and output of one layer's step: pool, segments, RoPE angles, tail, query ring, chosen positions.
+    """Input and output of one layer's step: pool, segments, RoPE angles, query ring, chosen positions.
 
-    The step returns it with the new tokens' rows in pool or tail, and their queries in the ring.
+    The step returns it with the new tokens' rows in the pool, and their queries in the ring.
 
     Attributes:
-        pool: rows of the layer, with room behind every segment for the new ones unless there is a tail.
+        pool: rows of the layer, with room behind every segment for the new ones.
         segments: segments before the step.
         by: RoPE angles of the new tokens, and of rows held before RoPE.
         layer: index into the tables of `dealt`.
-        tail: rows beside a pool that is only read; None if new rows join the pool.
         ring: last queries of the layer; None if it keeps none.
-        likely: keys of the rows predicted to be evicted; None without prediction.
-        norms: Euclidean length of each key of the pool, if the program keeps them.
         asks: True for a filter layer, which chooses positions for the layers above it.
         sparse: True if the layer reads chosen positions, and rows that need no choice, alone.
         chosen: the positions that a sparse layer reads.
@@ -99,10 +85,7 @@ class LayerRows:
     segments: Segments
     by: StepAngles
     layer: int = 0
-    tail: Tail | None = None
     ring: Float[Array, "B K G R D"] | None = None
-    likely: Float[Array, "B K D"] | None = None
-    norms: Float[Array, "B P"] | None = None
     asks: bool = False
     sparse: bool = False
     chosen: Chosen | None = None
@@ -125,17 +108,15 @@ class LayerRows:
 
 
 class Stepped(NamedTuple):
-    """Result of one layer's step: hidden states, rows, output numbers, key products, attention, filter's choice.
+    """Result of one layer's step: hidden states, rows, output numbers, attention, filter's choice.
 
-    `out` is one number of each head's attention output, on which later writes can depend; `products` are keys times the
-    keys of rows predicted to be evicted (see `Received`); `shares` are still to be added to scores, see
-    `bookkeeping.with_windows`; `chosen` is a filter layer's choice.
+    `out` is one number of each head's attention output, on which later writes can depend; `shares` are still to be
+    added to scores, see `bookkeeping.with_windows`; `chosen` is a filter layer's choice.
     """
 
     stream: Stream
     rows: LayerRows
     out: Float[Array, "B K"]
-    products: Float[Array, "B K n"] | None
     shares: Float[Array, "B K n"] | None
     chosen: Chosen | None
 
@@ -156,7 +137,7 @@ def run_layers(
     done: list[Stepped] = []
     for block, rows in zip(blocks, layers, strict=True):
         if done and spec.layout.one_pool:
-            rows = dataclasses.replace(rows, pool=done[-1].rows.pool, norms=done[-1].rows.norms)
+            rows = dataclasses.replace(rows, pool=done[-1].rows.pool)
         rows = dataclasses.replace(rows, chosen=chosen if rows.sparse else None)
         done.append(layer_step(block, spec, stream, rows, new))
         stream, chosen = done[-1].stream, done[-1].chosen or chosen
@@ -182,6 +163,8 @@ def layer_step(
     if rows.centre is not None:
         # What looks at a row itself comes before its transform.
         token = dataclasses.replace(token, begun=scores_of(token, spec)).transformed(rows.centre)
+    # Rounded to the model's dtype before: a CPU holds the same numbers as float32.
+    token = token.widened(rows.pool.dtype)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new))
     paged = rows.pool.bounds is not None
@@ -192,6 +175,7 @@ def layer_step(
         out, rows = _attend_fused(spec, token, rows, new, parts, rows.dealt)
     else:
         out, rows, received = attend(spec, token, rows, new)
+        out = out.astype(normed.dtype)
     if paged:
         # Only now that the pages are chosen: a write beside that read would cost a copy of all bounds.
         pool = with_new_rows(rows.pool, rows.segments, new, out[: new.count.shape[0], :, 0, 0, 0])
@@ -200,13 +184,13 @@ def layer_step(
     asked = (rows.pool, rows.segments, token.q, rows.ring, new, token.sink_logits)
     chosen = chosen_at(spec, *asked) if rows.asks else None
     attended = out if rows.centre is None else transformed(out)
-    stream, products = block_output(block, x, attended, spec), None
+    stream = block_output(block, x, attended, spec)
     if isinstance(received, Received):
         # Scores are not needed before all layers are done: depending on x, they do not take a core away from it.
         counts = behind(new.count > 0, stream.x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
-        rows, products, received = dataclasses.replace(rows, pool=pool), received.products, None
-    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], products, received, chosen)
+        rows, received = dataclasses.replace(rows, pool=pool), None
+    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], received, chosen)
 
 
 def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> LayerRows:
@@ -224,11 +208,9 @@ def attend(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens
 ) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | Float[Array, "B K n"] | None]:
     """Appends N new tokens' rows; returns attention output, rows, and attention still to add to scores or None."""
-    if rows.tail is not None:
-        return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
-    alone = rows.loaded is None and rows.pages is None and rows.norms is None
+    alone = rows.loaded is None and rows.pages is None
     if alone and joins(spec, token, rows.pool, rows.window):
         out, pool, shares = attend_joining(
             spec, token, rows.pool, rows.segments, rows.window, new, rows.chosen
@@ -238,13 +220,8 @@ def attend(
     pool = append(
         rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec)
     )
-    norms = rows.norms
-    if norms is not None:
-        norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
-    rows, length = (
-        dataclasses.replace(rows, pool=pool, norms=norms),
-        rows.segments.length + new.count[:, None],
-    )
+    length = rows.segments.length + new.count[:, None]
+    rows = dataclasses.replace(rows, pool=pool)
     if rows.chosen is not None:
         some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
         rest = token.with_sinks(*over_rest(spec, token.q, pool, rows.segments, length))
@@ -270,7 +247,6 @@ def attend(
         new.count > 0,
         walk=spec.layout.walk,
         widest=spec.widest,
-        other=rows.likely,
         **token.sinks,
         **spec.capping,
     )
@@ -348,7 +324,7 @@ def _attend_several(
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    causal = partial(attention.causal, softcap=spec.softcap, cpu_forms=spec.backend.cpu_forms)
+    causal = partial(attention.causal, softcap=spec.softcap)
     own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     own, own_lse = token.with_sinks(*own)
     if spec.scored:
@@ -393,44 +369,6 @@ def _several_scores(
     received = partial(attention.column_sums, softcap=spec.softcap)
     sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return older, sums.mean(axis=2)
-
-
-def _attend_with_tail(
-    spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail
-) -> tuple[Array, LayerRows]:
-    """Appends one token's row to the tail; returns its attention to pool (only read) and tail, and updated rows."""
-    assert new.written is not None
-    # A sequence that has ended writes nothing, but reads one row all the same: a softmax over no rows is NaN.
-    batch, heads, size, dim = tail.k.shape
-    at, held = jnp.where(new.count > 0, new.written, size), jnp.maximum(new.written + new.count, 1)
-    each = jnp.arange(batch, dtype=jnp.int32)
-
-    def put(leaf: Array, row: Array) -> Array:
-        one = row[:, :, 0].astype(leaf.dtype)
-        return leaf.at[each, :, at].set(
-            one, mode="drop", unique_indices=True, indices_are_sorted=True
-        )
-
-    # Without the barrier XLA fuses the update into its reader and into the loop's state, and copies the tail twice.
-    tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
-    keys = tail.k if rows.by.tail is None else rotate(tail.k, rows.by.tail)
-    first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
-    lies = in_window(first, jnp.broadcast_to(held[:, None], (batch, heads)), rows.window)
-    own = pool_attention(
-        token.q.astype(tail.k.dtype),
-        keys.reshape(batch, heads * size, dim),
-        tail.v.reshape(batch, heads * size, dim),
-        *lies,
-        dataclasses.replace(spec, layout=Layout.EQUAL if rows.window is None else Layout.RAGGED),
-    )
-    if rows.window is None:
-        older = _over_older(spec, token, rows, rest=True)
-    else:
-        left = jnp.maximum(rows.window - held[:, None], 0)
-        older = over_window(
-            token.q, rows.pool, *in_window(rows.segments.start, rows.segments.length, left), spec
-        )
-    return attention.merge(*older, *token.with_sinks(*own)), dataclasses.replace(rows, tail=tail)
 
 
 def _over_older(

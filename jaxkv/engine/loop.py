@@ -12,16 +12,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader, Traffic
-from jaxkv.cache.pools import Pool, append
-from jaxkv.engine.bookkeeping import scratch_of
-from jaxkv.engine.decode import Beside, extend, step
-from jaxkv.engine.layer_step import Tail
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.decode import extend, step
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.sampling import Sampling, argument
 from jaxkv.sharding.collectives import count_of_all, first, gathered
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes, host, inside, settle_down, where
+from jaxkv.sharding.mesh import Axes, host, inside, settle_down
 
 
 def _one_command_buffer() -> dict[str, str]:
@@ -34,88 +32,6 @@ def _one_command_buffer() -> dict[str, str]:
         return {}
     usual = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
     return {name: f"{usual},CONDITIONAL,WHILE"}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Running:
-    """State of the token loop between runs: cache arrays, tails or None, loader of rows in host memory or None.
-
-    Attributes:
-        cache: arrays of the cache.
-        beside: float rows beside pools that are only read; None if new rows join the pools.
-        loader: source of rows in host memory, a leaf that no program takes; None if all rows are on the device.
-    """
-
-    cache: Cache
-    beside: Beside | None = None
-    loader: Loader | None = None
-
-    def rewound(self, rows: Int[Array, " B"]) -> "Running":
-        """Loop state without the last `rows[b]` rows of sequence b, at most those that the last `decode` added."""
-        if self.beside is not None:
-            return dataclasses.replace(
-                self, beside=self.beside._replace(written=self.beside.written - rows)
-            )
-        # Rows behind a stop string are the last ones of their segments: none is dropped between two reads of the text.
-        tables = self.cache.tables
-        length, seen = tables.length - rows[None, :, None], tables.seen - rows
-        return dataclasses.replace(self, cache=self.cache.updated(length=length, seen=seen))
-
-
-def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) -> Running:
-    """Makes the token loop's `Running` state from a cache, with new empty tails of `size` rows if the spec uses tails.
-
-    Otherwise the cache needs room for `size` rows behind every segment.
-    """
-    config, axes, (_, batch, heads) = (
-        spec.config,
-        None if inside() else spec.axes,
-        cache.tables.start.shape,
-    )
-    shape = (batch, heads, size, config.head_dim)
-
-    def zeros() -> Array:
-        return jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))
-
-    if not spec.tail:
-        return Running(cache=cache, loader=loader)
-    tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers))
-    return Running(cache=cache, beside=Beside(tails, jnp.zeros((batch,), jnp.int32)), loader=loader)
-
-
-def settle(running: Running, *, spec: Spec, which: Bool[Array, " B"] | None = None) -> Cache:
-    """Cache with the tails' rows of the sequences `which` (default all) appended to its pools, which are donated."""
-    if running.beside is None:
-        return running.cache
-    tables, (tails, written) = running.cache.tables, running.beside
-    written = written if which is None else jnp.where(which, written, 0)
-    pools = _settle(running.cache.pools, tables, tails, written, spec=spec)
-    return running.cache.updated(
-        pools=pools, length=tables.length + written[None, :, None], seen=tables.seen + written
-    )
-
-
-@program(static=("spec",), donate=("pools",), on="spec")
-def _settle(
-    pools: tuple[Pool, ...],
-    tables: Tables,
-    tails: tuple[Tail, ...],
-    written: Int[Array, " B"],
-    *,
-    spec: Spec,
-) -> tuple[Pool, ...]:
-    """Compiled: pools (donated) with the first `written` rows of each sequence's tails appended to its segments."""
-    pools_now = list(pools)
-    text = tables.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
-    for layer, tail in enumerate(tails):
-        at = spec.layout.pool_of(layer)
-        dtype = pools_now[at].k.dtype
-        end = tables.start[layer] + tables.length[layer]
-        pools_now[at] = append(
-            pools_now[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written
-        )
-    return tuple(pools_now)
 
 
 @jax.tree_util.register_dataclass
@@ -216,7 +132,7 @@ def next_tokens(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes
 
 def decode(
     flat: Flat,
-    running: Running,
+    cache: Cache,
     draw: Draw,
     steps: int | Int[Array, ""],
     *,
@@ -224,11 +140,12 @@ def decode(
     sampling: Sampling,
     size: int,
     idle: int | None = None,
-) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Draws up to `steps` tokens per sequence; returns loop and sampling state, ids `[B, size]`, count of steps run.
+    loader: Loader | None = None,
+) -> tuple[Cache, Draw, Int[Array, "B size"], Int[Array, ""]]:
+    """Draws up to `steps` tokens per sequence; returns cache, sampling state, ids `[B, size]`, count of steps run.
 
-    Ids are -1 after a sequence's end; the pools or tails of `running` are donated.
-    Runs one compiled loop, or a loop in Python if `running` has a loader.
+    Ids are -1 after a sequence's end; the pools of `cache` are donated.
+    Runs one compiled loop, or a loop in Python with a `loader` of rows in host memory.
     A drawn token runs through the model before the next one is drawn, so that the cache holds all that was said; a
     token that ends a sequence does not. Drawing stops early once more than `idle` sequences have ended, by default all.
     `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
@@ -236,21 +153,16 @@ def decode(
     # On a mesh, sequences that fill up its groups have ended, too.
     many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
     idle = many - 1 if idle is None else idle
-    if running.loader is not None:
-        return _decode_staged(
-            flat, running, draw, int(steps), spec=spec, sampling=sampling, size=size, idle=idle
-        )
-    given = loop_arguments(flat, running, draw, steps, sampling, idle, spec=spec)
-    written, still, draw, out, ran = _loop(*given, spec=spec, size=size)
-    if still.beside is None:
-        return Running(cache=still.cache.updated(pools=written)), draw, out, ran
-    cache = still.cache.updated(pools=running.cache.pools)
-    return Running(cache=cache, beside=still.beside._replace(tails=written)), draw, out, ran
+    if loader is not None:
+        given = flat, cache, draw, int(steps), loader
+        return _decode_staged(*given, spec=spec, sampling=sampling, size=size, idle=idle)
+    arguments = loop_arguments(flat, cache, draw, steps, sampling, idle, spec=spec)
+    return _loop(*arguments, spec=spec, size=size)
 
 
 def loop_arguments(
     flat: Flat,
-    running: Running,
+    cache: Cache,
     draw: Draw,
     steps: int | Int[Array, ""],
     sampling: Sampling,
@@ -259,41 +171,27 @@ def loop_arguments(
     spec: Spec,
 ) -> tuple[Any, ...]:
     """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
-    cache, beside = running.cache, running.beside
-    written: tuple[Any, ...] = cache.pools if beside is None else beside.tails
-    still = Running(cache=cache.updated(pools=()))
-    if beside is not None:
-        still = Running(cache=cache, beside=beside._replace(tails=()))
-    limits = jnp.int32(steps), jnp.int32(idle)
-    return (flat.ends, spec.blocks_of(flat)), written, still, draw, limits, argument(sampling)
+    weights, limits = (flat.ends, spec.blocks_of(flat)), (jnp.int32(steps), jnp.int32(idle))
+    return weights, cache.pools, cache.tables, draw, limits, argument(sampling)
 
 
-@program(static=("spec", "size"), donate=("written",), on="spec", compiler=_one_command_buffer())
+@program(static=("spec", "size"), donate=("pools",), on="spec", compiler=_one_command_buffer())
 def _loop(
     weights: tuple[Leaves, tuple[Leaves, ...]],
-    written: tuple[Any, ...],
-    still: Running,
+    pools: tuple[Pool, ...],
+    tables: Tables,
     draw: Draw,
     limits: tuple[Int[Array, ""], Int[Array, ""]],
     sampling: Any,
     *,
     spec: Spec,
     size: int,
-) -> tuple[tuple[Any, ...], Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Compiled token loop: returns pools or tails written (donated), other loop state, sampling state, ids, steps run.
+) -> tuple[Cache, Draw, Int[Array, "B size"], Int[Array, ""]]:
+    """Compiled token loop: returns the cache (its pools are donated), sampling state, ids, steps run.
 
-    It writes pools, or tails beside pools that it only reads.
-    `still` are the arrays that are not donated; `limits` are the number of steps, and the number of ended sequences
-    above which the loop stops.
+    `limits` are the number of steps, and the number of ended sequences above which the loop stops.
     """
     steps, idle = limits
-    carried: Any
-    # The loop carries the cache; or only tails and query rings, if pools are only read.
-    if still.beside is None:
-        cache = still.cache.updated(pools=written)
-        carried = (cache, scratch_of(cache, spec))
-    else:
-        carried = (still.cache.tables.state, still.beside._replace(tails=written))
 
     def going(carry):
         index, _, draw, _ = carry
@@ -301,49 +199,41 @@ def _loop(
         return (index < steps) & (count_of_all(draw.done, spec.axes) <= idle)
 
     def body(carry):
-        index, (cache, beside), draw, out = carry
-        if still.beside is not None:
-            cache = still.cache.updated(state=cache)
-        seen = cache.tables.seen if still.beside is None else cache.tables.seen + beside.written
-        new = drawn(draw, seen, sampling, spec.axes)
+        index, cache, draw, out = carry
+        new = drawn(draw, cache.tables.seen, sampling, spec.axes)
         out = lax.dynamic_update_slice(out, new.shown[:, None], (0, index))
-        made = step(*weights, cache, new.token[:, None], new.fed, spec=spec, beside=beside)
-        cache = made.cache if still.beside is None else made.cache.tables.state
-        return index + 1, (cache, made.beside), draw.after(made.logits, new.done), out
+        logits, cache = step(*weights, cache, new.token[:, None], new.fed, spec=spec)
+        return index + 1, cache, draw.after(logits, new.done), out
 
     out = jnp.full((draw.done.shape[0], size), -1, jnp.int32)
-    index, (cache, beside), draw, out = lax.while_loop(
-        going, body, (jnp.int32(0), carried, draw, out)
-    )
-    if still.beside is None:
-        return cache.pools, Running(cache=cache.updated(pools=())), draw, out, index
-    read = Cache(pools=(), tables=dataclasses.replace(still.cache.tables, state=cache))
-    return beside.tails, Running(cache=read, beside=beside._replace(tails=())), draw, out, index
+    begun = jnp.int32(0), Cache(pools=pools, tables=tables), draw, out
+    index, cache, draw, out = lax.while_loop(going, body, begun)
+    return cache, draw, out, index
 
 
 def _decode_staged(
     flat: Flat,
-    running: Running,
+    cache: Cache,
     draw: Draw,
     steps: int,
+    loader: Loader,
     *,
     spec: Spec,
     sampling: Sampling,
     size: int,
     idle: int,
-) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
+) -> tuple[Cache, Draw, Int[Array, "B size"], Int[Array, ""]]:
     """`decode` by a Python loop over steps, for rows in host memory; same results; `steps` = 0 only compiles.
 
     For that it runs one step that counts no token.
     """
-    cache, batch, axes, loader = running.cache, draw.done.shape[0], spec.axes, running.loader
+    batch, axes = draw.done.shape[0], spec.axes
     draw = (
         settle_down(draw, axes)
         if axes
         else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
     )
     out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)
-    assert loader is not None
     if steps == 0:
         new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)
         uncounted = dataclasses.replace(loader, traffic=Traffic())
@@ -358,4 +248,4 @@ def _decode_staged(
         # Copied to the host only now, while the device runs the step.
         out[:, ran], ended = host(new.shown), host(new.done)
         ran += 1
-    return dataclasses.replace(running, cache=cache), draw, jnp.asarray(out), jnp.int32(ran)
+    return cache, draw, jnp.asarray(out), jnp.int32(ran)

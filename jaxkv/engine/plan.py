@@ -41,6 +41,7 @@ class PrefillPlan:
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
         room: rows left behind every segment of each layer.
         layout: how segments lie in the pools.
+        dtype: in which the device holds entries.
         share: on a mesh, largest ratio of the rows that one device's heads may hold of a pool to their even share.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
         budget: `[B]` rows per kv head, averaged over layers.
@@ -58,6 +59,7 @@ class PrefillPlan:
     capacity: tuple[int, ...]
     room: tuple[int, ...]
     layout: Layout
+    dtype: jnp.dtype
     share: float
     rows: Int[np.ndarray, "L B"] | None
     budget: Int[np.ndarray, " B"]
@@ -180,6 +182,7 @@ def plan_prefill(
         capacity=capacity,
         room=rooms,
         layout=parts.layout,
+        dtype=jnp.dtype(dtype),
         share=capacity_of(parts.heads),
         rows=rows,
         budget=np.asarray(numbers.budget),

@@ -174,7 +174,8 @@ def signature_of(
         )
     )
     sizes = sizes_of(flat, parts, needed)
-    return flat.graphs, flat.ends[0].dtype, batch, needed.slots, sizes, key, implementation
+    dtypes = flat.ends[0].dtype, needed.dtype
+    return flat.graphs, dtypes, batch, needed.slots, sizes, key, implementation
 
 
 def prefill(
@@ -254,6 +255,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
         layout=needed.layout,
         policy=prompts.policy,
         config=flat.config,
+        dtype=flat.ends[0].dtype.name,
         slots=needed.slots,
         axes=flat.axes,
     )
@@ -297,6 +299,7 @@ class Prompts(Source):
         )
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes, self.windows = range(layers), flat.axes, flat.config.windows
+        self.dtype = needed.dtype
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
         # Rows of a layer that is not scored yet; and rows of a layer that keeps all.
@@ -364,7 +367,8 @@ class Prompts(Source):
         if self.reading is not None and index in self.reading.offloaded:
             # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
-            self.banked.append(put_away(k, out.v, self.axes))
+            k, v = (each.astype(self.dtype) for each in (k, out.v))
+            self.banked.append(put_away(k, v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
         if scorer is None or self.windows[index] is not None:

@@ -1,7 +1,6 @@
 """One decoder block over whole prompts: the program that prefill runs layer by layer, in blocks of tokens."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention import Backend, Implementation, backend_of, with_sinks
-from jaxkv.attention.xla import Walk, as_bits, from_bits
+from jaxkv.attention.xla import Walk
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
 from jaxkv.engine.segments import in_window
@@ -159,14 +158,14 @@ def _by_sequence(
     size = block_size(slots, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
-    take, put = (partial(each, cpu_forms=backend.cpu_forms) for each in (take_slice, put_slice))
+    put = lax.dynamic_update_slice
 
     def sequence(row, carry):
         def project(index, carry):
             buffers, q = carry
             first = index * size
             by = table.block(first, size)
-            normed = block.normed(take(x, (row, first, 0), (1, size, width)))
+            normed = block.normed(lax.dynamic_slice(x, (row, first, 0), (1, size, width)))
             new = _keys_values(block, normed, by, needs.unrotated)
             buffers = tuple(
                 put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True)
@@ -175,15 +174,13 @@ def _by_sequence(
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
-        k_row, v_row = (
-            from_bits(as_bits(each, backend.cpu_forms)[row], x.dtype) for each in buffers[:2]
-        )
+        k_row, v_row = (each[row] for each in buffers[:2])
 
         def attend(index, carry):
             x, sums = carry
             # K and V are complete, so hidden states can be overwritten block by block.
             first = index * size
-            mine = take(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
+            mine = lax.dynamic_slice_in_dim(q, first, size, axis=2)
             alone = (length[row][None], first[None])
             out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone, **spec.masking)
             if block.sink_logits is not None:
@@ -193,7 +190,7 @@ def _by_sequence(
                 mass = backend.column_sums(mine[None], k_row[None], lse, *alone, **spec.capping)
                 sums = sums.at[row].add(mass[0])
             if not last:
-                part = take(x, (row, first, 0), (1, size, width))
+                part = lax.dynamic_slice(x, (row, first, 0), (1, size, width))
                 x = put(x, block.finish(part, out), (row, first, 0))
             return x, sums
 
@@ -224,7 +221,7 @@ def _at_once(
     """
     batch, slots, width = x.shape
     size = long_block(slots, batch)
-    config, put = block.config, partial(put_slice, cpu_forms=backend.cpu_forms)
+    config, put = block.config, lax.dynamic_update_slice
 
     def normed(index):
         return block.normed(lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width)))
@@ -235,11 +232,10 @@ def _at_once(
             put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True)
         )
 
-    # Every row of them is written before it is read; zeros take a TPU 2 of a layer's 62 ms, by the estimates.
-    unset = jnp.zeros if backend.cpu_forms else lax.empty
+    # Every row of them is written before it is read.
     shape = (batch, config.kv_heads, slots, config.head_dim)
     k, v, *unrotated = lax.fori_loop(
-        0, slots // size, project, (unset(shape, x.dtype),) * (3 if needs.unrotated else 2)
+        0, slots // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
     )
 
     def queries(index, q):
@@ -257,7 +253,7 @@ def _at_once(
     sums = None
     if needs.sums or not last:
         grouped = (batch, config.kv_heads, config.group, slots, config.head_dim)
-        q = lax.fori_loop(0, slots // size, queries, unset(grouped, x.dtype))
+        q = lax.fori_loop(0, slots // size, queries, lax.empty(grouped, x.dtype))
         wanted, spec = needs.sums or block.sink_logits is not None, block.spec
         out, lse = backend.prefill(q, k, v, length, lse=wanted, **spec.masking)
         if block.sink_logits is not None:
@@ -285,14 +281,3 @@ def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)
-
-
-def take_slice(array: Array, at: tuple, sizes: tuple[int, ...], *, cpu_forms: bool) -> Array:
-    """Slice of an array at start indices `at`, as `lax.dynamic_slice`; in a CPU's form by way of integers."""
-    return from_bits(lax.dynamic_slice(as_bits(array, cpu_forms), at, sizes), array.dtype)
-
-
-def put_slice(array: Array, new: Array, at: tuple, *, cpu_forms: bool) -> Array:
-    """Copy of an array with `new` written at start indices `at`, as `lax.dynamic_update_slice`; or by integers."""
-    old, fresh = as_bits(array, cpu_forms), as_bits(new, cpu_forms)
-    return from_bits(lax.dynamic_update_slice(old, fresh, at), array.dtype)

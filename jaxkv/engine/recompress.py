@@ -165,7 +165,7 @@ class _Held(Source):
             _wanted_rows(parts, cache),
             flat.axes,
         )
-        self.windows = flat.config.windows
+        self.windows, self.dtype = flat.config.windows, cache.pools[0].dtype
         self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
         forced, xp = (
             parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)),
@@ -233,7 +233,11 @@ class _Held(Source):
 
     def rows(self, index: int) -> Unpacked:
         """One layer's keys, values, positions and scores as `Unpacked` rows, gathered from the pool."""
-        return _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
+        rows = _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
+        # What a merger makes of rows is rounded to the model's dtype, too.
+        return (
+            rows if self.static.ongoing.merge is None else rows.widened(jnp.dtype(self.cache.dtype))
+        )
 
     def _static(self, index: int) -> _Static:
         """Static config (`_Static`) of the programs that read layer `index`."""

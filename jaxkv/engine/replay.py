@@ -18,7 +18,7 @@ from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.xla import Walk, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.ends import embed
-from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
+from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.segments import window_mask
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
@@ -179,8 +179,7 @@ def _layer_again(
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
     size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
-    take, put = (partial(each, cpu_forms=backend.cpu_forms) for each in (take_slice, put_slice))
-    near = partial(attention.causal, softcap=softcap, cpu_forms=backend.cpu_forms)
+    put, near = lax.dynamic_update_slice, partial(attention.causal, softcap=softcap)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
     held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
@@ -206,7 +205,7 @@ def _layer_again(
         """Loop body: runs one block of tokens; returns the carry of hidden states, keys, values, largest attention."""
         x, k, v, most = carry
         at = index * size
-        part = take(x, (0, at, 0), (batch, size, width))
+        part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
         normed = block.normed(part)
         turn = by.block(at, size)
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)

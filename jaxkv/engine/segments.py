@@ -28,7 +28,6 @@ class Segments:
         tau: running similarity thresholds of mergers; None without one.
         prompt: tokens of each sequence's prompt.
         seen: tokens of each sequence so far; in `evict` with the new token.
-        likely: index of the row predicted to be evicted next, -1 for none; None without prediction.
         choosable: first rows of each segment that filter layers choose from; None without filter layers.
     """
 
@@ -39,7 +38,6 @@ class Segments:
     tau: Float[Array, "B K n"] | None
     prompt: Int[Array, " B"]
     seen: Int[Array, " B"]
-    likely: Int[Array, "B K"] | None = None
     choosable: Int[Array, "B K"] | None = None
 
 

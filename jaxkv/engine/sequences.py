@@ -17,12 +17,11 @@ from jaxkv.sharding.mesh import settle_down
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Arrays of B sequences in slots: cache, sampling state, sampler, number of rows in the tails."""
+    """Arrays of B sequences in slots: cache, sampling state, sampler."""
 
     cache: Cache
     draw: Draw
     sampling: Mixed
-    written: Int[jax.Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,5 @@ def sequences_of(
         row=jnp.asarray(np.zeros(batch, np.int32)),
         ends=jnp.asarray(np.tile(ends, (batch, 1))),
     )
-    written = jnp.asarray(np.zeros(batch, np.int32))
-    made = Sequences(
-        cache=cache.arrays, draw=draw, sampling=mixed([sampling] * batch), written=written
-    )
+    made = Sequences(cache=cache.arrays, draw=draw, sampling=mixed([sampling] * batch))
     return settle_down(made, cache.axes)

@@ -81,7 +81,7 @@ class Session:
         """
         self.params = arguments.as_model(params)
         fitted = policy_for(
-            policy, self.params.config, self.params.filter_layers, dtype=self.params.dtype
+            policy, self.params.config, self.params.filter_layers, dtype=self.params.cache_dtype
         )
         self.policy = fitted
         self.implementations = implementations_for(
@@ -138,12 +138,12 @@ class Session:
         Raises:
             ValueError: for a budget the policy cannot honour.
         """
-        config, dtype, chosen = self.params.config, self.params.dtype, self.implementations.prefill
+        config, chosen = self.params.config, self.implementations.prefill
         return plan_prefill(
             config,
             self.policy,
             lengths.tolist(),
-            dtype=dtype,
+            dtype=self.params.cache_dtype,
             room=room,
             mesh=mesh,
             implementation=chosen,

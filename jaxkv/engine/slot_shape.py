@@ -9,7 +9,6 @@ from jaxtyping import Bool
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.growth import first_room
-from jaxkv.engine.hadamard import transforms
 from jaxkv.engine.lengths import SHORT, bucket, buckets, by_length
 from jaxkv.engine.plan import pools_for
 from jaxkv.models.config import ModelConfig
@@ -64,9 +63,6 @@ class SlotShape:
             f"rows held by {stores}",
             f"these slots have {mine}: prefill the prompt anew",
         )
-        plain = "rows as they are" if cache.tables.centre is None else "transformed rows"
-        remedy = "these slots hold others, as caches of another version of jaxkv do: prefill the prompt anew"
-        require((cache.tables.centre is not None) == transforms(parts), "cache", plain, remedy)
         free = int(cache.free()[~sliding].min(initial=self.longest))
         remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
         require(rows <= free, "cache", f"{rows} more rows", remedy)

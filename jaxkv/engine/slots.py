@@ -19,8 +19,7 @@ from jaxkv.cache import Cache, KVCache, slid
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.compress import Walk, finished
-from jaxkv.engine.decode import Beside, extend, read_on_top
-from jaxkv.engine.layer_step import Tail
+from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
 from jaxkv.engine.made_up import made_up
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
@@ -124,7 +123,9 @@ class Slots:
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self.needed = (
-            count * sum(self.shape.rows) * parts.row_bytes(config.head_dim, params.dtype.itemsize)
+            count
+            * sum(self.shape.rows)
+            * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize)
         )
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         memory.check_bytes(self.needed // self._groups, f"count={count} slots", device)
@@ -136,18 +137,17 @@ class Slots:
         self._spec = specialise(
             params.flat,
             parts,
-            params.dtype,
             slots=bucket(max_prompt),
             extended=parts.outgrows_prompts and max_question > 0,
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
-        # Known for each slot without reading the device: rows in its tails, rows beyond its limit, and rows left behind
-        # the windows of layers that slide.
-        self._waiting, self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(3))
+        # Known for each slot without reading the device: rows beyond its limit, and rows left behind the windows of
+        # layers that slide.
+        self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Any = ()
-        self._tails, self.uncompiled = tuple[Tail, ...](), self.shape.lengths
+        self.uncompiled = self.shape.lengths
         if start:
             self.compile()
 
@@ -267,7 +267,7 @@ class Slots:
     def insert(self, sequence: Paused, slot: int) -> None:
         """Copies a sequence from `begin` or `take` into a slot, in place; the other slots are unchanged."""
         self._put(sequence.arrays, slot)
-        self.done[slot], self._waiting[slot] = sequence.done, 0
+        self.done[slot] = sequence.done
         group = self._group_of(slot)
         self._beyond[slot], self._left[slot] = sequence.beyond[group], sequence.left[group]
         self._keys[slot] = sequence.key
@@ -275,7 +275,6 @@ class Slots:
     @settled
     def take(self, slot: int) -> Paused:
         """Copy of a slot's sequence as a `Paused`, to be inserted into any slot; the original stays in its slot."""
-        self._settle(np.arange(self.count) == slot)
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
         over, left = (np.full(self._groups, each[slot]) for each in (self._beyond, self._left))
         return Paused(
@@ -314,7 +313,7 @@ class Slots:
     def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
         """One call of the compiled loop, up to `steps` tokens per slot; returns ids `[B, n]`, -1 where none was drawn.
 
-        It draws fewer if tails fill up, or a sequence becomes due to be compressed again or to drop rows of windows.
+        It draws fewer if a sequence becomes due to be compressed again or to drop rows of windows.
         """
         steps = min(steps, self.size)
         if self._every is not None:
@@ -325,14 +324,10 @@ class Slots:
             for slot in np.flatnonzero(~self.done & (self._left == 0)).tolist():
                 self._slide(slot)
             steps = min(steps, int(self._left[~self.done].min(initial=steps)))
-        if self._spec.tail:
-            # Each tail is emptied when it is full, a moment that depends on no other sequence.
-            self._settle(~self.done & (self._waiting == self.size))
-            steps = min(steps, self.size - int(self._waiting[~self.done].max(initial=0)))
         before, now, flat = self.done, self._all, self.session.params.flat
-        running, draw, out, ran = loop.decode(
+        cache, draw, out, ran = loop.decode(
             flat,
-            self._running(),
+            now.cache,
             now.draw,
             steps,
             spec=self._spec,
@@ -340,24 +335,17 @@ class Slots:
             size=self.size,
             idle=idle,
         )
-        self._tails, written = running.beside or ((), now.written)
-        self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=written)
+        self._all = dataclasses.replace(now, cache=cache, draw=draw)
         tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(draw.done))
         # A token that ends a sequence becomes no row.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
-        self._waiting, self._beyond = self._waiting + rows * self._spec.tail, self._beyond + rows
-        self._left = self._left - rows
+        self._beyond, self._left = self._beyond + rows, self._left - rows
         return tokens
-
-    def _running(self) -> loop.Running:
-        """Loop state (`Running`) of all slots: cache arrays and tails."""
-        beside = Beside(self._tails, self._all.written) if self._spec.tail else None
-        return loop.Running(cache=self._all.cache, beside=beside)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of all slots, tails included, over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
+        """Bytes of the arrays of all slots over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._all))
 
     @settled
     def compile(
@@ -372,13 +360,10 @@ class Slots:
         begun = self.begin(cache, max_new_tokens=min(2, self.shape.new))
         self.peek(begun)
         self._all = spread(begun.arrays, slots=self.count, axes=self._axes)
-        running = loop.begin(self._all.cache, spec=self._spec, size=self.size)
-        self._tails, _ = running.beside or ((), None)
         self.release(range(self.count))
         self.insert(begun, 0)
         tick("decode loop")
         self.decode(1)
-        self._settle(self._waiting > 0)
         self.insert(self.take(0), 0)
         if self._every is not None:
             self._again(0)
@@ -431,16 +416,6 @@ class Slots:
         """Copies one sequence's arrays into a slot, in place."""
         self._all = insert(self._all, arrays, self._placed(self._of_groups(slot)), axes=self._axes)
 
-    def _settle(self, which: Bool[np.ndarray, " B"]) -> None:
-        """Moves rows that wait in tail buffers into the pools, in place, for the slots in mask `which`."""
-        if not (self._waiting * which).any():
-            return
-        placed = self._placed(which)
-        cache = loop.settle(self._running(), spec=self._spec, which=placed)
-        written = jnp.where(placed, 0, self._all.written)
-        self._all = dataclasses.replace(self._all, cache=cache, written=written)
-        self._waiting = np.where(which, 0, self._waiting)
-
     def _again(self, slot: int) -> None:
         """Compresses the sequence in a slot again, as its policy does every `every` rows, in place."""
         one = self.take(slot).arrays
@@ -475,6 +450,7 @@ class Slots:
             layout=self._parts.layout,
             policy=self.session.policy,
             config=self.session.params.config,
+            dtype=self.session.params.dtype.name,
             slots=bucket(self.shape.prompt),
             axes=self._axes,
         )

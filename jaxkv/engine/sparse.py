@@ -41,12 +41,11 @@ def new_tokens(
     tables: Tables,
     count: Int[Array, " B"],
     tokens: int,
-    written: Int[Array, " B"] | None = None,
 ) -> NewTokens:
     """Makes the `NewTokens` of a step: positions of N tokens, and positions that filter layers may choose from.
 
-    `written` counts each sequence's rows in tails. Several tokens at once, and policies that choose among generated
-    tokens, have all tokens so far as candidates; otherwise the prompt's.
+    Several tokens at once, and policies that choose among generated tokens, have all tokens so far as candidates;
+    otherwise the prompt's.
     """
     reading, state, candidates = spec.reading, tables.state, None
     if reading is not None and state is not None:
@@ -56,10 +55,8 @@ def new_tokens(
             candidates = Choosable(
                 tables.seen if reading.include_generated else state.prompt, state.budget
             )
-    ahead = jnp.arange(tokens, dtype=jnp.int32) if written is None else written[:, None]
-    return NewTokens(
-        positions=tables.seen[:, None] + ahead, count=count, written=written, candidates=candidates
-    )
+    positions = tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    return NewTokens(positions=positions, count=count, candidates=candidates)
 
 
 def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:

@@ -84,25 +84,24 @@ class Spec:
         config: the model's shape.
         layout: how segments lie in their pools.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
-        tail: True if new rows gather beside the pool while tokens are drawn, and join it later. XLA cannot write into a
-            16-bit pool in place on a CPU, so there one write for many tokens beats one per token.
         ongoing: what the policy does after each token; None if it only appends.
         reading: filter layers and the layers that read what they choose; None if all layers read all rows.
         widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
         implementation: of attention over the pool.
         fused: True if the fused kernel `decode_token` may read and write the store's arrays in place.
+        dtype: of the model.
     """
 
     graphs: Graphs
     config: ModelConfig
     layout: Layout
     rolling: bool
-    tail: bool = False
     ongoing: Ongoing | None = None
     reading: Reading | None = None
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
     fused: bool = True
+    dtype: Any = jnp.float32
 
     @property
     def backend(self) -> Backend:
@@ -202,25 +201,6 @@ class Spec:
             return self.reading.filters.index(layer)
         return None
 
-    @property
-    def knows_norms(self) -> bool:
-        """True if key norms are kept between steps, for mergers that compare an evicted key with all others."""
-        # The kernel of a fused step appends rows without norms of their keys.
-        merge = self.ongoing.merge if self.ongoing is not None and self.ongoing.evicts else None
-        compares = merge is not None and "k" in merge.compares
-        return compares and self.backend.keeps_norms and not self.streams(1)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True if attention also multiplies all keys with the key predicted to be evicted next, for the merger.
-
-        That reads the keys once, not twice.
-        """
-        known = (
-            self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
-        )
-        return self.knows_norms and known
-
 
 def spec_for(
     flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA
@@ -229,10 +209,8 @@ def spec_for(
     return specialise(
         flat,
         cache.policy.parts(),
-        cache.pools[0].dtype,
         slots=cache.slots,
         extended=cache.extended,
-        banked=cache.bank is not None,
         implementation=implementation,
     )
 
@@ -240,41 +218,30 @@ def spec_for(
 def specialise(
     flat: Flat,
     parts: Parts,
-    dtype: jnp.dtype,
     *,
     slots: int,
     extended: bool = False,
-    banked: bool = False,
-    platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Makes the `Spec` (static config) of decode programs for a policy, prompts of bucket `slots` and pools of `dtype`.
+    """Makes the `Spec` (static config) of decode programs for a policy and prompts of bucket `slots`.
 
-    `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`); `banked` caches have
-    rows in host memory; `platform` is where the programs will run, by default where the model lies.
+    `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`).
     """
     ongoing, most = parts.ongoing, None
     reading = parts.reading(flat.config.windows, slots)
     if ongoing is not None and parts.layout.one_pool and not extended:
         most = widest(parts, slots, flat.config.windows)
-    if platform is None:
-        platform = jax.default_backend() if flat.axes is None else flat.axes.platform
-    # Scoring and eviction need new rows in the pool: they cannot wait in a tail.
-    plain = not banked and (reading is None or not reading.include_generated)
-    appends = plain and (ongoing is None or not (ongoing.evicts or ongoing.scored))
-    # A fused step appends to the pool while it attends.
-    beside = platform == "cpu" and dtype.itemsize == 2 and not backend_of(implementation).fused_step
     return Spec(
         graphs=flat.graphs,
         config=flat.config,
         layout=parts.layout,
         rolling=parts.rolling,
-        tail=beside and appends,
         ongoing=ongoing,
         reading=reading,
         widest=most,
         implementation=implementation,
         fused=parts.store.fused_at(flat.config.head_dim),
+        dtype=flat.ends[0].dtype,
     )
 
 

@@ -151,7 +151,7 @@ def run_stretch(
     x = done[-1].stream.x if done else x
     choice = None
     if given.filter is not None:
-        q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new)
+        q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(given.filter.dtype)
         ring = given.rings[-1] if given.rings[-1] is None else remembered(given.rings[-1], q, new)
         rest, asked = segments_of(mine, len(pools)), blocks[-1]
         choice = chosen_at(spec.at(asked.spec), given.filter, rest, q, ring, new, asked.sink_logits)

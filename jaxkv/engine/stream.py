@@ -9,8 +9,11 @@ from jaxtyping import Array, Float
 
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block, Ends, Leaves
-from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, linear, linear_parts
+from jaxkv.models.layers import RMSNorm, linear, linear_parts
 from jaxkv.sharding.mesh import Axes
+
+# Rows of a tensor core's tile in 16 bits.
+_TILE = 8
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +35,8 @@ def first_stream(x: Float[Array, "B N E"], spec: Spec, block: Leaves) -> Stream:
     # What multiplies one vector by codes takes it as it is.
     coded = x.shape[0] == 1 and any(leaf.dtype in (jnp.int8, jnp.uint8) for leaf in block)
     if spec.streams(x.shape[1]) and x.dtype.itemsize == 2 and not coded:
-        # 16-bit products need that many rows: pad once here instead of in each product.
-        x = _padded(x, MIN_ROWS_16BIT)
+        # A GPU's compiler pads 16-bit products to that many rows: once here instead of in each product.
+        x = _padded(x, _TILE)
     return Stream(x=x)
 
 

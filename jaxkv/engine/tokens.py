@@ -34,13 +34,11 @@ class Choosable(NamedTuple):
 class NewTokens:
     """A step's N new tokens: positions, number of real ones, and bound and budget of the filter layers' choice.
 
-    The same for all layers. `written` counts rows that each sequence has in its tails; `candidates` are the positions
-    that filter layers choose from.
+    The same for all layers. `candidates` are the positions that filter layers choose from.
     """
 
     positions: Int[Array, "B N"]
     count: Int[Array, " B"]
-    written: Int[Array, " B"] | None = None
     candidates: Choosable | None = None
 
 
@@ -64,6 +62,13 @@ class Token:
         k = stored_keys(self.k, centre)
         return dataclasses.replace(
             self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k
+        )
+
+    def widened(self, dtype: jnp.dtype) -> "Token":
+        """Token with queries, keys and values in the dtype of the pool that it joins."""
+        names = ("q", "k", "v", "stored")
+        return dataclasses.replace(
+            self, **{name: getattr(self, name).astype(dtype) for name in names}
         )
 
     def with_sinks(
@@ -188,25 +193,19 @@ def angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
 
 
 class StepAngles(NamedTuple):
-    """Named tuple of a layer's RoPE angles in a step: for new tokens, and unrotated rows of the pool and the tail."""
+    """Named tuple of a layer's RoPE angles in a step: for new tokens, and unrotated rows of the pool."""
 
     new: Angles
     rows: Angles | None = None
-    tail: Angles | None = None
 
 
 def step_angles(
-    spec: Spec,
-    kinds: Sequence[LayerSpec],
-    positions: Int[Array, "B N"],
-    cache: Cache,
-    *,
-    tail: int = 0,
+    spec: Spec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: Cache
 ) -> list[StepAngles]:
     """List of each layer's `StepAngles`; layers with equal RoPE share arrays.
 
     Rolling positions are places within the cache. `cache` is of these layers before the step, and read with rolling
-    positions only; `tail` is the size of each tail.
+    positions only.
     """
     made = partial(angles, head_dim=spec.config.head_dim)
     ropes = [kind.rope for kind in kinds]
@@ -221,13 +220,9 @@ def step_angles(
     }
     # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
     lengths = [length[:, :1] for length in tables.length]
-    ahead, behind = positions - tables.seen[:, None], jnp.arange(tail, dtype=jnp.int32)
+    ahead = positions - tables.seen[:, None]
     return [
-        StepAngles(
-            made(length + ahead, rope),
-            of_rows[size, rope],
-            made(length + behind, rope) if tail else None,
-        )
+        StepAngles(made(length + ahead, rope), of_rows[size, rope])
         for length, size, rope in zip(lengths, sizes, ropes, strict=True)
     ]
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
+from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import ByLength, bucket, by_length, rows_by_claims, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.spec import specialise
@@ -99,7 +100,7 @@ def spec_of_bucket(
 ) -> BucketSpec:
     """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
     parts, slots = policy.parts(), known.numbers.budget.shape[0] - 1
-    dtype = flat.ends[0].dtype
+    dtype = held_dtype(flat.ends[0].dtype, platform)
     # The longest allowed prompt of each bucket up to `slots`: shapes depend on buckets alone.
     buckets = np.asarray([bucket(int(n)) for n in known.allowed])
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
@@ -118,10 +119,8 @@ def spec_of_bucket(
         decoding=specialise(
             flat,
             parts,
-            dtype,
             slots=slots,
             extended=parts.outgrows_prompts and limits.question > 0,
-            platform=platform,
             implementation=implementation,
         ),
         implementation=implementation,

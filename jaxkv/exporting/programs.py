@@ -15,10 +15,9 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, Pool, Tables
 from jaxkv.engine import loop
 from jaxkv.engine.compress import finished
-from jaxkv.engine.decode import Beside, extend
+from jaxkv.engine.decode import extend
 from jaxkv.engine.ends import logits_of
 from jaxkv.engine.lengths import ByLength
-from jaxkv.engine.loop import Running
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import Prompts, read
 from jaxkv.engine.recompress import Fixed, recompress
@@ -72,26 +71,21 @@ class Asked(NamedTuple):
 
 
 class After(NamedTuple):
-    """Result of an exported program: cache, next logits, `ordered` (True if no score is NaN), rows beside the pools.
+    """Result of an exported program: cache, next logits, `ordered` (True if no score is NaN).
 
-    `beside` is the rows beside read-only pools. Fields that a program does not compute are None, and are no outputs.
+    Fields that a program does not compute are None, and are no outputs.
     """
 
     pools: tuple[Pool, ...]
     cache: Tables
     logits: Float[Array, "B V"] | None = None
     ordered: Bool[Array, ""] | None = None
-    beside: Beside | None = None
 
 
 class Drawn(NamedTuple):
-    """Result of an exported decode loop: ids (-1 after an end), steps `ran`, logits, cache, mask of ended sequences.
+    """Result of an exported decode loop: ids (-1 after an end), steps `ran`, logits, cache, mask of ended sequences."""
 
-    `beside` is None where drawn rows join the pools, `pools` is None where these are only read.
-    """
-
-    beside: Beside | None
-    pools: tuple[Pool, ...] | None
+    pools: tuple[Pool, ...]
     cache: Tables
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
@@ -117,8 +111,7 @@ def prompt(
     )
     cache = finished(read(prompts))
     logits = logits_of(ends, prompts.x, graphs=flat.graphs)
-    begun = loop.begin(cache.arrays, spec=spec.decoding, size=spec.steps)
-    return After(cache.pools, cache.tables, logits, prompts.ordered(), begun.beside)
+    return After(cache.pools, cache.tables, logits, prompts.ordered())
 
 
 @program(static=("spec",), donate=("pools", "cache"), on="spec")
@@ -157,6 +150,7 @@ def again(
         layout=spec.needed.layout,
         policy=spec.policy,
         config=flat.config,
+        dtype=flat.ends[0].dtype.name,
         slots=spec.needed.slots,
         axes=flat.axes,
     )
@@ -177,59 +171,18 @@ def draw(
     spec: BucketSpec,
 ) -> Drawn:
     """Exported decode loop that appends drawn tokens to the pools (donated); returns `Drawn`: ids, logits, cache."""
-    return _drawn(
-        ends, blocks, Running(cache=Cache(pools=pools, tables=cache)), logits, asked, spec
-    )
-
-
-@program(static=("spec",), donate=("beside", "cache"), on="spec")
-def draw_beside(
-    ends: Leaves,
-    blocks: tuple[Leaves, ...],
-    beside: Beside,
-    pools: tuple[Pool, ...],
-    cache: Tables,
-    logits: Float[Array, "B V"],
-    asked: Asked,
-    *,
-    spec: BucketSpec,
-) -> Drawn:
-    """Exported decode loop for read-only pools; new rows go to `beside`. Returns ids, logits and these rows."""
-    running = Running(cache=Cache(pools=pools, tables=cache), beside=beside)
-    return _drawn(ends, blocks, running, logits, asked, spec)
-
-
-@program(static=("spec",), donate=("beside", "pools", "cache"), on="spec")
-def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: BucketSpec) -> After:
-    """Exported program that appends the rows in `beside` to the pools; returns the cache and an empty `beside`."""
-    running = Running(cache=Cache(pools=pools, tables=cache), beside=beside)
-    whole = loop.settle(running, spec=spec.decoding)
-    empty = Beside(beside.tails, jnp.zeros_like(beside.written))
-    return After(whole.pools, whole.tables, beside=empty)
-
-
-def _drawn(
-    ends: Leaves,
-    blocks: tuple[Leaves, ...],
-    running: Running,
-    logits: Array,
-    asked: Asked,
-    spec: BucketSpec,
-) -> Drawn:
-    """Runs the decode loop; returns `Drawn`: ids, logits, and pools or, if these are only read, rows beside them."""
     flat = spec.flat.around(ends, blocks)
     begun = loop.draw_of(logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes)
     after, now, tokens, ran = loop.decode(
         flat,
-        running,
+        Cache(pools=pools, tables=cache),
         begun,
         asked.steps,
         spec=spec.decoding,
         sampling=asked.sampling,
         size=spec.steps,
     )
-    pools = after.cache.pools if after.beside is None else None
-    return Drawn(after.beside, pools, after.cache.tables, now.logits, now.done, tokens, ran)
+    return Drawn(after.pools, after.tables, now.logits, now.done, tokens, ran)
 
 
 def _key(data: UInt[Array, " two"]) -> Array:

@@ -188,24 +188,15 @@ class Model:
         )
 
     def again(
-        self, arrays, at, close=False
+        self, arrays, at
     ):  # recompresses if due; arrays, and tokens that can be drawn until then
         every, over = (
             self.said["every"],
             lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max()),
         )
-        due = ("again", *at) in self.programs and over(arrays) + np.max(
-            arrays.get("beside.written", 0)
-        ) >= (every or 1)
-        arrays = (
-            self.run("settle", at, arrays)
-            if (due or close) and "beside.written" in arrays
-            else arrays
-        )
-        arrays = self.run("again", at, arrays) if due and over(arrays) >= (every or 1) else arrays
-        return arrays, every - over(arrays) - int(
-            np.max(arrays.get("beside.written", 0))
-        ) if every else 1 << 30
+        due = ("again", *at) in self.programs and over(arrays) >= (every or 1)
+        arrays = self.run("again", at, arrays) if due else arrays
+        return arrays, every - over(arrays) if every else 1 << 30
 
     def own(
         self, arrays, at, seed, one=False
@@ -423,11 +414,6 @@ class Model:
         while drawn.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
             steps = min(new - drawn.shape[1], left, 8 if tell else size)
-            out = (
-                self.run("settle", at, out)
-                if np.max(out.get("beside.written", 0)) + steps > size
-                else out
-            )
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
             drawn = np.append(
                 drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1
@@ -438,7 +424,7 @@ class Model:
             )
             tell and tell(drawn)
         arrays, room = (
-            self.again(out, at, True)[0],
+            self.again(out, at)[0],
             cache.room - drawn.shape[1] * self.said["grows"],
         )
         return drawn, cache._replace(arrays=arrays, room=room)

@@ -261,7 +261,7 @@ def _of_bucket(
     )
     first = made(programs.prompt, *weights, array(jnp.int32, batch, slots), count, numbers, key)
     yield "prompt", first
-    pools, cache, logits, _, beside = first.out
+    pools, cache, logits, _ = first.out
     if limits.question:
         tokens = array(jnp.int32, batch, tokens_per_call(limits.question))
         yield "question", made(programs.question, *weights, pools, cache, logits, tokens, count)
@@ -272,22 +272,8 @@ def _of_bucket(
             done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling)
         )
         numbers_of = tuple(each.name for each in dataclasses.fields(_as_numbers(sampling)))  # type: ignore[arg-type]
-        if beside is None:
-            drawn = made(programs.draw, *weights, pools, cache, logits, asked, sampling=numbers_of)
-        else:
-            drawn = made(
-                programs.draw_beside,
-                *weights,
-                beside,
-                pools,
-                cache,
-                logits,
-                asked,
-                sampling=numbers_of,
-            )
+        drawn = made(programs.draw, *weights, pools, cache, logits, asked, sampling=numbers_of)
         yield f"draw.{type(sampling).__name__}", drawn
-    if beside is not None:
-        yield "settle", made(programs.settle, beside, pools, cache)
 
 
 def _as_numbers(sampling: Any) -> Any:

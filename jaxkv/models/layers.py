@@ -13,8 +13,6 @@ from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
-# Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
-MIN_ROWS_16BIT = 8
 # Split-K for GPUs of about a hundred multiprocessors: most rows (one tile) of a product that is split; outputs over
 # all parts at which splitting stops; most parts; least elements that each part sums over.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
@@ -124,12 +122,10 @@ def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."
 
 def _product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "n O"]:
     """Float32 product by XLA."""
-    count, (x, weight) = x.shape[0], _in_place(x, weight)
-    if x.dtype.itemsize == 2 and count < MIN_ROWS_16BIT:
-        x = jnp.pad(x, ((0, MIN_ROWS_16BIT - count), (0, 0)))
+    x, weight = _in_place(x, weight)
     matrix = weight.factor(x.dtype).reshape(-1, x.shape[-1])
     out = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return (out if weight.scale is None else out * weight.scale.reshape(-1))[:count]
+    return out if weight.scale is None else out * weight.scale.reshape(-1)
 
 
 def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "parts n O"]:
@@ -203,7 +199,6 @@ class RMSNorm(nnx.Module):
         """Normalises the last axis; the result has the dtype of the scale parameter."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        # Converting to 16 bits is slow on a CPU: done once, after the scale.
         return (wide * (scale.astype(jnp.float32) + self.offset)).astype(scale.dtype)
 
 
@@ -277,7 +272,6 @@ class GatedMLP(DenseMLP):
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
         """Activations silu(gate(x)) * up(x), or with GELU in place of silu, in x's dtype."""
-        # Converting to 16 bits is slow on a CPU: done once, after the gate, instead of three times.
         both = linear(self, "gate_up", x, wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         gate = jax.nn.gelu(gate, approximate=True) if self.tanh_gelu else jax.nn.silu(gate)

@@ -11,6 +11,7 @@ from jaxkv._checks import flag
 from jaxkv._errors import require
 from jaxkv._values import as_real
 from jaxkv.cache import Dense, Int8
+from jaxkv.cache.stores import held_dtype
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights
@@ -187,7 +188,8 @@ def setting_of(
         )
         notes.append(f"{assumed}: {remedy}")
     dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
-    given = policy_for(given, known.config, filters, dtype=dtype)
+    held = held_dtype(dtype, "cpu") if here else dtype
+    given = policy_for(given, known.config, filters, dtype=held)
     if as_weights(asked.weights) == "int8" and not here:
         notes.append(
             "weights in 8 bits are taken to be read at the rate that one sequence's products reached"

@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.setting import Request
@@ -83,7 +84,8 @@ def process_of(request: Request) -> Process:
         jnp.dtype(dtype).itemsize,
     )
     room = first_room(parts, config.windows, lengths, request.new) if request.new else 0
-    planned = plan_prefill(config, policy, lengths.tolist(), dtype=dtype, room=room)
+    held = held_dtype(dtype, "cpu")
+    planned = plan_prefill(config, policy, lengths.tolist(), dtype=held, room=room)
     evicts = parts.ongoing is not None and parts.ongoing.evicts
     parameters = parameters_of(config, dtype, request.weights)
     largest = max(math.prod(each.shape) for each in parameters)

@@ -155,9 +155,6 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     """Traces the decode loop on abstract arrays; returns the traced program, and the abstract pools that it updates."""
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
-    if flat.axes is None:
-        # Tails are for CPUs; off a mesh the spec asks this machine's processor.
-        spec = dataclasses.replace(spec, tail=False)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done, eos = (
         jax.ShapeDtypeStruct((work.batch,), bool),
@@ -166,8 +163,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     draw = jax.eval_shape(
         loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos
     )
-    running = loop.begin(cache.arrays, spec=spec, size=BLOCK)
-    given = loop.loop_arguments(flat, running, draw, work.new, work.sampling, 0, spec=spec)
+    given = loop.loop_arguments(flat, cache.arrays, draw, work.new, work.sampling, 0, spec=spec)
     return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
 
 

@@ -143,7 +143,7 @@ def sizes_of(setting: Setting) -> Sizes:
 def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CacheParts:
     """`CacheParts` (bytes by purpose) of a prefill's plan, on one of `kv` devices that share a prompt's kv heads."""
     config, parts = request.config, request.policy.parts()
-    row = parts.row_bytes(config.head_dim, jnp.dtype(request.dtype).itemsize)
+    row = parts.row_bytes(config.head_dim, planned.dtype.itemsize)
     pools = row * request.sequences * sum(planned.pool_rows(config.kv_heads, kv))
     room = row * request.sequences * request.local.kv_heads * sum(planned.room)
     spare, reasons = planned.slack_bytes, list[str]()

@@ -78,7 +78,9 @@ def slots_that_fit(
     device = device_of(params)
     # Devices of a CPU mesh share the machine's memory.
     together = 1 if axes is None else axes.in_one_memory
-    each = sum(shape.rows) * parts.row_bytes(config.head_dim, params.dtype.itemsize) * together
+    each = (
+        sum(shape.rows) * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize) * together
+    )
     prompt = session.planned(np.asarray([max_prompt]), 0)
     # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
     beside = prompt.peak_bytes * together

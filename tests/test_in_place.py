@@ -1,0 +1,51 @@
+"""The compiled decode loop writes new rows into its pools, and copies none."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+import jaxkv
+from jaxkv.engine import loop as looping
+from jaxkv.engine.spec import spec_for
+
+LENGTHS = [37, 21]
+
+
+def check_in_place(policy, dtype="float32"):
+    """A loop that reads a pool and writes rows of it copies no pool."""
+    pool, text = compiled(tiny.tiny(tiny.MODELS["mha"], dtype=dtype), policy)
+    shape = f"f32[{','.join(map(str, pool.k.shape))}]"
+    assert shape in text
+    assert not re.findall(rf"= {re.escape(shape)}\S* copy\(", text)
+
+
+@pytest.mark.parametrize(
+    "policy", (jaxkv.H2O(budget=16), jaxkv.D2O(budget=16)), ids=lambda each: type(each).__name__
+)
+def test_rows_are_dropped_in_place(policy):
+    check_in_place(policy)
+
+
+def test_a_model_of_16_bits_appends_in_place():
+    check_in_place(jaxkv.FullKV(), "bfloat16")
+
+
+def compiled(model, policy):
+    """A pool of a short prompt's cache, and what XLA makes of the loop that draws on top of it."""
+    cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, room=16)
+    spec = spec_for(model.flat, cache)
+    none = jnp.asarray([-2], jnp.int32)
+    draw = looping.draw_of(jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none)
+    given = looping.loop_arguments(model.flat, cache.arrays, draw, 4, jaxkv.Greedy(), 0, spec=spec)
+    leaves, structure = jax.tree.flatten(given)
+    first, end = (len(jax.tree.leaves(given[:count])) for count in (1, 2))
+    loop = partial(looping._loop.__wrapped__, spec=spec, size=16)
+    run = lambda *each: loop(*jax.tree.unflatten(structure, each))  # noqa: E731
+    # What it writes is donated, as it is by the library.
+    return cache.pools[0], jax.jit(run, donate_argnums=tuple(range(first, end))).lower(
+        *leaves
+    ).compile().as_text()
