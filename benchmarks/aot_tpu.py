@@ -128,19 +128,10 @@ def loop_row(name: str, loop: Loop) -> Row:
     held = sum(pool.rows for pool in pools) // (config.kv_heads * config.layers)
     # Sparse layers read chosen rows by one kernel; another appends, and reads those since the prompt.
     sparse, chosen, rest = kernels["tpu_attend"], budget, held - loop.tokens
-    dense, shared = kernels["tpu_decode"] - sparse, bool(kernels["tpu_add"])
-    scoring = {
-        "scores": shared or bool(kernels["tpu_rank"]),
-        "windows": shared,
-        "coded": store is STORES["int8"],
-    }
-    times = perf_tpu.decode_kernel(segments, held, row_bytes, **scoring) * dense
-    times += perf_tpu.shared_pool(segments * config.layers, held, row_bytes // 2, kernels)
+    dense, coded = kernels["tpu_decode"] - sparse, store is STORES["int8"]
+    times = perf_tpu.decode_kernel(segments, held, row_bytes, coded=coded) * dense
     times += (
         sum(perf_tpu.decode_kernel(segments, some, row_bytes) for some in (chosen, rest)) * sparse
-    )
-    times += (
-        perf_tpu.eviction(loop.batch, config.kv_heads, held * config.kv_heads) * kernels["tpu_rank"]
     )
     moved = copies * max(hlo.size_of(*one) for one in rows) + 2 * perf_tpu.gathered(text)
     weights = memory.argument_size_in_bytes - size - 2 * config.vocab * config.embed

@@ -18,9 +18,8 @@ import perf_tpu
 import tpu_llo
 from jax.experimental import topologies
 
-import jaxkv
-from jaxkv.engine import evict
-from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill
+from jaxkv.pallas_kernels.tpu import decode as tpu_decode
+from jaxkv.pallas_kernels.tpu import prefill as tpu_prefill
 from jaxkv.planning.tpus import tpus
 
 # Where libtpu dumps what it compiles; removed when this process ends.
@@ -33,8 +32,6 @@ KERNELS = [
     (1, 8, 11, 128, 262144),
     (2, 8, 4, 256, 65536),
 ]
-# The same of pools from which each new row evicts one.
-EVICTS = (8, 8, 4, 128, 8200)
 
 
 class Row(NamedTuple):
@@ -65,10 +62,8 @@ def compiled(traced: Any, options: dict[str, str] | None = None) -> tuple[Any, s
     return made.memory_analysis(), made.as_text(), time.perf_counter() - began
 
 
-def decode_row(
-    device: str, shape: tuple[int, ...], *, scores: bool = False, coded: bool = False
-) -> Row:
-    """Row of the kernels' table: the decode kernel of a shape on a device, of bfloat16 or codes, or with scores."""
+def decode_row(device: str, shape: tuple[int, ...], *, coded: bool = False) -> Row:
+    """Row of the kernels' table: the decode kernel of a shape on a device, of bfloat16 or codes."""
     where, (batch, heads, group, dim, rows) = mesh_of(device), shape
 
     def of(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -88,43 +83,13 @@ def decode_row(
         of(batch, dtype=jnp.int32),
     )
     with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        scored = functools.partial(tpu_decode.append_and_score, widest=rows // heads)
-        run = jax.jit(scored if scores else tpu_decode.append_and_attend, donate_argnums=(2, 3))
+        run = jax.jit(tpu_decode.append_and_attend, donate_argnums=(2, 3))
         memory, _, seconds = compiled(run.trace(of(batch, heads, group, dim), new, *pool, *tables))
     size = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(pool))
     share = f"{min(1, memory.alias_size_in_bytes / size):.0%}"
-    name, temporaries = (
-        "scores" if scores else "decode" + ", 8 bits" * coded,
-        f"{memory.temp_size_in_bytes / 1e6:.2f}",
-    )
+    name, temporaries = "decode" + ", 8 bits" * coded, f"{memory.temp_size_in_bytes / 1e6:.2f}"
     wrong = None if share == "100%" else f"{share} of the pools are updated in place"
     return Row([name, device, str(shape), f"{seconds:.1f}", share, temporaries], wrong)
-
-
-def evict_row(device: str, shape: tuple[int, ...]) -> Row:
-    """Row of the kernels' table: the two kernels of H2O's eviction, from pools of a shape in bfloat16, on a device."""
-    where, (batch, heads, _, dim, rows) = mesh_of(device), shape
-    of = functools.partial(jax.ShapeDtypeStruct, sharding=where.sharding)
-    leaves = [of((batch, rows, dim), jnp.bfloat16)] * 2 + [
-        of((batch, rows), each) for each in (jnp.int32, jnp.float32)
-    ]
-    tables = [of((batch, heads), jnp.int32)] * 4 + [of((batch,), jnp.int32)] * 2
-    weigh = evict.weigh_of(jaxkv.H2O(budget=1024).parts().ongoing)
-    with jax.sharding.use_abstract_mesh(where.mesh.abstract_mesh):
-        run = jax.jit(
-            functools.partial(tpu_evict.evict_rows, weigh=weigh), donate_argnums=(0, 1, 2, 3)
-        )
-        memory, _, seconds = compiled(run.trace(*leaves, *tables))
-    share = f"{min(1, memory.alias_size_in_bytes / sum(each.size * each.dtype.itemsize for each in leaves)):.0%}"
-    cells = [
-        "evict",
-        device,
-        str(shape),
-        f"{seconds:.1f}",
-        share,
-        f"{memory.temp_size_in_bytes / 1e6:.2f}",
-    ]
-    return Row(cells, None if share == "100%" else f"{share} of the pools are updated in place")
 
 
 def splash_row(device: str, dim: int) -> Row:
@@ -170,10 +135,6 @@ def kernel_rows() -> dict[str, Callable[[], Row]]:
         f"decode int8 {kind} {shape}": functools.partial(coded, kind, shape)
         for kind, shape in known
     }
-    for name, row in (("scores", functools.partial(decode_row, scores=True)), ("evict", evict_row)):
-        kernels |= {
-            f"{name} {kind} {EVICTS}": functools.partial(row, kind, EVICTS) for kind in tpus()
-        }
     splash = [(kind, 128) for kind in tpus()] + [(device, dim) for dim in (64, 80, 96, 256)]
     kernels |= {
         f"splash {kind} {dim}": functools.partial(splash_row, kind, dim) for kind, dim in splash

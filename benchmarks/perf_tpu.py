@@ -8,12 +8,8 @@ Rules:
    segments, and takes as many trips as the budget's rows have blocks of the rows that loops within it slice at once;
    loops that compare no count take one.
 3. A decode kernel takes the longer of two times, summed over segments: copies of its rows, in chunks, at the data
-   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO; with
-   scores `SCORED_BUNDLES`, of a block and a segment; of rows in 8 bits `CODED_BUNDLES` a larger block. The kernels of
-   eviction take theirs: `RANK_BUNDLES` a head, of eight sequences and a register of 128 rows, `MOVE_BUNDLES` a segment,
-   and `LAUNCH_BUNDLES` both together. Those of a pool that layers share take `WINDOW_BUNDLES` a segment, to take or add
-   its window, and `COSINE_BUNDLES`, of a block and a segment, to compare its rows. There a segment has the budget's
-   rows, and blocks are not dealt to them.
+   sheet's bandwidth; and bundles, `BLOCK_BUNDLES` a block and `PROGRAM_BUNDLES` a segment, read from its LLO; of rows
+   in 8 bits `CODED_BUNDLES` a larger block.
 4. Splash attention takes bundles, read from its LLO at head dim 128: `SPLASH_BUNDLES` a block of keys that a block of
    queries sees, and a block of queries.
 5. Copies of whole pools between HBM and VMEM take their bytes at the data sheet's bandwidth, for they share it. So do
@@ -25,18 +21,16 @@ Rules:
 import collections
 import re
 
-from jaxkv.pallas_kernels.tpu_codes import CODED_BLOCK
-from jaxkv.pallas_kernels.tpu_prefill import KEYS, QUERIES
-from jaxkv.pallas_kernels.tpu_rows import BLOCK, CHUNK
+from jaxkv.pallas_kernels.tpu.codes import CODED_BLOCK
+from jaxkv.pallas_kernels.tpu.prefill import KEYS, QUERIES
+from jaxkv.pallas_kernels.tpu.rows import BLOCK, CHUNK
 from jaxkv.planning import hlo
 from jaxkv.planning.tpus import tpus
 
 DEVICE = "v6e"
 CLOCK = 1.75e9
 BLOCK_BUNDLES, PROGRAM_BUNDLES = 340, 250
-SCORED_BUNDLES, CODED_BUNDLES = (480, 320), 410
-RANK_BUNDLES, MOVE_BUNDLES, LAUNCH_BUNDLES = 18, 160, 200
-WINDOW_BUNDLES, COSINE_BUNDLES = 130, (690, 100)
+CODED_BUNDLES = 410
 SPLASH_BUNDLES = 6180, 910
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -150,38 +144,18 @@ def decode_kernel(
     rows: int,
     row_bytes: int,
     *,
-    scores: bool = False,
-    windows: bool = False,
     coded: bool = False,
 ) -> float:
     """Seconds of the decode kernel over equal segments of so many rows, a key and a value of `row_bytes` in all.
 
-    With `windows` the pool is shared: blocks are not dealt to the rows of its segments. `coded` rows are in 8 bits.
+    `coded` rows are in 8 bits.
     """
     chunks = -(-rows // CHUNK)
     copied = chunks * CHUNK * row_bytes / tpus()[DEVICE].bandwidth
-    # With scores the rows of a segment are dealt to blocks of whole chunks.
     blocks, (each, program) = -(-rows // BLOCK), (BLOCK_BUNDLES, PROGRAM_BUNDLES)
-    if scores:
-        blocks, (each, program) = blocks if windows else chunks * CHUNK / BLOCK, SCORED_BUNDLES
     if coded:
         blocks, each = -(-rows // CODED_BLOCK), CODED_BUNDLES
     return segments * max(copied, (blocks * each + program) / CLOCK)
-
-
-def eviction(batch: int, heads: int, rows: int) -> float:
-    """Seconds of the two kernels that rank the rows of a pool of so many rows and move one in each of its segments."""
-    ranked = -(-batch // 8) * heads * -(-rows // 128) * RANK_BUNDLES
-    return (ranked + batch * heads * MOVE_BUNDLES + LAUNCH_BUNDLES) / CLOCK
-
-
-def shared_pool(segments: int, rows: int, key_bytes: int, calls: collections.Counter[str]) -> float:
-    """Seconds of the kernels over all segments of a shared pool, of so many rows of `key_bytes`, by their calls."""
-    copied = -(-rows // CHUNK) * CHUNK * key_bytes / tpus()[DEVICE].bandwidth
-    block, program = COSINE_BUNDLES
-    compared = max(copied, (-(-rows // BLOCK) * block + program) / CLOCK)
-    windows = (calls["tpu_windows"] + calls["tpu_add"]) * WINDOW_BUNDLES / CLOCK
-    return segments * (windows + calls["tpu_cosines"] * compared)
 
 
 def splash(batch: int, heads: int, tokens: int) -> float:

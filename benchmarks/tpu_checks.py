@@ -11,7 +11,9 @@ from benchmarks import gpu_checks
 from benchmarks.gpu_checks import error, oracle, wide
 from benchmarks.gpu_timing import INTERPRET, random
 from jaxkv.cache.quantised import STORES
-from jaxkv.pallas_kernels import tpu_decode, tpu_evict, tpu_prefill, tpu_rows, tpu_windows
+from jaxkv.pallas_kernels.tpu import decode as tpu_decode
+from jaxkv.pallas_kernels.tpu import prefill as tpu_prefill
+from jaxkv.pallas_kernels.tpu import rows as tpu_rows
 
 _LANES = 128
 
@@ -47,11 +49,6 @@ class _Drawn:
         """Tuple of starts, lengths and counts on the device."""
         return tuple(map(jnp.asarray, (self.start, self.length, self.counts)))
 
-    @property
-    def widest(self):
-        """Number of rows of the longest segment, the new one included."""
-        return int(self.length.max()) + 1
-
     def joined(self):
         """Writes the token's rows; returns keys and values in float64, and the number of rows of each segment."""
         found = [wide(each).copy() for each in self.pool]
@@ -61,16 +58,6 @@ class _Drawn:
             for leaf, new in zip(found, self.new, strict=True):
                 leaf[b, self.start[b, h] + self.length[b, h]] = wide(new)[b, h]
         return found, self.length + self.counts[:, None]
-
-    def windows_of(self, leaf, length):
-        """Copies a pool's numbers `[B, P]` into windows `[B, K, n]`, as kernels do; zeros outside of the segments."""
-        rows = leaf.shape[1]
-        found = np.zeros((*self.start.shape, tpu_rows.width(self.widest, rows)))
-        first = np.asarray(tpu_rows.window_at(jnp.asarray(self.start), rows))
-        for b, h in np.ndindex(*self.start.shape):
-            at, begin = self.start[b, h] - first[b, h], self.start[b, h]
-            found[b, h, at : at + length[b, h]] = leaf[b, begin : begin + length[b, h]]
-        return found
 
 
 def _oracle(drawn, k, v, length):
@@ -126,99 +113,6 @@ def _decoded(code, scale):
     return code.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
 
 
-def score(case, dtype):
-    """Compares a step and the attention that rows receive, at their places and in windows."""
-    drawn, found = _Drawn(case, dtype), {}
-    pool, length = drawn.joined()
-    out, _, mass = _oracle(drawn, *pool, length)
-    mass[drawn.counts == 0] = 0
-    for name, windows in (("score", False), ("score windows", True)):
-        options = {"widest": drawn.widest, "windows": windows, "interpret": INTERPRET}
-        ours = tpu_decode.append_and_score(
-            drawn.q, drawn.new, *drawn.pool, *drawn.tables, **options
-        )
-        received = drawn.windows_of(mass, length) if windows else mass
-        found |= {name: error(ours[0], out), f"{name} mass": error(ours[1], received)} | _pools(
-            name, ours[2:], pool
-        )
-    return found
-
-
-def windows(case, dtype):
-    """Compares windows that are taken out of a pool and added to scores, and cosines of rows with a vector."""
-    drawn = _Drawn(case, dtype)
-    rows, (start, length, _) = drawn.pool[0], drawn.tables
-    batch, size = rows.shape[:2]
-    inside, options = (
-        drawn.windows_of(np.ones((batch, size)), drawn.length),
-        {"interpret": INTERPRET},
-    )
-    leaf = np.arange(batch * size, dtype=np.int32).reshape(batch, size)
-    taken = tpu_windows.take(jnp.asarray(leaf), start, widest=drawn.widest, **options)[1]
-    found = {
-        "windows taken": error(np.asarray(taken) * inside, drawn.windows_of(leaf, drawn.length))
-    }
-    scores, new = (random(i, (batch, size), jnp.float32) for i in (5, 6))
-    added = jnp.asarray(drawn.windows_of(wide(new), drawn.length), jnp.float32)
-    want, vectors, keys = wide(scores), wide(drawn.new[0]), wide(rows)
-    norms = np.linalg.norm(keys, axis=-1)
-    cosines = (
-        np.einsum("bhd,bpd->bhp", vectors, keys)
-        / norms[:, None]
-        / np.linalg.norm(vectors, axis=-1)[..., None]
-    )
-    compared = np.zeros(inside.shape)
-    for b, h in np.ndindex(*drawn.start.shape):
-        span = slice(drawn.start[b, h], drawn.start[b, h] + drawn.length[b, h])
-        want[b, span] += wide(new)[b, span]
-        compared[b, h] = drawn.windows_of(cosines[:, h], drawn.length)[b, h]
-    found["windows added"] = error(tpu_windows.add(scores, start, added, **options), want)
-    ours = tpu_windows.cosines(rows, drawn.new[0], start, length, widest=drawn.widest, **options)
-    return found | {"cosines": error(ours, compared)}
-
-
-def by_score(score, pos, seen, prompt):
-    """Ranks of rows, their scores, and the rows that may go: all but those of the first two tokens."""
-    return score, pos >= 2
-
-
-def evict(case, dtype):
-    """Compares a pool in which segments above their limit lose the row of the lowest score to the newest one."""
-    drawn = _Drawn(case, dtype)
-    want, size = [wide(each).copy() for each in drawn.pool], drawn.pool[0].shape[1]
-    scores, pos = (
-        np.asarray(random(7, (3, size), jnp.float32)).copy(),
-        np.full((3, size), -1, np.int32),
-    )
-    limit, recent = (
-        np.maximum(drawn.length - [[1], [0], [1]], 0).astype(np.int32),
-        np.full(drawn.start.shape, 3),
-    )
-    for b, h in np.ndindex(*drawn.start.shape):
-        pos[b, drawn.start[b, h] : drawn.start[b, h] + drawn.length[b, h]] = np.arange(
-            drawn.length[b, h]
-        )
-    seen, went = np.full((3,), drawn.widest, np.int32), np.zeros(drawn.start.shape)
-    given = [*drawn.pool, *map(jnp.asarray, (pos, scores)), *drawn.tables[:2]]
-    given += [jnp.asarray(each, jnp.int32) for each in (limit, recent, seen, seen // 2)]
-    ours = tpu_evict.evict_rows(*given, weigh=by_score, interpret=INTERPRET)
-    want += [pos.astype(np.float64), scores.astype(np.float64)]
-    for b, h in np.ndindex(*drawn.start.shape):
-        rows = np.arange(drawn.start[b, h], drawn.start[b, h] + drawn.length[b, h])
-        free = (pos[b, rows] >= 2) & (pos[b, rows] < seen[b] - recent[b, h])
-        if len(rows) > limit[b, h] and free.any():
-            to, at = rows[np.argmin(np.where(free, scores[b, rows], np.inf))], rows[-1]
-            for leaf, empty in zip(want, (None, None, -1, 0), strict=True):
-                leaf[b, to] = leaf[b, at]
-                leaf[b, at] = leaf[b, at] if empty is None else empty
-            went[b, h] = 1
-    names = ("k", "v", "pos", "score", "went")
-    return {
-        f"evict {name}": error(mine, its)
-        for name, mine, its in zip(names, ours, [*want, went], strict=True)
-    }
-
-
 def splash(case, dtype):
     """Compares causal attention of two prompts of unequal lengths, and its log-sum-exp."""
     heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
@@ -230,7 +124,7 @@ def splash(case, dtype):
     return gpu_checks.causal(q, k, v, (slots - 5, slots // 3), {"splash": out, "splash lse": lse})
 
 
-SEGMENTS = {each.__name__: each for each in (attend, append, codes, score, windows, evict)}
+SEGMENTS = {each.__name__: each for each in (attend, append, codes)}
 
 
 def check(case):

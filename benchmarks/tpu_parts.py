@@ -8,7 +8,7 @@ import dataclasses
 from benchmarks import gpu_parts
 from benchmarks.gpu_parts import Part, prompt, run, segments, stored
 
-_KERNELS = ("pallas_kernels/tpu_*.py", "pallas_kernels/_compat_tpu.py")
+_KERNELS = ("pallas_kernels/tpu/*.py",)
 _TIMES = (
     *_KERNELS,
     "benchmarks/gpu_timing.py",
@@ -28,12 +28,6 @@ def _check(dtype, dim, **sizes):
     """A case of `checks`: sequences of three heads, pools of several blocks, prompts of three."""
     sizes = {"kv_heads": 3, "group": 4, "rows": 700, "slots": 384} | sizes
     return {"name": f"{dtype} {dim}", "dtype": dtype, "dim": dim, **sizes}
-
-
-def _scored(batch, rows):
-    """A case of `mass`, under a name of its own: its estimate is another one than that of the same rows only read."""
-    case = segments("8B", batch, rows)
-    return case | {"name": f"{case['name']}, scored"}
 
 
 def _few(policy, **more):
@@ -99,26 +93,6 @@ PARTS = (
             if case["store"] == "int8" and case["batch"] >= 8
         ),
         quick=(stored(TINY, "int8"),),
-        **_TIMED,
-    ),
-    Part(
-        name="mass",
-        what="the same with the attention that rows receive",
-        # A row more in the pool is a score more to write: these are larger than VMEM as they are.
-        function="tpu_kernels:mass",
-        cases=tuple(_scored(batch, rows) for batch, rows in ((8, 8192), (64, 1024))),
-        quick=(TINY,),
-        **_TIMED,
-    ),
-    Part(
-        name="evict",
-        what="a row of each segment ranked, evicted, and the newest one in its place",
-        function="tpu_kernels:evict",
-        # A budget, and the newest row.
-        cases=tuple(
-            segments("8B", batch, rows) for batch, rows in ((8, 1025), (64, 1025), (8, 4089))
-        ),
-        quick=(TINY,),
         **_TIMED,
     ),
     Part(

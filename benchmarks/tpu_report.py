@@ -50,10 +50,6 @@ KERNELS = {
     "decode": _decode,
     "token": _decode,
     "codes": lambda case: _decode(case, coded=True),
-    "mass": lambda case: _decode(case, scores=True),
-    "evict": lambda case: perf_tpu.eviction(
-        case["batch"], case["kv_heads"], case["kv_heads"] * case["rows"]
-    ),
     "prefill": lambda case: perf_tpu.splash(1, case["kv_heads"] * case["group"], case["tokens"]),
 }
 

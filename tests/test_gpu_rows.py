@@ -200,9 +200,9 @@ def test_a_device_that_is_too_small_leaves_parts_out(bench, benchmark, tmp_path,
     with bench() as one:
         one.where["told"]["bytes_limit"] = 16e9
         benchmark("device_command").measure(one, parts.BY_NAME["end"], quick=False)
-        benchmark("device_command").measure(one, parts.BY_NAME["evict"], quick=False)
+        benchmark("device_command").measure(one, parts.BY_NAME["decode"], quick=False)
     assert "end: left out, for devices of 30 GB and more" in capsys.readouterr().out
-    assert asked(tmp_path) == [case["name"] for case in parts.BY_NAME["evict"].cases]
+    assert asked(tmp_path) == [case["name"] for case in parts.BY_NAME["decode"].cases]
 
 
 def test_estimates_of_a_v6e_are_those_of_its_model(benchmark):
@@ -233,8 +233,8 @@ def test_estimates_of_a_v6e_are_those_of_its_model(benchmark):
         == next(each for each in page if each[0] == "| SnapKV")[column]
     )
     assert float(found["64 x 1024, int8"]["us"]) > 0
-    assert float(found["64 x 1024, scored"]["us"]) > float(found["64 x 1024"]["us"]) > 0
-    assert {"32768 by tpu", "8 x 1025"} <= found.keys() and "8192 by xla" not in found
+    assert float(found["64 x 1024"]["us"]) > 0
+    assert "32768 by tpu" in found and "8192 by xla" not in found
 
 
 def test_time_that_is_over_begins_no_row(bench, benchmark, tmp_path):

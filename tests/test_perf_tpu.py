@@ -1,6 +1,5 @@
 """The model of TPU times: cycles and loops of a compiled program's text, and the arithmetic of kernels."""
 
-import collections
 import importlib
 import json
 from pathlib import Path
@@ -76,16 +75,6 @@ def test_kernels_are_bound_by_rows_or_by_instructions(perf_tpu):
     assert short == pytest.approx(64 * (340 + 250) / 1.75e9)
     coded = [perf_tpu.decode_kernel(64, rows, 260, coded=True) for rows in (1280, 33024)]
     assert coded == pytest.approx([64 * (410 + 250) / 1.75e9, 64 * (26 * 410 + 250) / 1.75e9])
-    scored = perf_tpu.decode_kernel(64, 1025, 512, scores=True)
-    assert scored == pytest.approx(64 * (1.25 * 480 + 320) / 1.75e9)
-    shared = perf_tpu.decode_kernel(64, 1025, 512, scores=True, windows=True)
-    assert shared == pytest.approx(64 * (2 * 480 + 320) / 1.75e9)
-    calls = collections.Counter(tpu_windows=2, tpu_add=1, tpu_cosines=1)
-    assert perf_tpu.shared_pool(64, 1025, 256, calls) == pytest.approx(
-        64 * (3 * 130 + 2 * 690 + 100) / 1.75e9
-    )
-    assert perf_tpu.shared_pool(64, 1025, 256, collections.Counter()) == 0
-    assert perf_tpu.eviction(8, 8, 8200) == pytest.approx((8 * 65 * 18 + 64 * 160 + 200) / 1.75e9)
     # 16 pairs of blocks of 1,024 queries, which see 1 to 16 blocks of 2,048 keys.
     block, program = perf_tpu.SPLASH_BUNDLES
     assert perf_tpu.splash(1, 32, 32768) == pytest.approx(
@@ -116,13 +105,13 @@ def test_spills_of_vectors(perf_tpu, tmp_path):
   0x12   : > { %4 = vst [vmem:[#allocation5_spill] sm:$0xff] %v2 }
 """
     for name in (
-        "1-tpu_rank.1-72-final_bundles",
-        "2-tpu_rank-72-final_bundles",
+        "1-tpu_decode.1-72-final_bundles",
+        "2-tpu_decode-72-final_bundles",
         "3-fusion.3-01-final_bundles",
     ):
         (tmp_path / f"{name}.txt").write_text(bundles)
-    (tmp_path / "1-tpu_rank.1-71-schedule-analysis_final_bundles.txt").write_text(bundles)
-    assert script.spills(tmp_path) == {"tpu_rank": 6} and not list(tmp_path.iterdir())
+    (tmp_path / "1-tpu_decode.1-71-schedule-analysis_final_bundles.txt").write_text(bundles)
+    assert script.spills(tmp_path) == {"tpu_decode": 6} and not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="no bundles in what libtpu dumped"):
         script.spilled("nothing")
 

@@ -137,15 +137,6 @@ def with_received(
     )
 
 
-def with_windows(pool: Pool, shares: list[Array], start: Int[Array, "L B K"], spec: Spec) -> Pool:
-    """`Pool` shared by all layers with windows `[B, K, n]` of attention, each layer's, added to its scores."""
-    assert pool.score is not None  # Only scored pools receive.
-    score = spec.backend.add_windows(
-        pool.score, by_sequence(start), jnp.concatenate(shares, axis=1)
-    )
-    return dataclasses.replace(pool, score=score)
-
-
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
     """List of pools, scores averaged over devices that share a kv head's query heads; unchanged without a mesh."""
     if not spec.scored:

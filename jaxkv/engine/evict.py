@@ -6,7 +6,7 @@ pool is a layer's own, in windows where layers share it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,9 +17,9 @@ from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.nearest import nearest, nearest_at_once, nearest_of_products
+from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
-from jaxkv.engine.segments import Segments, fold, fold_at_once
+from jaxkv.engine.segments import Segments, fold
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
@@ -99,24 +99,11 @@ def weakest(
         *(jnp.full(shape, -1, jnp.int32) for _ in range(3)),
     )
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
-    by_windows = _windows_by(pool, segments, how)
-    if by_windows is not None:
-        _, _, at, second = fold_at_once(body, none, leaves, segments, **by_windows)
-        return at, at >= 0, second
     block = how.widest or WALK_BLOCK
     _, _, at, second = fold(
         body, none, leaves, segments.start, segments.length, walk=how.walk, block=block
     )
     return at, at >= 0, second
-
-
-def _windows_by(pool: Pool, segments: Segments, how: Eviction) -> dict[str, Any] | None:
-    """Backend and widest segment, as arguments of `fold_at_once`, if windows reach all rows at once; else None."""
-    backend = backend_of(how.implementation)
-    if how.walk is Walk.WINDOWS and pool.store.fused_eviction:
-        if backend.windowed(pool.k, segments.start.shape[1], how.widest):
-            return {"backend": backend, "widest": how.widest}
-    return None
 
 
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
@@ -183,8 +170,8 @@ def evict(
     keys with the likely row's key) and `norms` (of the keys) save work if they are given.
     """
     backend = backend_of(how.implementation)
-    fused = pool.store.fused_eviction and backend.moves(pool.k)
-    if fused and _in_a_kernel(how.ongoing) and backend.ranks(pool.k):
+    fused = pool.store.fused_eviction and backend.fused_eviction
+    if fused and _in_a_kernel(how.ongoing):
         return _evict_by_kernel(pool, segments, how.ongoing, backend)
     victim, there, second = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & there, attended)
@@ -232,7 +219,7 @@ def _merging_dropped(
     merge = how.ongoing.merge
     assert merge is not None
     over, tau, newest, merged = writes
-    dropped, by_windows = _rows_at(pool, jnp.maximum(victim, 0)), _windows_by(pool, segments, how)
+    dropped = _rows_at(pool, jnp.maximum(victim, 0))
     tau = None if tau is None else by_layer(tau)
     for index, metric in enumerate(merge.compares):
         by_key, one = metric == "k", getattr(dropped, metric)
@@ -241,10 +228,6 @@ def _merging_dropped(
             assert norms is not None
             cosine, target = nearest_of_products(
                 pool, norms, one, victim, products, wrong, segments
-            )
-        elif by_windows is not None:
-            cosine, target = nearest_at_once(
-                getattr(pool, metric), pool.pos, one, victim, segments, **by_windows
             )
         else:
             norm = norms if by_key else None
