@@ -18,6 +18,7 @@ from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import CACHE
 from jaxkv.engine.pages import with_bounds
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.checks import Bytes
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.resharding import cache_on, reshard
@@ -65,7 +66,7 @@ def load_cache(
     if model is not None:
         require_ours(model, cache, None)
     # Caches saved by jaxkv before bounds were part of a cache have none.
-    reading = cache.policy.parts().reading(cache.config.windows, cache.slots)
+    reading = cache.policy.composed.reading(cache.config.windows, cache.slots)
     return cache.updated(pools=with_bounds(cache.pools, cache.length, reading, cache.axes))
 
 
@@ -108,10 +109,10 @@ def _agreed(given: Method, said: Any, layers: int) -> Method:
     ):  # a policy that no model of so many layers takes is another one
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
     budget, remedy = (
-        given.parts().budget,
+        given.composed.budget,
         "a saved cache says how many rows they were: leave the policy out",
     )
-    require(not isinstance(budget, str), "policy.budget", budget, remedy)
+    require(not isinstance(budget, Bytes), "policy.budget", budget, remedy)
     remedy = "another one compressed the cache: leave it out, or give that one"
     require(encode(given, None, "policy") == said, "policy", given, remedy)
     return given

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
+from jaxkv._checks import checked
 from jaxkv.attention import Received
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
@@ -15,7 +16,6 @@ from jaxkv.engine.evict import Eviction, evict, weakest
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import Token
-from jaxkv.policies.checks import checked
 from jaxkv.sharding.collectives import mean_of_devices
 
 

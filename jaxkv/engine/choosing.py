@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._values import ENDLESS, Typed
+from jaxkv._values import ENDLESS
 from jaxkv.cache.packing import Unpacked
 from jaxkv.policies.heads import (
     HeadBudgets,
@@ -167,7 +167,7 @@ def choose(
     if layers[0].scores is None:
         return Choice(tuple(layer.inside for layer in layers), Tally())
     layer = jnp.int32(index) if needs_layer(heads) else None
-    return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=Typed(heads), axes=axes)
+    return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=heads, axes=axes)
 
 
 @program(static=("heads", "axes"))
@@ -179,11 +179,11 @@ def _choose(
     due: Bool[Array, " B"] | None,
     index: Int[Array, ""] | None,
     *,
-    heads: Typed,
+    heads: HeadBudgets,
     axes: Axes | None,
 ) -> Choice:
     """Compiled `choose`: masks of the rows to keep, one per layer, and the `Tally` of rows moved and cut."""
-    budgets, layer = without_threshold(heads.part), _joined(layers)
+    budgets, layer = without_threshold(heads), _joined(layers)
     mine = layer.inside
     # Heads that compete need the scores of all devices' heads.
     over = None if chooses_apart(budgets) else axes
@@ -191,7 +191,7 @@ def _choose(
     scores, inside, forced, norms, first = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
-    limited = isinstance(heads.part, ThresholdHeads)
+    limited = isinstance(heads, ThresholdHeads)
     base, anyway = _per_head(candidates, forced, rows, uneven=limited)
     scores = _first_above(scores, first, base)
     of: dict[str, Any] = {} if index is None else {"layer": index}
@@ -219,8 +219,8 @@ def _choose(
         room = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
         chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
-    if limited:
-        chosen, cut = heads.part.above(chosen, scores, candidates)
+    if isinstance(heads, ThresholdHeads):
+        chosen, cut = heads.above(chosen, scores, candidates)
         cut = (
             own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import checked, instance
 from jaxkv._errors import require
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
@@ -20,7 +21,6 @@ from jaxkv.cache.stores import put_cells
 from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
-from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Ongoing
@@ -263,7 +263,8 @@ def _checked_joined(
     merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None
 ) -> Joined:
     """Returns a merger's result for single rows unchanged; raises TypeError for a wrong shape or dtype."""
-    checked_tuple(merge, "merge_one", found, Joined)
+    name = f"{type(merge).__name__}.merge_one"
+    instance(name, found, Joined, "return Joined(joins, k, v, tau)")
     checked(
         merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_
     )

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._checks import field, real
-from jaxkv._values import Value
-from jaxkv.policies.checks import instance
+from jaxkv._checks import field, instance, real
 from jaxkv.policies.topk import sortable, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
@@ -66,7 +64,7 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ByKeys(Value):
+class _ByKeys:
     """Base of head budgets that choose rows by sort keys of scores: subclasses set `uniform` or override `_pick`."""
 
     uniform: ClassVar[bool]
@@ -226,7 +224,7 @@ class ProtectedHeads(_Uneven):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsAround(Value):
+class HeadsAround:
     """Base of head budgets around inner head budgets, the field `budgets`, whose choice of rows they change."""
 
     budgets: HeadBudgets = UniformHeads()
