@@ -173,8 +173,9 @@ class GgufFile:
 
 
 def undo_permutation(
-    array: Float[np.ndarray, "rows *rest"], heads: int
-) -> Float[np.ndarray, "rows *rest"]:
+    array: Float[np.ndarray, "rows *rest"],
+    heads: int,  # noqa: F821
+) -> Float[np.ndarray, "rows *rest"]:  # noqa: F821
     """Query or key projection `[heads * D, ...]` of arch "llama", with rows reordered into Hugging Face's order.
 
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to

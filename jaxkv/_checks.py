@@ -1,6 +1,7 @@
-"""Validation of user-given values: each function returns a plain Python value or raises ValueError with the remedy.
+"""Checks of what users give: numbers, flags, choices, instances, and arrays that users' parts return under a trace.
 
-Public functions and frozen configs call these once for each argument; internal code does not check again.
+Public functions and frozen configs call these once for each argument; internal code does not check again. A wrong value
+is a ValueError, something of a wrong kind a TypeError.
 """
 
 import enum
@@ -8,7 +9,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from jaxkv._errors import require
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxkv._errors import refusal, require
 from jaxkv._values import FARTHEST, as_real, is_whole, plain
 
 E = TypeVar("E", bound=enum.Enum)
@@ -154,6 +158,74 @@ def index(name: str, value: Any, size: int) -> int:
     fits = is_whole(given, -size) and given < size
     require(fits, name, given, f"give an index from 0 to {size - 1}, or from -{size} to -1")
     return given % size
+
+
+def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
+    """Returns `value` if it is an instance of a class or protocol.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given; classes are refused, which have a protocol's attributes themselves.
+        kind: the class, protocol, or union of these.
+        remedy: what to give instead.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(value, type) or not isinstance(value, kind):
+        raise TypeError(str(refusal(name, value, remedy)))
+    return value
+
+
+def static(name: str, value: Any) -> Any:
+    """Returns `value` if it has a hash, by which compiled programs are kept; raises TypeError otherwise.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: for a value without a hash.
+    """
+    try:
+        hash(value)
+    except TypeError as error:
+        remedy = f"{error}: make it a frozen dataclass of numbers and tuples"
+        raise TypeError(str(refusal(name, value, remedy))) from None
+    return value
+
+
+def checked(
+    part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32
+) -> Array:
+    """Returns the array that a user's part gave, if it has this shape and dtype.
+
+    Args:
+        part: the user's part, for the error message.
+        method: its method that gave the array.
+        given: the array.
+        shape: the shape that it has to have.
+        about: names of the axes, such as "row, [B, K, S]".
+        dtype: the dtype that it has to have.
+
+    Returns:
+        The array.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    mine, kind = getattr(given, "shape", None), getattr(given, "dtype", None)
+    if mine != tuple(shape) or kind != dtype:
+        gave = type(given).__name__ if mine is None else f"{kind}{list(mine)}"
+        remedy = f"give one {jnp.dtype(dtype).name} for each {about} = {list(shape)}"
+        raise TypeError(f"{type(part).__name__}.{method}={gave}: {remedy}")
+    return given
 
 
 def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:

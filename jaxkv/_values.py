@@ -1,4 +1,4 @@
-"""Dataclasses whose equality includes number types (1 row is not a share of 1.0), and conversion to plain numbers."""
+"""Conversion of what users give to plain Python values, texts of dataclasses, and exact arithmetic on the host."""
 
 import dataclasses
 import math
@@ -14,54 +14,6 @@ import numpy as np
 # Positions are int32. ENDLESS is half of the range, so that adding to a limit does not overflow.
 FARTHEST = 2**31 - 1
 ENDLESS = 2**30
-
-
-class Value:
-    """Base class of frozen dataclasses whose equality also compares the types of their numbers (1 is not 1.0 or True).
-
-    Such values are keys of caches of programs and sizes; in plain dataclasses 1 row would equal 1.0 (all rows), and
-    True 1. A class that defines `__eq__` keeps its own.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__eq__" not in vars(cls):
-            # Set in every class itself, so that `@dataclass` does not replace them.
-            setattr(cls, "__eq__", Value.__eq__)  # noqa: B010
-            setattr(cls, "__hash__", Value.__hash__)  # noqa: B010
-
-    def meaning(self) -> dict[str, Any]:
-        """Dictionary of the fields that equality and hash are computed from, by name."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields if field.compare}
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return typed(self) == typed(other)
-
-    def __hash__(self) -> int:
-        return hash(typed(self))
-
-
-@dataclasses.dataclass(frozen=True)
-class Typed(Value):
-    """Wrapper that makes a part of a policy a static argument, whose equality also compares types of numbers."""
-
-    part: Any
-
-
-def typed(value: Any) -> Any:
-    """Hashable key for equality: nested tuples of a value's contents and the types of these."""
-    if isinstance(value, Value):
-        return type(value), *((name, typed(each)) for name, each in value.meaning().items())
-    by_field = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if by_field and type(value).__hash__ is not object.__hash__:
-        fields = [field.name for field in dataclasses.fields(value) if field.compare]
-        return type(value), *((name, typed(getattr(value, name))) for name in fields)
-    if isinstance(value, tuple):
-        return type(value), *map(typed, value)
-    return type(value), value
 
 
 def plain(value: Any) -> Any:
@@ -88,13 +40,15 @@ def plain(value: Any) -> Any:
 def normalise(value: Any) -> None:
     """Converts a dataclass's fields in place, also if frozen: numpy and JAX scalars to Python's, lists to tuples."""
     for field in dataclasses.fields(value):
+        if not field.init:
+            continue
         given = getattr(value, field.name)
         made = tuple(plain(each) for each in given) if isinstance(given, list) else plain(given)
         if made is not given:
             object.__setattr__(value, field.name, made)
 
 
-def is_whole(value: Any, least: int = 0) -> bool:
+def is_whole(value: Any, least: int | float = 0) -> bool:
     """True if the value is an int of at least `least`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -111,14 +65,18 @@ def as_real(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
+def alike(one: Any, other: Any) -> bool:
+    """True if two values are equal and of one type: 1 row is not a share of 1.0."""
+    return type(one) is type(other) and bool(one == other)
+
+
 def brief(value: Any) -> str:
     """One-line text of a dataclass: its class and the fields that differ from their defaults; else its `repr`."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return " ".join(repr(value).split())
     given = []
     for field in dataclasses.fields(value):
-        mine = getattr(value, field.name)
-        if field.default is dataclasses.MISSING or typed(mine) != typed(field.default):
+        if field.repr and not alike(mine := getattr(value, field.name), field.default):
             given.append(f"{field.name}={brief(mine)}")
     return f"{type(value).__name__}({', '.join(given)})"
 

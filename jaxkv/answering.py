@@ -162,7 +162,7 @@ def _stats(
         cut_rows=cut,
         raised_budgets=0
         if given is not None
-        else session.policy.parts().raised(call.encoded.lengths),
+        else session.policy.composed.raised(call.encoded.lengths),
     )
 
 

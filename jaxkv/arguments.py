@@ -20,7 +20,6 @@ from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
-from jaxkv.policies.scorer import looks_at_end
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded
@@ -175,7 +174,7 @@ def require_drawable(
 def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
     """Raises ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
-    require(policy is None or policy == cache.policy, "policy", policy, remedy)
+    require(policy is None or policy.composed == cache.policy.composed, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
     require(
         ours,
@@ -206,7 +205,7 @@ def require_fits(
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
         require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
         seen = host(cache.seen)[: cache.batch]
-    if policy.parts().rolling:
+    if policy.composed.rolling:
         return _require_places(config, policy, lengths, new, cache)
     total = int((seen + lengths).max()) + new
     remedy = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
@@ -218,9 +217,9 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
 
     Only for policies that score rows by the attention of the document's end. `budget` is in rows per kv head.
     """
-    scorer = policy.parts().scorer
+    scorer = policy.composed.scorer
     lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
-    if scorer is None or not looks_at_end(scorer) or not lost.any() or not hosts.speaks():
+    if scorer is None or not scorer.looks_at_end or not lost.any() or not hosts.speaks():
         return
     name = type(policy).__name__
     warn_once(
@@ -236,7 +235,7 @@ def _require_places(
     config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None
 ) -> None:
     """Raises ValueError if a policy with rolling positions would hold more rows than the model has positions."""
-    limit, parts = config.max_positions, policy.parts()
+    limit, parts = config.max_positions, policy.composed
     if cache is None:
         read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())
         assert needed.rows is not None

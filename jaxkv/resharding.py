@@ -58,7 +58,7 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
 
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
     """List of each pool's rows per device: an even share times `capacity`, or what the fullest device needs."""
-    layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
+    layout, capacity = cache.layout, capacity_of(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape
     mine, out = heads // stretches, list[int]()

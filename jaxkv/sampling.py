@@ -14,7 +14,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv import _checks
-from jaxkv._values import Value
 from jaxkv.policies.topk import kth_largest, sortable
 
 
@@ -71,7 +70,7 @@ def _narrow(value: Any) -> Any:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Compiled(Value):
+class _Compiled:
     """Wrapper that makes a user's sampler a static pytree, compiled into the decoding loop."""
 
     draw: Any

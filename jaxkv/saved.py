@@ -17,6 +17,7 @@ from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache
 from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import CACHE
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.checks import Bytes
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.resharding import cache_on, reshard
@@ -105,10 +106,10 @@ def _agreed(given: Method, said: Any, layers: int) -> Method:
     ):  # a policy that no model of so many layers takes is another one
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
     budget, remedy = (
-        given.parts().budget,
+        given.composed.budget,
         "a saved cache says how many rows they were: leave the policy out",
     )
-    require(not isinstance(budget, str), "policy.budget", budget, remedy)
+    require(not isinstance(budget, Bytes), "policy.budget", budget, remedy)
     remedy = "another one compressed the cache: leave it out, or give that one"
     require(encode(given, None, "policy") == said, "policy", given, remedy)
     return given

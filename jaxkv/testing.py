@@ -24,6 +24,7 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.policies.checks import Tokens
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.layers import sets_rows
 from jaxkv.policies.parts import Parts
@@ -146,7 +147,7 @@ class _Case:
     @property
     def parts(self) -> Parts:
         """`Parts` of the policy under test."""
-        return self.policy.parts()
+        return self.policy.composed
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -206,8 +207,8 @@ def check_policy(
     """
     model = tiny_model() if model is None else model
     policy = policy_for(policy, model.config, model.filter_layers, dtype=model.dtype)
-    budget, rng = policy.parts().budget, np.random.default_rng(seed)
-    longest = max(2 * budget + 1, 24) if isinstance(budget, int) else 97
+    budget, rng = policy.composed.budget, np.random.default_rng(seed)
+    longest = max(2 * budget.value + 1, 24) if isinstance(budget, Tokens) else 97
     # Alone, the shorter prompt is padded to a smaller bucket, and it still has rows to drop.
     lengths = (longest, bucket(longest) // 2)
     prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
@@ -320,7 +321,7 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
     """Asserts that with a budget of the whole text and no threshold, the tokens are those of FullKV."""
     if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
-    roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
+    roomy = _Given(made=dataclasses.replace(case.parts, budget=Tokens(max(case.lengths) + _NEW)))
     ours, whole = (
         case.drawn(roomy),
         case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store))),

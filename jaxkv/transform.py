@@ -33,6 +33,7 @@ from jaxkv.engine.compress import Source, finished, observe, ranked_first, unord
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.lengths import by_length, rows_by_claims
 from jaxkv.models.values import positive
+from jaxkv.policies.checks import Bytes
 from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -102,7 +103,7 @@ def compress(
         ValueError: naming the argument that is missing or does not fit.
     """
     policy = _as_taken(policy)
-    parts = policy.parts()
+    parts = policy.composed
     name = type(policy).__name__
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
@@ -173,7 +174,7 @@ def compress_layers(
     ]
     cap, each = _as_softcap(softcap), zip(k, v, *beside, strict=True)
     given = [_Layer(k, v, q, _as_window(width), sinks, cap) for k, v, q, width, sinks in each]
-    parts, widths = _as_taken(policy).parts(), tuple(each.window for each in given)
+    parts, widths = _as_taken(policy).composed, tuple(each.window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
     return _compressed(given, parts, length, room, key, first=0, layers=layers)
@@ -466,10 +467,10 @@ def _layers_of(scorer: Scorer | None) -> int | None:
 def _as_taken(given: Method | type[Method] | str) -> Method:
     """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
     policy = as_policy(given)
-    name, parts = type(policy).__name__, policy.parts()
+    name, parts = type(policy).__name__, policy.composed
     for refused, remedy in (
         (
-            isinstance(parts.budget, str),
+            isinstance(parts.budget, Bytes),
             "bytes are those of a whole model's cache: give rows, or a share",
         ),
         (

@@ -48,23 +48,6 @@ HIGH, KINDS = ThresholdHeads(threshold=0.5), DuoAttention(pattern=((0.5, 0.5),) 
 READS = OmniKV(budget=8, filter_layers=(1,)).parts().read
 
 
-class Mixed:
-    """No policy itself; says a part of policies derived from it."""
-
-    scorer = KeyNorm()
-
-
-class Narrow:
-    """Likewise, a field."""
-
-    window = 4
-
-
-made = dataclasses.dataclass(frozen=True, kw_only=True)
-Unnoted = type("Unnoted", (SnapKV,), {"budget": 64})
-Unmade = type("Unmade", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64})
-
-
 def derived(name: str, base: type, **said):
     """A policy's class that says this."""
     return type(name, (base,), said)
@@ -145,10 +128,6 @@ def evicting(rank, merge=None):
     )
 
 
-def old_of_heads(self, scores, candidates, sums, length):
-    return scores.mean(axis=-1)
-
-
 def with_queries(queries):
     return Policy(budget=64, scorer=type("Odd", (KeyNorm,), {"queries": queries})())
 
@@ -172,24 +151,23 @@ PARTS = [
         (
             lambda: policy_of(Loose()),
             TypeError,
-            "scorer=Loose",
+            "scorer=.*Loose.*: ",
         ),
         (
             lambda: policy_of(derived("Silent", Scorer)()),
             TypeError,
-            "scorer=Silent",
+            "scorer=.*Silent.*: it says nothing of rows: write its method `observe`",
         ),
         (
             lambda: Policy(budget=24, scorer=derived("Sum", KeyNorm, group="sum")()),
-            TypeError,
-            r"scorer\.group='sum': give GroupReduce\.MEAN or GroupReduce\.MAX",
+            r"scorer\.group='sum': ",
         ),
     ),
     *door(
         "a scorer's queries",
         with_queries,
         *(
-            (queries, TypeError, r"scorer\.queries=.*: give a number of last queries, 0 or more")
+            (queries, r"scorer\.queries=.*: ")
             for queries in (None, "1", [], {}, Decimal("NaN"), -1, True)
         ),
     ),
@@ -197,8 +175,13 @@ PARTS = [
         "a rank's decay",
         with_decay,
         *(
-            (decay, r"evict\.decay=.*: give a share between 0 and 1|rank\.decay")
-            for decay in (Decimal("0.5"), Fraction(1, 2), 1.5, "1")
+            (decay, fault, r"rank\.decay=.*: give a share between 0 and 1")
+            for decay, fault in (
+                (Decimal("0.5"), TypeError),
+                (Fraction(1, 2), TypeError),
+                (1.5, ValueError),
+                ("1", TypeError),
+            )
         ),
     ),
     *door(
@@ -217,7 +200,7 @@ PARTS = [
         (
             (Odd(), Strange(all=lambda k, v: k)),
             TypeError,
-            r"Strange\.merge=.*: return Merged\(k, v, tau\)",
+            r"Strange\.merge=",
         ),
         (
             (Odd(), Strange(all=lambda k, v: Merged(k[:, :1], v, None))),
@@ -227,7 +210,7 @@ PARTS = [
         (
             (Odd(), Strange(one=lambda goes, row: goes)),
             TypeError,
-            r"Strange\.merge_one=.*: return Joined\(joins, k, v, tau\)",
+            r"Strange\.merge_one=",
         ),
         (
             (Odd(), Strange(one=lambda goes, row: Joined(row.k, None, None, None))),
@@ -274,7 +257,7 @@ OWN = [
         (
             {"scorer": KeyNorm},
             TypeError,
-            "scorer=KeyNorm",
+            "scorer=.*KeyNorm.*: give an instance",
         ),
         (
             {"scorer": "attention"},
@@ -309,15 +292,6 @@ OWN = [
         ({"nested": True}, "nested=True"),
     ),
     *door(
-        "layers of a user's, as of_heads was before",
-        lambda layers: policy_of(layers=layers),
-        (
-            derived("Before", EntropyLayers, of_heads=old_of_heads)(),
-            TypeError,
-            r"layers=Before\.of_heads",
-        ),
-    ),
-    *door(
         "BlockAttention",
         lambda asked: BlockAttention(**asked),
         ({"size": 0}, "size=0"),
@@ -334,7 +308,8 @@ OWN = [
         (lambda: ThresholdHeads(threshold=None), "threshold=None"),
         (
             lambda: ThresholdHeads(threshold=1, budgets=SharedHeads),
-            "budgets=.*SharedHeads",
+            TypeError,
+            r"budgets=.*SharedHeads.*: give head budgets",
         ),
         (
             lambda: ThresholdHeads(threshold=1, budgets=HIGH),
@@ -388,21 +363,7 @@ OWN = [
     *door(
         "a user's class",
         lambda cls: cls(),
-        (
-            made(Unnoted),
-            TypeError,
-            r"Unnoted\.budget: it is no field's default: write `budget: \.\.\. = 64` in the class",
-        ),
-        (
-            made(derived("Kept", Policy, keep=Keep(sinks=4))),
-            TypeError,
-            r"Kept\.keep: it is no field's default: write `keep",
-        ),
-        (
-            Unmade,
-            TypeError,
-            r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it",
-        ),
+        (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
         (
             lambda: derived("Nothing", Method)(budget=20),
             TypeError,
@@ -411,42 +372,12 @@ OWN = [
         (
             lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
             TypeError,
-            r"Less\.parts\(\)=3: return Parts",
-        ),
-        (
-            lambda: derived("Without", Method, parts=None)(),
-            TypeError,
-            r"Without\.parts=None: make it a method that returns Parts",
+            "parts=3: return Parts",
         ),
         (
             lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),
             TypeError,
             "Around: write its method `wrap`",
-        ),
-        (
-            lambda: derived(
-                "Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()
-            ),
-            TypeError,
-            r"Part\.heads: nobody reads it: write `parts`",
-        ),
-        *(
-            (
-                lambda name=name: derived("Mute", SnapKV, **{name: property(lambda self: None)}),
-                TypeError,
-                rf"Mute\.{name}: nobody reads it: write `parts`",
-            )
-            for name in ("scorer", "heads", "keep")
-        ),
-        (
-            lambda: type("Mine", (Mixed, SnapKV), {}),
-            TypeError,
-            r"Mixed\.scorer: nobody reads it: write `parts`",
-        ),
-        (
-            lambda: made(type("Mine", (Narrow, SnapKV), {}))(budget=64),
-            TypeError,
-            r"Narrow\.window: it is no field's default: write `window: \.\.\. = 4`",
         ),
     ),
 ]

@@ -7,7 +7,7 @@ import pytest
 from test_kernels import DTYPES, attend_oracle, draw, wide
 
 from jaxkv.attention import Implementation, backend_of
-from jaxkv.pallas_kernels import tpu_decode, tpu_prefill
+from jaxkv.pallas_kernels.tpu import decode, prefill
 
 # One head ten times longer than the others and over several blocks, heads without rows, segments of one tile; the
 # second sequence has ended.
@@ -58,7 +58,7 @@ def compare(ours, theirs, dtype):
 def test_a_token_joins_and_attends(dim, dtype, group):
     q, new_k, new_v, k, v = drawn(dim, dtype, group)
     tables = [jnp.asarray(each) for each in (START, LENGTH, COUNTS)]
-    out, lse, *pool = tpu_decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
+    out, lse, *pool = decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     wanted = [with_rows(each, new, START, LENGTH, COUNTS) for each, new in ((k, new_k), (v, new_v))]
     for mine, its in zip(pool, wanted, strict=True):
@@ -72,7 +72,7 @@ def test_a_token_joins_and_attends(dim, dtype, group):
 
 def test_rows_are_only_read():
     q, _, _, k, v = drawn(64, "bfloat16", 2)
-    out, lse = tpu_decode.attend(q, k, v, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True)
+    out, lse = decode.attend(q, k, v, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True)
     compare((out, lse), attend_oracle(q, k, v, START, LENGTH)[:2], "bfloat16")
     assert not wide(out)[0, 1].any() and np.isneginf(wide(lse)[0, 1]).all()
 
@@ -85,7 +85,7 @@ def test_many_heads_write_into_one_tile():
     q, new_k, new_v = draw(1, (2, 4, 2, 64), (2, 4, 64), (2, 4, 64), dtype=jnp.bfloat16)
     k, v = draw(2, (2, 48, 64), (2, 48, 64), dtype=jnp.bfloat16)
     tables = map(jnp.asarray, (start, length, counts))
-    out, lse, *pool = tpu_decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
+    out, lse, *pool = decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
     wanted = [with_rows(each, new, start, length, counts) for each, new in ((k, new_k), (v, new_v))]
     for mine, its in zip(pool, wanted, strict=True):
         np.testing.assert_array_equal(wide(mine), its)
@@ -100,9 +100,7 @@ def test_a_window_with_capped_logits():
     q, new_k, new_v, k, v = drawn(dim, "float32", 2)
     late = np.maximum(LENGTH - 20, 0)
     tables = [jnp.asarray(each) for each in (START + late, LENGTH - late, COUNTS)]
-    run = jax.jit(
-        lambda *given: tpu_decode.append_and_attend(*given, softcap=softcap, interpret=True)
-    )
+    run = jax.jit(lambda *given: decode.append_and_attend(*given, softcap=softcap, interpret=True))
     out, lse, *pool = run(q, (new_k, new_v), k, v, *tables)
     keys, values = map(wide, pool)
     np.testing.assert_array_equal(keys, with_rows(k, new_k, START, LENGTH, COUNTS))
@@ -123,9 +121,9 @@ def test_a_window_with_capped_logits():
 
 def test_what_it_takes():
     """Whole tiles of bfloat16 or float32."""
-    assert tpu_decode.takes(48, jnp.bfloat16) and tpu_decode.takes(40, jnp.float32)
-    assert tpu_decode.takes(40, jnp.bfloat16) and not tpu_decode.takes(44, jnp.bfloat16)
-    assert not tpu_decode.takes(48, jnp.float16)
+    assert decode.takes(48, jnp.bfloat16) and decode.takes(40, jnp.float32)
+    assert decode.takes(40, jnp.bfloat16) and not decode.takes(44, jnp.bfloat16)
+    assert not decode.takes(48, jnp.float16)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +134,8 @@ def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
 
     Of three prompts two are computed together.
     """
-    monkeypatch.setattr(tpu_prefill, "_TOKENS", 800)
-    assert [tpu_prefill.tokens_at_once(3, slots) for slots in (384, 1024, 128)] == [768, 1024, 384]
+    monkeypatch.setattr(prefill, "_TOKENS", 800)
+    assert [prefill.tokens_at_once(3, slots) for slots in (384, 1024, 128)] == [768, 1024, 384]
     q, k, v = draw(3, (3, 2, 2, 384, 64), (3, 2, 384, 64), (3, 2, 384, 64), dtype=jnp.bfloat16)
     length = jnp.asarray([384, 130, 7], jnp.int32)
     backend, oracle = (
@@ -151,8 +149,8 @@ def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
 
 def test_where_splash_attention_does_not_serve():
     """Float32 and short prompts take XLA, in blocks of queries; so do sums of columns."""
-    assert tpu_prefill.takes(384, jnp.bfloat16)
-    assert not tpu_prefill.takes(64, jnp.bfloat16) and not tpu_prefill.takes(384, jnp.float32)
+    assert prefill.takes(384, jnp.bfloat16)
+    assert not prefill.takes(64, jnp.bfloat16) and not prefill.takes(384, jnp.float32)
     q, k, v = draw(4, (2, 2, 2, 1024, 16), (2, 2, 1024, 16), (2, 2, 1024, 16))
     length = jnp.asarray([1024, 700], jnp.int32)
     backend, oracle = (

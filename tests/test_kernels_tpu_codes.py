@@ -8,7 +8,7 @@ from test_kernels import attend_oracle, draw, wide
 from test_kernels_tpu import COUNTS, LENGTH, START, compare, drawn, with_rows
 
 from jaxkv.cache.quantised import Bytes
-from jaxkv.pallas_kernels import tpu_codes, tpu_decode
+from jaxkv.pallas_kernels.tpu import codes, decode
 
 # Head dim, dtype, group and rows of a pool: whole registers of scales, none, and tiles of 8 or of 32 rows.
 CASES = [
@@ -43,7 +43,7 @@ def test_a_token_joins_codes_and_attends(dim, dtype, group, rows):
     )
     pool = encoded(k * sizes[0]), encoded(v * sizes[1])
     new = encoded(new_k), encoded(new_v * 3)
-    out, lse, *found = tpu_decode.append_and_attend(
+    out, lse, *found = decode.append_and_attend(
         q, new, *pool, *map(jnp.asarray, TABLES), interpret=True
     )
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
@@ -61,11 +61,11 @@ def test_codes_are_only_read(softcap):
     q, new_k, new_v, k, v = drawn(64, "float32", 2)
     pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
     how = {"softcap": softcap, "interpret": True}
-    out, lse, *pool = tpu_decode.append_and_attend(q, new, *pool, *map(jnp.asarray, TABLES), **how)
+    out, lse, *pool = decode.append_and_attend(q, new, *pool, *map(jnp.asarray, TABLES), **how)
     after = jnp.asarray(START), jnp.asarray(LENGTH + COUNTS[:, None])
-    again = tpu_decode.attend(q, *pool, *after, **how)
+    again = decode.attend(q, *pool, *after, **how)
     compare((out, lse), map(wide, again), "float32")
-    plain = tpu_decode.attend(
+    plain = decode.attend(
         q, *(jnp.asarray(decoded(each), jnp.float32) for each in pool), *after, **how
     )
     compare(again, map(wide, plain), "float32")
@@ -81,7 +81,7 @@ def test_many_heads_write_codes_into_one_tile():
     for rows in (48, 64):
         k, v = draw(2, (2, rows, 64), (2, rows, 64), dtype=jnp.bfloat16)
         pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
-        out, lse, *found = tpu_decode.append_and_attend(
+        out, lse, *found = decode.append_and_attend(
             q, new, *pool, *map(jnp.asarray, tables), interpret=True
         )
         for mine, old, one in zip(found, pool, new, strict=True):
@@ -94,9 +94,7 @@ def test_many_heads_write_codes_into_one_tile():
 def test_queries_of_float16_are_multiplied_in_float32():
     q, _, _, k, v = drawn(64, "float32", 2)
     half, pool = q.astype(jnp.float16), (encoded(k), encoded(v))
-    out, lse = tpu_decode.attend(
-        half, *pool, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True
-    )
+    out, lse = decode.attend(half, *pool, jnp.asarray(START), jnp.asarray(LENGTH), interpret=True)
     rows = [jnp.asarray(decoded(each), jnp.float32) for each in pool]
     assert out.dtype == jnp.float16
     np.testing.assert_allclose(
@@ -107,7 +105,7 @@ def test_queries_of_float16_are_multiplied_in_float32():
 
 def test_what_it_takes_of_codes():
     """Whole tiles of 8 bits, of 8 rows or of 32, whose scales fit VMEM; no words of 4 bits."""
-    assert tpu_decode.takes(40, jnp.int8) and not tpu_decode.takes(44, jnp.int8)
-    assert not tpu_decode.takes(48, jnp.uint16) and not tpu_decode.takes(1 << 20, jnp.int8)
-    tiles = [tpu_codes.tile_of(jnp.zeros((1, rows, 8), jnp.int8)) for rows in (40, 64)]
-    assert tiles == [8, 32] and tpu_codes.tile_of(jnp.zeros((1, 64, 8), jnp.bfloat16)) == 8
+    assert decode.takes(40, jnp.int8) and not decode.takes(44, jnp.int8)
+    assert not decode.takes(48, jnp.uint16) and not decode.takes(1 << 20, jnp.int8)
+    tiles = [codes.tile_of(jnp.zeros((1, rows, 8), jnp.int8)) for rows in (40, 64)]
+    assert tiles == [8, 32] and codes.tile_of(jnp.zeros((1, 64, 8), jnp.bfloat16)) == 8

@@ -25,7 +25,6 @@ from jaxkv.policies import (
     UniformHeads,
     topk,
 )
-from jaxkv.policies.scorer import blocks_of, future_of, norms_of, replay_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
 SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads
@@ -75,9 +74,9 @@ class _Drawn(compress.Source):
             layer=jnp.int32(index),
             key=jax.random.key(0),
             sums=all_sums(self.q[index], k, self.lengths) if parts.needs.sums else None,
-            norms=jnp.asarray(critical_norms(k)) if norms_of(parts.scorer) else None,
+            norms=jnp.asarray(critical_norms(k)) if parts.scorer.norms else None,
             moments=self.moments(index),
-            replayed=None if replay_of(parts.scorer) is None else jnp.asarray(replayed(k)),
+            replayed=None if parts.scorer.replay is None else jnp.asarray(replayed(k)),
             blocks=self.blocks(index),
             unrotated=jnp.asarray(k),
         )
@@ -91,7 +90,7 @@ class _Drawn(compress.Source):
 
     def moments(self, index):
         """Mean and covariance of the prompts' queries as they come, if the scorer asks for them."""
-        asked = future_of(self.parts.scorer)
+        asked = self.parts.scorer.future
         if asked is None:
             return None
         q = [
@@ -106,7 +105,7 @@ class _Drawn(compress.Source):
 
     def blocks(self, index):
         """Attention that each key receives within its block, block by block, if the scorer asks for it."""
-        asked = blocks_of(self.parts.scorer)
+        asked = self.parts.scorer.blocks
         if asked is None:
             return None
         sums = np.zeros(self.q[index].shape[:-1], np.float32)

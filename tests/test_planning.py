@@ -231,7 +231,7 @@ def test_remedies_would_do():
     many = plan("llama-3.1-8b", gpus="l4", context=8192, batch=24, policy=jaxkv.AdaKV(budget=2048))
     assert not many.fits and many.remedies[0].about.startswith("a budget of ")
     assert not any("SnapKV" in each.about for each in many.remedies)
-    assert many.remedies[0].setting.policy.parts().budget < 2048
+    assert many.remedies[0].setting.policy.composed.budget.value < 2048
     for each in (*whole.remedies, *many.remedies):
         assert fits(each.setting) and each.peak == sizes_of(each.setting).peak
     nothing = plan("llama-3.1-405b", gpus="l4", context=CONTEXT)

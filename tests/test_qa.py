@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv.evals import TASKS, DocumentQuestions, How, OwnTexts, asked, asking, evaluate, metrics
 from jaxkv.evals.perplexity import losses_of
+from jaxkv.policies.checks import Share
 
 LONG, OTHER = "The mill stands by the river. " * 3, "Ada keeps bees on the roof. " * 4
 ROWS = [
@@ -165,7 +166,7 @@ def test_policies_are_added_to_a_folder(data, tmp_path):
             model, task, dict(reversed(POLICIES.items())), tmp_path / "grown", **options
         )
     assert runs.call_count == 2 and all(
-        call.args[2].parts().budget == 0.5 for call in runs.call_args_list
+        call.args[2].composed.budget == Share(0.5) for call in runs.call_args_list
     )
     assert (
         tmp_path / "grown" / "samples.jsonl"

@@ -293,7 +293,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (compress._observe, choosing._choose, packing.pack, packing.pack_shared):
+    for compiled in (compress.observe, choosing._choose, packing.pack, packing.pack_shared):
         compiled.clear_cache()
 
 

@@ -70,7 +70,7 @@ TRAVELS = {
     "layer": {"all-reduce": ["B R E", "B K R"]},
     # What is observed, and logits of window queries, where a group's query heads lie apart; claims of heads, of n
     # numbers each, on rows.
-    "_observe": {
+    "observe": {
         "all-reduce": ["B K R", "B R", "B K w R"],
         "all-gather": ["B K", "B K G", "B K G n"],
     },

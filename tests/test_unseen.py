@@ -41,7 +41,6 @@ from jaxkv import (
     UnseenQuestionWarning,
 )
 from jaxkv.policies import KeyNorm, Scorer, WindowAttention
-from jaxkv.policies.scorer import looks_at_end
 
 DOCUMENT = "the quick brown fox jumps over the lazy dog and over the cat"
 SMALL = {"budget": 16, "window": 4}
@@ -176,23 +175,8 @@ def test_a_scorer_says_itself_whether_it_looks_at_the_end(chatting):
     assert not told(chatting, policy=Policy(budget=16, scorer=WorstCase()))
     assert told(chatting, policy=Policy(budget=16, scorer=WorstCase(looks_at_end=True)))
     assert WindowAttention().looks_at_end and not KeyNorm().looks_at_end
-    with pytest.raises(TypeError, match=r"scorer\.looks_at_end='no': give True or False"):
+    with pytest.raises(ValueError, match=r"scorer\.looks_at_end="):
         Policy(budget=16, scorer=WorstCase(looks_at_end="no"))
-
-
-class Bare:
-    """A scorer derived from nothing, as those of earlier versions."""
-
-    queries, sums, rank = 4, False, None
-    observe = WorstCase.observe
-
-    def scores(self, observed, length):
-        return observed
-
-
-def test_a_scorer_derived_from_nothing_looks_where_it_asks_for_queries(as_users_call):
-    policy = Policy(budget=16, scorer=Bare())
-    assert looks_at_end(policy.parts().scorer)
 
 
 def test_where_warnings_are_errors_every_call_is_refused(chatting):

@@ -15,6 +15,7 @@ from jaxkv.policies import (
     Scorer,
     UniformHeads,
 )
+from jaxkv.policies.checks import Tokens
 
 GQA = tiny.MODELS["gqa3"]
 pytestmark = pytest.mark.usefixtures("as_users_call")
@@ -50,7 +51,7 @@ def test_what_users_may_write():
 def test_what_a_class_says_as_a_field_counts():
     made = dataclasses.dataclass(frozen=True, kw_only=True)
     noted = made(type("Noted", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64}))
-    assert noted().parts().budget == 64
+    assert noted().composed.budget == Tokens(64)
     ours = made(
         type("Ours", (Policy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()})
     )
@@ -66,7 +67,7 @@ def test_names_and_classes_are_policies_with_their_defaults():
     for policy in ("snapkv", "SnapKV", "snap-kv", np.str_("snapkv"), SnapKV):
         assert jaxkv.prefill(model, ids, policy=policy).policy == SnapKV()
         assert plan_prefill(GQA, policy, [40]).budget.tolist() == [40]
-        assert AdaKV(base=policy, budget=64).parts().budget == 64
+        assert AdaKV(base=policy, budget=64).composed.budget == Tokens(64)
     for policy in (None, "full", "FullKV", jaxkv.FullKV):
         out = jaxkv.generate(model, ids[0], policy=policy, max_new_tokens=1)
         assert out.cache.policy == jaxkv.FullKV()
@@ -106,12 +107,6 @@ def test_copies_keep_what_a_policy_has_beside_its_fields():
         copy.copy(policy).noted == copy.deepcopy(policy).noted == 3 and copy.copy(policy) == policy
     )
 
-    class Worded(Noted):
-        words = ("one",)
-
-    with pytest.raises(TypeError, match=r"Worded\.words: it is no field's default"):
-        Worded(budget=64)
-
 
 def test_parts_come_from_any_callable_and_may_have_their_own_budget():
     class Static(Method):
@@ -121,7 +116,8 @@ def test_parts_come_from_any_callable_and_may_have_their_own_budget():
         def parts(self):
             return self.compose(scorer=KeyNorm(), budget=40)
 
-    assert Static().parts().budget == 64 and Less(budget=64).parts().budget == 40
+    assert Static().composed.budget == Tokens(64)
+    assert Less(budget=64).composed.budget == Tokens(40)
 
 
 def test_a_field_may_lose_its_plain_default():

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray
 
 from jaxkv import _checks
 from jaxkv._errors import require
-from jaxkv._values import brief, plain, typed
+from jaxkv._values import brief, plain
 from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.choosing import Candidates, choose, of_prompt
@@ -22,6 +22,7 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
+from jaxkv.policies.checks import as_budget
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -64,7 +65,7 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
     budgets = tuple(map(plain, _checks.several("budgets", budgets, remedy)))
     numbers = not any(isinstance(budget, str) for budget in budgets)
     require(numbers, "budgets", budgets, "figures are drawn over rows: give rows, or shares")
-    once = len(set(map(typed, budgets))) == len(budgets)
+    once = len(set(map(as_budget, budgets))) == len(budgets)
     require(once, "budgets", budgets, "two of them are the same: give each once")
     names = listed if isinstance(policies, Mapping) else tuple(map(_name, listed))
     given = tuple(policies.values()) if isinstance(policies, Mapping) else listed

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import Received
-from jaxkv.attention.in_place import InPlace
 from jaxkv.attention.xla import Walk
 
 
@@ -32,14 +31,13 @@ class Setting(NamedTuple):
         return self.platform in ("gpu", "cuda")
 
 
-class Backend(InPlace, abc.ABC):
+class Backend(abc.ABC):
     """Abstract base class of a device's attention: prefill, decode, scoring required; fused steps, eviction optional.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
-    `fused_eviction`, where `ranks` and `moves` say so; `append_and_attend` and `append_and_score`, where `joins` and
-    `joins_scored` do; `take_windows`, `add_windows` and `cosines`, where `windowed` does. Without the fused ones the
-    engine takes XLA's operations. New rows are written by `cache.stores`, which know how rows are held.
+    `fused_eviction`; `append_and_attend`, where `joins` says so. Without the fused ones the engine takes XLA's
+    operations. New rows are written by `cache.stores`, which know how rows are held.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it.
 
@@ -54,6 +52,7 @@ class Backend(InPlace, abc.ABC):
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
             once, for which a compiler may take copies of all.
         fused_step: True if it has `deal`, `decode_token` and `add_norm`.
+        fused_eviction: True if it has `evict_rows` and `replace_rows`.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
     """
 
@@ -64,6 +63,7 @@ class Backend(InPlace, abc.ABC):
     operands_apart: ClassVar[bool] = False
     embeds_in_blocks: ClassVar[bool] = False
     fused_step: ClassVar[bool] = False
+    fused_eviction: ClassVar[bool] = False
     custom_calls: ClassVar[tuple[str, ...]] = ()
 
     def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
@@ -368,5 +368,70 @@ class Backend(InPlace, abc.ABC):
 
         Returns:
             The sum, and its norm in the scale's dtype.
+        """
+        raise NotImplementedError
+
+    def joins(self, k: Any) -> bool:
+        """True if `append_and_attend` and `attend` take pools of such rows; always False in the base class.
+
+        Args:
+            k: keys or values of a pool as `Store.held` gives them, of which shapes and dtypes count.
+
+        Returns:
+            True or False.
+        """
+        return False
+
+    def append_and_attend(
+        self,
+        q: Float[Array, "B K G D"],
+        new: tuple[Any, Any],
+        pool: tuple[Any, Any],
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        counts: Int[Array, " B"],
+        *,
+        softcap: float | None = None,
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any, Any]:
+        """Writes a token's row behind each segment and attends to both; NotImplementedError in this base class.
+
+        Args:
+            q: rotated queries.
+            new: the token's keys, rotated, and values, `[B, K, D]` or encoded as the pool's are.
+            pool: keys and values as `Store.held` gives them, written in place if they are donated.
+            start: first row of each segment that is read.
+            length: rows of each segment from `start` on, before the token.
+            counts: 1 for sequences to which a row is appended, 0 for ended ones.
+            softcap: of the scaled logits, as in `prefill`.
+
+        Returns:
+            The output in q's dtype, the natural log-sum-exp of the scaled logits, and the pool's keys and values.
+        """
+        raise NotImplementedError
+
+    def evict_rows(
+        self, *args: Array | None, weigh: Any
+    ) -> tuple[Array, Array, Array, Array | None, Array]:
+        """Evicts a row of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
+
+        Args:
+            *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
+                `prompt` of its segments, as for `pallas_kernels.evict_rows`.
+            weigh: hashable function of scores, positions, `seen` and `prompt`; returns ranks and the evictable rows.
+
+        Returns:
+            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment that lost a row, else 0.
+        """
+        raise NotImplementedError
+
+    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
+        """Overwrites a row of masked segments by another; returns the pool; NotImplementedError in this base class.
+
+        Args:
+            *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a
+                mask of the segments, each `[B, K]`, as for `pallas_kernels.replace_rows`.
+
+        Returns:
+            Keys, values, positions and scores.
         """
         raise NotImplementedError

@@ -26,8 +26,8 @@ class Implementation(enum.Enum):
         CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding are PALLAS, because
             cuDNN has neither column sums nor ragged segments.
         MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS.
-        TPU: prefill by JAX's splash attention, appends and reads of segments by `pallas_kernels.tpu_decode`, eviction
-            by `tpu_evict`, shared pools by `tpu_windows`, the rest by XLA; on a CPU its kernels are interpreted.
+        TPU: prefill by JAX's splash attention, appends and reads of segments by `pallas_kernels.tpu.decode`, the
+            rest by XLA; on a CPU its kernels are interpreted.
         TPU_INTERPRETED: those kernels run as plain JAX operations, to check them. Never chosen by AUTO.
     """
 

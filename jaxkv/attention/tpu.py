@@ -16,8 +16,6 @@ _QUERIES = 128
 # Queries per kv head, at most, that the kernel over segments holds in VMEM; more go to XLA.
 _MOST_ROWS = 256
 _LANES = 128
-# Numbers of all segments' windows, at most, for each row of a pool.
-_MOST_WINDOWS = 4
 
 
 class Tpu(Xla):
@@ -25,8 +23,7 @@ class Tpu(Xla):
 
     Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
     do pools of float16, of no whole tiles, of rows in 4 bits, or of head dims that are no multiple of 128, and many
-    queries. Scores and eviction take kernels in pools of one layer, and in shared ones whose segments fit windows, but
-    not of rows in 8 bits.
+    queries. Scores and eviction are XLA's.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -35,37 +32,22 @@ class Tpu(Xla):
     at_once = True
     operands_apart = True
     embeds_in_blocks = True
-    fused_eviction = True
     custom_calls = ("tpu_custom_call",)
     interpret: ClassVar[bool] = False
 
     @property
     def _decode(self) -> ModuleType:
-        """Module `pallas_kernels.tpu_decode`, imported on first use."""
-        import jaxkv.pallas_kernels.tpu_decode as tpu_decode
+        """Module `pallas_kernels.tpu.decode`, imported on first use."""
+        import jaxkv.pallas_kernels.tpu.decode as decode
 
-        return tpu_decode
-
-    @property
-    def _evict(self) -> ModuleType:
-        """Module `pallas_kernels.tpu_evict`, imported on first use."""
-        import jaxkv.pallas_kernels.tpu_evict as tpu_evict
-
-        return tpu_evict
-
-    @property
-    def _windows(self) -> ModuleType:
-        """Module `pallas_kernels.tpu_windows`, imported on first use."""
-        import jaxkv.pallas_kernels.tpu_windows as tpu_windows
-
-        return tpu_windows
+        return decode
 
     @property
     def _prefill(self) -> ModuleType:
-        """Module `pallas_kernels.tpu_prefill`, imported on first use."""
-        import jaxkv.pallas_kernels.tpu_prefill as tpu_prefill
+        """Module `pallas_kernels.tpu.prefill`, imported on first use."""
+        import jaxkv.pallas_kernels.tpu.prefill as prefill
 
-        return tpu_prefill
+        return prefill
 
     def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
         """Bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
@@ -210,91 +192,6 @@ class Tpu(Xla):
         )
         return out, lse, k, v
 
-    def joins_scored(self, q: Array, k: Array, walk: Walk, widest: int | None = None) -> bool:
-        """True for pools that `joins` takes whose segments' logits fit VMEM, and rows' scores or a segment's window."""
-        if not self.joins(k) or not (self.interpret or k.shape[1] >= self._decode.CHUNK):
-            return False
-        if walk is Walk.WINDOWS:
-            # Windows of all heads lie in VMEM, 8 to a tile.
-            lines = -(-q.shape[1] // 8)
-            return widest is not None and bool(
-                self._decode.takes_scores(lines * widest, widest, q.shape[2])
-            )
-        return bool(self._decode.takes_scores(k.shape[1], _widest(q, k, walk), q.shape[2]))
-
-    def append_and_score(
-        self,
-        q: Array,
-        new: tuple[Array, Array],
-        pool: tuple[Array, Array],
-        start: Array,
-        length: Array,
-        counts: Array,
-        *,
-        walk: Walk,
-        widest: int | None = None,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
-    ) -> tuple[Array, Array, Array, Array]:
-        """Writes new rows and attends, in one kernel; returns output, attention that rows received, k and v."""
-        how = {"sink_logits": sink_logits, "softcap": softcap, "interpret": self.interpret}
-        how |= {"windows": walk is Walk.WINDOWS}
-        widest = _widest(q, pool[0], walk) if widest is None else widest
-        out, received, k, v = self._decode.append_and_score(
-            q, new, *pool, start, length, counts, widest=widest, **how
-        )
-        return out, received, k, v
-
-    def windowed(self, k: Array, segments: int, widest: int | None) -> bool:
-        """True for pools that `joins` takes, of positions that fit VMEM, if windows have few more numbers than rows."""
-        if (
-            widest is None
-            or not self.joins(k)
-            or not (self.interpret or k.shape[1] >= self._decode.CHUNK)
-        ):
-            return False
-        fits = bool(self._windows.takes(k.shape[1], len(k), segments, widest))
-        return fits and segments * widest <= _MOST_WINDOWS * k.shape[1]
-
-    def take_windows(self, leaf: Array, start: Array, *, widest: int) -> tuple[Array, Array]:
-        """Copies each segment's numbers into a window, by a kernel; returns first rows, and the windows."""
-        first, found = self._windows.take(leaf, start, widest=widest, interpret=self.interpret)
-        return first, found
-
-    def add_windows(self, score: Array, start: Array, new: Array) -> Array:
-        """Scores with windows of numbers added, by a kernel."""
-        found: Array = self._windows.add(score, start, new, interpret=self.interpret)
-        return found
-
-    def cosines(self, rows: Array, of: Array, start: Array, length: Array, *, widest: int) -> Array:
-        """Cosines of each segment's rows with a vector, by a kernel: float32 windows."""
-        found: Array = self._windows.cosines(
-            rows, of, start, length, widest=widest, interpret=self.interpret
-        )
-        return found
-
-    def moves(self, k: Array) -> bool:
-        """True for pools that `joins` takes."""
-        return self.joins(k)
-
-    def ranks(self, k: Array) -> bool:
-        """True for pools whose positions and scores fit VMEM."""
-        return bool(self._evict.takes(k.shape[1]))
-
-    def evict_rows(
-        self, *args: Array | None, weigh: Any
-    ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and i32 flags."""
-        k, v, pos, score, went = self._evict.evict_rows(
-            *args, weigh=weigh, interpret=self.interpret
-        )
-        return k, v, pos, score, went
-
-    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves a row of each masked segment over another, keys and values in a kernel; returns the pool's leaves."""
-        k, v, pos, score = self._evict.replace_rows(*args, interpret=self.interpret)
-        return k, v, pos, score
-
 
 class Interpreted(Tpu):
     """Backend for TPUs whose kernels run as plain JAX operations on any device, for tests; very slow."""
@@ -314,11 +211,6 @@ def _decoded(pair: tuple[Array, Array], dtype: jnp.dtype) -> Array:
     """Keys or values of codes and scales, in a dtype."""
     code, scale = (each.astype(jnp.float32) for each in pair)
     return (code * scale[..., None]).astype(dtype)
-
-
-def _widest(q: Array, k: Array, walk: Walk) -> int:
-    """Most rows of a segment in a pool of one layer: an equal part of it, or all."""
-    return k.shape[1] // q.shape[1] if walk is Walk.STRIDES else k.shape[1]
 
 
 def _block(queries: int, prompts: int) -> int:

@@ -296,11 +296,11 @@ class KVCache:
             rows = slice(begin, begin + length[layer, sequence, head])
             yield layer, sequence, head, self.layout.pool_of(layer), rows
 
-    def counts(self) -> list[Int[np.ndarray, "_"]]:
+    def counts(self) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
         """Numbers of kv heads, over `compressed_layers`, that keep each token seen, by sequence; not merged ones."""
         return [held[self.compressed_layers].sum(axis=(0, 1)) for held in self._held()]
 
-    def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:
+    def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
         """Positions of the tokens that a kv head keeps, on the device or in host memory, ascending.
 
         Args:

@@ -30,7 +30,7 @@ class Unpacked(NamedTuple):
 
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
-    inside: Bool[Array, "B #K S"]
+    inside: Bool[Array, "B #K S"]  # noqa: F821
     score: Float[Array, "B K S"] | None = None
     positions: Int[Array, "B K S"] | None = None
     mass: Float[Array, "B K S"] | None = None

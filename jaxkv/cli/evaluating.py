@@ -134,7 +134,8 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
         "batch": options.batch,
         "shard": None if shard is None else list(shard),
     }
-    sizes = {row: policy.parts().budget for row, policy in policies.items()}
+    kept = {row: policy.composed.budget for row, policy in policies.items()}
+    sizes = {row: None if each is None else each.given for row, each in kept.items()}
     if not any(isinstance(size, str) for size in sizes.values()):
         # Bytes are so many rows of a model, which is not there yet: `evaluate` compares them.
         asked["budgets"] = sizes

@@ -20,7 +20,8 @@ def further_policies(given: Iterable[str], first: Method) -> dict[str, Method]:
 
     A name is what was written, with "-" for what cannot stand in an address. ValueError for a policy given twice.
     """
-    budget = first.parts().budget
+    kept = first.composed.budget
+    budget = None if kept is None else kept.given
     found: dict[str, Method] = {}
     for text in given:
         for each in spelled(text, "--also"):

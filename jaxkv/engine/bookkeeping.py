@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv import attention
+from jaxkv._checks import checked
 from jaxkv.attention import Received
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
@@ -14,7 +15,6 @@ from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import Token
-from jaxkv.policies.checks import checked
 from jaxkv.sharding.collectives import mean_of_devices
 
 
@@ -93,15 +93,6 @@ def with_received(
     return dataclasses.replace(
         pool, score=attention.add_received(pool.score, received, start, counts)
     )
-
-
-def with_windows(pool: Pool, shares: list[Array], start: Int[Array, "L B K"], spec: Spec) -> Pool:
-    """`Pool` shared by all layers with windows `[B, K, n]` of attention, each layer's, added to its scores."""
-    assert pool.score is not None  # Only scored pools receive.
-    score = spec.backend.add_windows(
-        pool.score, by_sequence(start), jnp.concatenate(shares, axis=1)
-    )
-    return dataclasses.replace(pool, score=score)
 
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:

@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._values import Typed
 from jaxkv.cache.packing import Unpacked, empty_pool, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.choosing import Candidates, Tally, choose, staged, surviving, within
 from jaxkv.engine.compress import Compressed, Source, Walk, wait
+from jaxkv.policies.heads import HeadBudgets
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, inside, where
@@ -63,7 +63,7 @@ def cascaded(
         yield 1.0
         held = _nothing(layer, full, rows, layers, axes) if held is None else held
         most, recent = source.at_most(claims) if known is None else known
-        heads = Typed(parts.heads) if joint else None
+        heads = parts.heads if joint else None
         held = thinned(held, full, layer, jnp.int32(at), most, recent, heads=heads, axes=axes)
         # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
         wait(held.pool)
@@ -124,7 +124,7 @@ def thinned(
     rows: Int[Array, "n B"],
     recent: Int[Array, "n B"],
     *,
-    heads: Typed | None,
+    heads: HeadBudgets | None,
     axes: Axes | None,
 ) -> Survivors:
     """Compiled: `Survivors` (donated) plus a layer's scores and rows, less the rows that can no longer be chosen.
@@ -147,7 +147,7 @@ def thinned(
     if heads is None:
         mask = within(joined, jnp.tile(rows.T, (1, each)), recent[0], there)
     else:
-        mask = surviving(joined, rows[0], recent[0], there, heads=heads.part, most=pool.rows)
+        mask = surviving(joined, rows[0], recent[0], there, heads=heads, most=pool.rows)
     stays = (pool.pos >= 0) & jnp.take_along_axis(
         mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._values import ENDLESS, Typed
+from jaxkv._values import ENDLESS
 from jaxkv.cache.packing import Unpacked
 from jaxkv.policies.heads import (
     HeadBudgets,
@@ -41,8 +41,8 @@ class Candidates:
     """
 
     scores: Float[Array, "B K S"] | None
-    inside: Bool[Array, "B #K S"]
-    forced: Bool[Array, "B #K S"]
+    inside: Bool[Array, "B #K S"]  # noqa: F821
+    forced: Bool[Array, "B #K S"]  # noqa: F821
     positions: Int[Array, "#B #K S"]
     seen: Int[Array, " B"]
     norms: Float[Array, "B K S"] | None = None
@@ -167,7 +167,7 @@ def choose(
     if layers[0].scores is None:
         return Choice(tuple(layer.inside for layer in layers), Tally())
     layer = jnp.int32(index) if needs_layer(heads) else None
-    return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=Typed(heads), axes=axes)
+    return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=heads, axes=axes)
 
 
 @program(static=("heads", "axes"))
@@ -179,11 +179,11 @@ def _choose(
     due: Bool[Array, " B"] | None,
     index: Int[Array, ""] | None,
     *,
-    heads: Typed,
+    heads: HeadBudgets,
     axes: Axes | None,
 ) -> Choice:
     """Compiled `choose`: masks of the rows to keep, one per layer, and the `Tally` of rows moved and cut."""
-    budgets, layer = without_threshold(heads.part), _joined(layers)
+    budgets, layer = without_threshold(heads), _joined(layers)
     mine = layer.inside
     # Heads that compete need the scores of all devices' heads.
     over = None if chooses_apart(budgets) else axes
@@ -191,7 +191,7 @@ def _choose(
     scores, inside, forced, norms, first = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
-    limited = isinstance(heads.part, ThresholdHeads)
+    limited = isinstance(heads, ThresholdHeads)
     base, anyway = _per_head(candidates, forced, rows, uneven=limited)
     scores = _first_above(scores, first, base)
     of: dict[str, Any] = {} if index is None else {"layer": index}
@@ -219,8 +219,8 @@ def _choose(
         room = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
         chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
-    if limited:
-        chosen, cut = heads.part.above(chosen, scores, candidates)
+    if isinstance(heads, ThresholdHeads):
+        chosen, cut = heads.above(chosen, scores, candidates)
         cut = (
             own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
         )
@@ -274,7 +274,7 @@ def within(
     return top(keys, jnp.clip(most - anyway, 0, each)) | forced
 
 
-def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:
+def _forced(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:  # noqa: F821
     """Mask of the rows kept whatever their score: `forced` ones and the `recent` last ones, padding left out."""
     stays = layer.forced
     if recent is not None:
@@ -301,8 +301,8 @@ def _first_above(
 
 
 def _per_head(
-    candidates: Bool[Array, "B #K S"],
-    forced: Bool[Array, "B #K S"],
+    candidates: Bool[Array, "B #K S"],  # noqa: F821
+    forced: Bool[Array, "B #K S"],  # noqa: F821
     rows: Int[Array, " B"],
     *,
     uneven: bool = False,

@@ -38,7 +38,7 @@ def prefill(
     Yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its own tokens, and
     all its queries weigh the same (OmniKV, appendix D.10).
     """
-    read, reading = policy.parts().read, policy.parts().reading(flat.config.windows, needed.slots)
+    read, reading = policy.composed.read, policy.composed.reading(flat.config.windows, needed.slots)
     assert (
         isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
     )
@@ -102,7 +102,7 @@ def _empty(
     )
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
-    nothing, read, store = jnp.zeros_like(start), policy.parts().read, policy.parts().store
+    nothing, read, store = jnp.zeros_like(start), policy.composed.read, policy.composed.store
     assert read is not None
     tables = Tables(
         start=start,

@@ -15,18 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._values import Typed
+from jaxkv._checks import checked, instance
 from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Tally, choose
 from jaxkv.policies.attended import of_group
-from jaxkv.policies.checks import checked, checked_tuple
-from jaxkv.policies.declared import seen_by
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.scorer import Observed, Scorer, two_stages
+from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
@@ -243,6 +241,7 @@ def _chosen(
     return masks, with_scores, tally
 
 
+@program(static=("scorer", "layers", "axes"))
 def observe(
     seen: Observed,
     forced: Bool[Array, "B S"],
@@ -251,32 +250,23 @@ def observe(
     layers: LayerBudgets,
     axes: Axes | None = None,
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Scores of one layer's rows, the mass (such as attention) behind them, and the layer's budget claim or None.
+    """Compiled: scores of one layer's rows, the mass (such as attention) behind them, and its budget claim or None.
 
     The claim leaves out rows that are `forced` to stay; it is None unless budgets of layers follow from claims.
     A scorer whose results are not float32 of the rows' shape is refused with a TypeError.
     """
-    return _observe(seen, forced, scorer=Typed(scorer), layers=Typed(layers), axes=axes)
-
-
-@program(static=("scorer", "layers", "axes"))
-def _observe(
-    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Typed, layers: Typed, axes: Axes | None
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Compiled `observe`: scores of one layer's rows, their observed mass, and the layer's budget claim or None."""
-    matters, spread, weight = scorer.part, layers.part, None
+    weight = None
     if seen.norms is not None:
         # All kv heads hold the same rows of a prompt.
         of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, norm_totals=of_heads)
-    scores, mass = scored(matters, seen, axes)
-    if spread.from_scores and not spread.joint:
+    scores, mass = scored(scorer, seen, axes)
+    if layers.from_scores and not layers.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        also = ("sums",) if spread.needs_sums else ()
-        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen_by(matters, seen, *also))
+        each = layers.of_heads(mass, (inside & ~forced)[:, None], seen)
         each = gathered(each, "K", 1, axes)
         each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
-        weight = spread.weight(each.reshape(len(each), -1, *each.shape[3:]))
+        weight = layers.weight(each.reshape(len(each), -1, *each.shape[3:]))
     return scores, mass, weight
 
 
@@ -284,15 +274,15 @@ def ranked_first(
     seen: Observed, *, scorer: Scorer, axes: Axes | None = None
 ) -> Int[Array, "B K S"] | None:
     """Ranks `[B, K, S]` of rows that a two-stage scorer takes first, S for others; None for a one-stage scorer."""
-    return _ranked_first(seen, scorer=Typed(scorer), axes=axes) if two_stages(scorer) else None
+    return _ranked_first(seen, scorer=scorer, axes=axes) if scorer.two_stages else None
 
 
 @program(static=("scorer", "axes"))
-def _ranked_first(seen: Observed, *, scorer: Typed, axes: Axes | None) -> Int[Array, "B K S"]:
+def _ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None) -> Int[Array, "B K S"]:
     """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
-    part, named = scorer.part, "kv head and row, [B, K, S]"
+    ranks: Any = scorer.first(seen)  # type: ignore[attr-defined]
     return checked(
-        part, "first", part.first(seen_by(part, seen)), seen.k.shape[:3], named, jnp.int32
+        scorer, "first", ranks, seen.k.shape[:3], "kv head and row, [B, K, S]", jnp.int32
     )
 
 
@@ -302,7 +292,7 @@ def scored(
     """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
     shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
     mass = of_group(
-        checked(scorer, "observe", scorer.observe(seen_by(scorer, seen)), shape, named),
+        checked(scorer, "observe", scorer.observe(seen), shape, named),
         scorer,
         axes,
     )
@@ -334,7 +324,7 @@ def merged(
     """
     # Arrays that mergers do not read stay out of the compiled program.
     read = rows._replace(score=None, positions=None)
-    k, v, tau = _merged(read, kept, key, due, merge=Typed(merge), axes=axes)
+    k, v, tau = _merged(read, kept, key, due, merge=merge, axes=axes)
     return rows._replace(k=k, v=v, tau=tau)
 
 
@@ -358,24 +348,25 @@ def _merged(
     key: PRNGKeyArray,
     due: Bool[Array, " B"] | None,
     *,
-    merge: Typed,
+    merge: Merger,
     axes: Axes | None,
 ) -> Merged:
     """Compiled `merged`: all keys and values after merging dropped rows into kept ones, and thresholds or None."""
-    merger, k, v, tau = merge.part, rows.k, rows.v, rows.tau
+    k, v, tau = rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
-    if tau is None and merger.thresholds:
-        tau = jnp.full((*k.shape[:2], merger.thresholds), UNSET, jnp.float32)
+    if tau is None and merge.thresholds:
+        tau = jnp.full((*k.shape[:2], merge.thresholds), UNSET, jnp.float32)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
-    given = merger.merge(k, v, kept, inside, mass, tau, key, **axes_for(merger, axes))
-    found = checked_tuple(merger, "merge", given, Merged)
+    given = merge.merge(k, v, kept, inside, mass, tau, key, **axes_for(merge, axes))
+    name = f"{type(merge).__name__}.merge"
+    found: Merged = instance(name, given, Merged, "return Merged(k, v, tau)")
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(
-            merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype
+            merge, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype
         )
     if tau is not None:
         level = checked(
-            merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]"
+            merge, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]"
         )
         found = found._replace(
             tau=level if due is None else jnp.where(due[:, None, None], level, tau)

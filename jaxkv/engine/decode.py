@@ -15,7 +15,6 @@ from jaxkv.engine.bookkeeping import (
     faded,
     of_whole_groups,
     segments_of,
-    with_windows,
     within_limits,
 )
 from jaxkv.engine.layer_step import Dealt, LayerRows, run_layers
@@ -88,12 +87,7 @@ def step(
             state, rings=tuple(each.ring for each in after if each.ring is not None)
         )
     last = after[-1:] if spec.layout.one_pool else after
-    done_pools, shares = (
-        [each.pool for each in last],
-        [each.shares for each in done if each.shares is not None],
-    )
-    if shares:
-        done_pools = [with_windows(done_pools[0], shares, tables.start, spec)]
+    done_pools = [each.pool for each in last]
     cache = cache.updated(
         pools=tuple(of_whole_groups(done_pools, spec)),
         state=state,

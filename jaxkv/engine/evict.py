@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import checked, instance
 from jaxkv._errors import require
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.nearest import nearest, nearest_at_once
+from jaxkv.engine.nearest import nearest
 from jaxkv.engine.ordering import behind
-from jaxkv.engine.segments import Segments, fold, fold_at_once
-from jaxkv.policies.checks import checked, checked_tuple
+from jaxkv.engine.segments import Segments, fold
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Ongoing
@@ -83,21 +83,9 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
         *(jnp.full(shape, -1, jnp.int32) for _ in range(2)),
     )
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
-    by_windows = _windows_by(pool, segments, how)
-    if by_windows is not None:
-        return fold_at_once(body, none, leaves, segments, **by_windows)[2]
     block = how.widest or WALK_BLOCK
     lies = segments.start, segments.length
     return fold(body, none, leaves, *lies, walk=how.walk, block=block)[2]
-
-
-def _windows_by(pool: Pool, segments: Segments, how: Eviction) -> dict[str, Any] | None:
-    """Backend and widest segment, as arguments of `fold_at_once`, if windows reach all rows at once; else None."""
-    backend = backend_of(how.implementation)
-    if how.walk is Walk.WINDOWS and pool.store.fused_eviction:
-        if backend.windowed(pool.k, segments.start.shape[1], how.widest):
-            return {"backend": backend, "widest": how.widest}
-    return None
 
 
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
@@ -156,8 +144,8 @@ def evict(
     segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.)
     """
     backend = backend_of(how.implementation)
-    fused = pool.store.fused_eviction and backend.moves(pool.k)
-    if fused and _in_a_kernel(how.ongoing) and backend.ranks(pool.k):
+    fused = pool.store.fused_eviction and backend.fused_eviction
+    if fused and _in_a_kernel(how.ongoing):
         return _evict_by_kernel(pool, segments, how.ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)
@@ -201,15 +189,12 @@ def _merging_dropped(
     merge = how.ongoing.merge
     assert merge is not None
     over, tau, newest, merged = writes
-    dropped, by_windows = _rows_at(pool, jnp.maximum(victim, 0)), _windows_by(pool, segments, how)
+    dropped = _rows_at(pool, jnp.maximum(victim, 0))
     tau = None if tau is None else by_layer(tau)
     for index, metric in enumerate(merge.compares):
         one = getattr(dropped, metric)
         among = (getattr(pool, metric), pool.pos, one, victim, segments)
-        if by_windows is not None:
-            cosine, target = nearest_at_once(*among, **by_windows)
-        else:
-            cosine, target = nearest(*among, walk=how.walk)
+        cosine, target = nearest(*among, walk=how.walk)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
@@ -239,7 +224,8 @@ def _checked_joined(
     merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None
 ) -> Joined:
     """Returns a merger's result for single rows unchanged; raises TypeError for a wrong shape or dtype."""
-    checked_tuple(merge, "merge_one", found, Joined)
+    name = f"{type(merge).__name__}.merge_one"
+    instance(name, found, Joined, "return Joined(joins, k, v, tau)")
     checked(
         merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_
     )

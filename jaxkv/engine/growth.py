@@ -91,7 +91,7 @@ def steps_that_fit(cache: KVCache) -> int:
 
     The largest int32 where one spare row is all that decoding needs.
     """
-    parts, free = cache.policy.parts(), cache.free()
+    parts, free = cache.policy.composed, cache.free()
     if parts.ongoing is None:
         return int(free.min())
     if parts.evicts:
@@ -112,7 +112,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
         cache = make_room(flat, cache, new, key=key)
     if not cache.extended:
         return cache
-    most = widest(cache.policy.parts(), cache.slots, cache.config.windows)
+    most = widest(cache.policy.composed, cache.slots, cache.config.windows)
     holds = max(int(cache.kept.max()), int(host(cache.limit)[:, : cache.batch].max()))
     return dataclasses.replace(cache, extended=most is not None and holds >= most)
 
@@ -124,7 +124,7 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     their windows.
     """
     parts, windows, grow_by = (
-        cache.policy.parts(),
+        cache.policy.composed,
         cache.config.windows,
         _to_limit(cache).max(axis=(1, 2)),
     )
@@ -146,7 +146,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     Policies that only append leave room for `new` tokens, too. The given cache holds `batch` sequences, or one that is
     repeated. Raises MemoryError if the copy does not fit.
     """
-    goes_on, windows = given.policy.parts().ongoing is not None, given.config.windows
+    goes_on, windows = given.policy.composed.ongoing is not None, given.config.windows
     wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
     # has grown grows twofold, so that turn after turn meets few shapes.
@@ -185,7 +185,7 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
     copied = given.nbytes * batch // held + batch * given.room_nbytes([room] * given.config.layers)
     if given.bank is not None:
         # Whole layers are loaded for every prompt: one in use, its copy in attention's layout, `ahead` further ones.
-        reading = given.policy.parts().reading(given.config.windows, given.bank.rows[0].shape[1])
+        reading = given.policy.composed.reading(given.config.windows, given.bank.rows[0].shape[1])
         copied += (
             (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
         )

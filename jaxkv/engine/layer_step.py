@@ -108,16 +108,15 @@ class LayerRows:
 
 
 class Stepped(NamedTuple):
-    """Result of one layer's step: hidden states, rows, output numbers, attention, filter's choice.
+    """Result of one layer's step: hidden states, rows, output numbers, filter's choice.
 
-    `out` is one number of each head's attention output, on which later writes can depend; `shares` are still to be
-    added to scores, see `bookkeeping.with_windows`; `chosen` is a filter layer's choice.
+    `out` is one number of each head's attention output, on which later writes can depend; `chosen` is a filter
+    layer's choice.
     """
 
     stream: Stream
     rows: LayerRows
     out: Float[Array, "B K"]
-    shares: Float[Array, "B K n"] | None
     chosen: Chosen | None
 
 
@@ -185,12 +184,12 @@ def layer_step(
     chosen = chosen_at(spec, *asked) if rows.asks else None
     attended = out if rows.centre is None else transformed(out)
     stream = block_output(block, x, attended, spec)
-    if isinstance(received, Received):
+    if received is not None:
         # Scores are not needed before all layers are done: depending on x, they do not take a core away from it.
         counts = behind(new.count > 0, stream.x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
-        rows, received = dataclasses.replace(rows, pool=pool), None
-    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], received, chosen)
+        rows = dataclasses.replace(rows, pool=pool)
+    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], chosen)
 
 
 def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> LayerRows:
@@ -206,16 +205,16 @@ def _choosing_pages(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
 
 def attend(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens
-) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | Float[Array, "B K n"] | None]:
+) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | None]:
     """Appends N new tokens' rows; returns attention output, rows, and attention still to add to scores or None."""
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
     alone = rows.loaded is None and rows.pages is None
-    if alone and joins(spec, token, rows.pool, rows.window):
-        out, pool, shares = attend_joining(
+    if alone and joins(spec, rows.pool):
+        out, pool = attend_joining(
             spec, token, rows.pool, rows.segments, rows.window, new, rows.chosen
         )
-        return out, dataclasses.replace(rows, pool=pool), shares
+        return out, dataclasses.replace(rows, pool=pool), None
     # A single token's row is appended first; attention then reads it like the others.
     pool = append(
         rows.pool, token.stored, token.v, new.positions, rows.end, new.count, scores_of(token, spec)

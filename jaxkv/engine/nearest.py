@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention import Backend
 from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.cache.pools import row_norms
-from jaxkv.engine.segments import Segments, fold, fold_at_once
+from jaxkv.engine.segments import Segments, fold
 
 
 def nearest(
@@ -43,27 +42,6 @@ def nearest(
     cosine, _, at = fold(
         body, carry, (rows, pos), segments.start, segments.length, walk=walk, block=WALK_BLOCK
     )
-    return cosine, at
-
-
-def nearest_at_once(
-    rows: Float[Array, "B P D"],
-    pos: Int[Array, "B P"],
-    of: Float[Array, "B K D"],
-    but: Int[Array, "B K"],
-    segments: Segments,
-    *,
-    backend: Backend,
-    widest: int,
-) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """`nearest` for a shared pool whose segments, of at most `widest` rows, are `windowed`: cosines, and rows or -1."""
-
-    def body(carry, row, inside, pos):
-        cosine = backend.cosines(rows, of, segments.start, segments.length, widest=widest)
-        found, _, at = _most(cosine, pos, row, inside & (row != but[..., None]))
-        return found, at
-
-    cosine, at = fold_at_once(body, (), (pos,), segments, backend=backend, widest=widest)
     return cosine, at
 
 

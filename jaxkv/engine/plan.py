@@ -137,7 +137,7 @@ def plan_prefill(
     lengths, room = [plain(each) for each in lengths], plain(room)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "every prompt needs at least one token")
-    parts, length = policy_for(policy, config, dtype=dtype).parts(), np.asarray(lengths, np.int64)
+    parts, length = policy_for(policy, config, dtype=dtype).composed, np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = by_length(parts, length, config.windows)

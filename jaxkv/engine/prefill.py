@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
-from jaxkv._values import is_traced, namespace, typed
+from jaxkv._values import is_traced, namespace
 from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed, put_away
@@ -47,7 +47,7 @@ from jaxkv.models.rope import Angles
 from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.scorer import Needs, Observed, Scorer, blocks_of, future_of, gate_of, norms_of
+from jaxkv.policies.scorer import Needs, Observed, Scorer
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import host, inside, place, put, settle_down, where
 
@@ -116,8 +116,8 @@ def observed(
 ) -> Observed:
     """Makes a scorer's `Observed` input (last queries, keys, values, attention sums, norms) from one layer's output."""
     # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
-    first, future, blocks = out.q.shape[3] - scorer.queries, future_of(scorer), blocks_of(scorer)
-    gate = gate_of(scorer)
+    first, future, blocks = out.q.shape[3] - scorer.queries, scorer.future, scorer.blocks
+    gate = scorer.gate
     return Observed(
         q=out.q[..., first:, :],
         q_positions=out.q_positions[:, first:],
@@ -127,7 +127,7 @@ def observed(
         layer=jnp.int32(index),
         key=key,
         sums=out.sums,
-        norms=out.norms if norms_of(scorer) else None,
+        norms=out.norms if scorer.norms else None,
         moments=next((each for each in out.moments if each.asked == future), None),
         replayed=out.replayed,
         blocks=next((each for each in out.blocks if each.asked == blocks), None),
@@ -158,20 +158,18 @@ def signature_of(
 
     Of the plan only slots, pools and buffer enter it, not the number of its prompts.
     """
-    parts = policy.parts()
+    parts = policy.composed
     reading = parts.reading(flat.config.windows, needed.slots)
     page = None if reading is None else reading.page
-    key = typed(
-        (
-            parts.scorer,
-            parts.layers,
-            parts.heads,
-            parts.needs,
-            parts.merge,
-            parts.store,
-            parts.scored,
-            page,
-        )
+    key = (
+        parts.scorer,
+        parts.layers,
+        parts.heads,
+        parts.needs,
+        parts.merge,
+        parts.store,
+        parts.scored,
+        page,
     )
     sizes = sizes_of(flat, parts, needed)
     dtypes = flat.ends[0].dtype, needed.dtype
@@ -194,7 +192,7 @@ def prefill(
     may not be done yet. `needed` is the plan for these lengths; `strict` refuses lengths that the budget cannot honour.
     """
     tokens, lengths, _ = padded
-    read_parts = policy.parts().read
+    read_parts = policy.composed.read
     if read_parts is not None and read_parts.by_chunks:
         # Each chunk goes through the whole model.
         return (
@@ -202,7 +200,7 @@ def prefill(
                 flat, tokens, lengths, policy, needed, implementation=implementation
             )
         )
-    numbers = by_length(policy.parts(), lengths, flat.config.windows, strict=strict)
+    numbers = by_length(policy.composed, lengths, flat.config.windows, strict=strict)
     lengths = np.asarray(lengths, np.int64)
     prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
     if prompts.parts.needs.replay is None:
@@ -289,7 +287,7 @@ class Prompts(Source):
 
         `numbers` are the policy's numbers for the lengths; of the plan only slots, pools and room are read.
         """
-        layers, parts = flat.config.layers, policy.parts()
+        layers, parts = flat.config.layers, policy.composed
         self.flat, self.needed, self.lengths, self.numbers = flat, needed, lengths, numbers
         self.policy, self.parts, self.merge_key, self.implementation = (
             policy,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._values import Value, is_traced, namespace
+from jaxkv._values import is_traced, namespace
 from jaxkv.cache import KVCache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
@@ -26,7 +26,7 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows, own_limits
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import ranked
-from jaxkv.policies.scorer import Observed, Scorer, future_of, norms_of
+from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
@@ -44,7 +44,7 @@ def due(cache: KVCache) -> Any:
 
     These have `every` or more rows beyond their limit, or any beyond it if each new row evicts one.
     """
-    parts = cache.policy.parts()
+    parts = cache.policy.composed
     if parts.ongoing is None:
         return np.zeros(cache.seen.shape, bool)
     return beyond(cache) >= (parts.every or 1)
@@ -76,7 +76,7 @@ def recompress(
     Each pool is as small as its fullest sequence allows, with `room` rows behind every segment, or `fixed` where the
     cache's numbers are traced. The policy must go on after the prompt.
     """
-    parts, state = cache.policy.parts(), cache.state
+    parts, state = cache.policy.composed, cache.state
     assert state is not None
     held = _Held(
         flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed
@@ -107,7 +107,7 @@ def recompress(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static(Value):
+class _Static:
     """Static config of programs that read one layer's rows: graphs, policy parts, layout, most rows of a segment."""
 
     graphs: Graphs
@@ -157,7 +157,7 @@ class _Held(Source):
         fixed: Fixed | None,
     ):
         """Makes the source; computes counts of rows and of recent rows to keep by layer, most rows of a segment."""
-        parts, state = cache.policy.parts(), cache.state
+        parts, state = cache.policy.composed, cache.state
         assert parts.scorer is not None and parts.ongoing is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
         self.indices, self.wants, self.axes = (
@@ -389,8 +389,8 @@ def _observed(
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
     k = rows.k
     batch, heads = segments.length.shape
-    window, future, moments = scorer.queries, future_of(scorer), None
-    norms, totals = _value_norms(leaves, rows, static) if norms_of(scorer) else (None, None)
+    window, future, moments = scorer.queries, scorer.future, None
+    norms, totals = _value_norms(leaves, rows, static) if scorer.norms else (None, None)
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
     else:

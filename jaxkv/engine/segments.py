@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention import Backend
 from jaxkv.attention.xla import Walk, inside_segments, windows
 
 
@@ -110,22 +109,3 @@ def fold(
                 return body(carry, row, inside, *(windows(leaf, clamped, block) for leaf in leaves))
 
             return lax.fori_loop(0, (length.max() + block - 1) // block, step, carry)
-
-
-def fold_at_once(
-    body: Callable,
-    carry: tuple,
-    leaves: tuple[Array, ...],
-    segments: Segments,
-    *,
-    backend: Backend,
-    widest: int,
-) -> tuple:
-    """Calls `body` of `fold` once, over the rows of all segments of a shared pool; returns its carry.
-
-    A kernel of `backend` copies each segment's numbers into a window; segments have at most `widest` rows.
-    """
-    taken = [backend.take_windows(leaf, segments.start, widest=widest) for leaf in leaves]
-    row = taken[0][0][..., None] + jnp.arange(taken[0][1].shape[2], dtype=jnp.int32)
-    inside = inside_segments(row, segments.start, segments.length)
-    return body(carry, row, inside, *(mine for _, mine in taken))

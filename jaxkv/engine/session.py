@@ -87,7 +87,7 @@ class Session:
         self.implementations = implementations_for(
             params, self.policy, arguments.as_implementation(implementation)
         )
-        self.texts = texts_of(self.policy.parts().needs.replay, params.text, params.config)
+        self.texts = texts_of(self.policy.composed.needs.replay, params.text, params.config)
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
         self._keyed = given is not None
@@ -109,12 +109,12 @@ class Session:
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
         needed = self.planned(
-            lengths, first_room(policy.parts(), config.windows, lengths, new) if new else 0
+            lengths, first_room(policy.composed, config.windows, lengths, new) if new else 0
         )
         mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
         with self.clocks.prefill, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
-            if new > MOST_AHEAD and policy.parts().ongoing is None:
+            if new > MOST_AHEAD and policy.composed.ongoing is None:
                 # The cache grows to that size on the way, where a MemoryError would lose the answer.
                 grown = self._share(self.planned(lengths, bucket(new)), lengths)
                 memory.check_bytes(
@@ -325,7 +325,7 @@ class Session:
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
-            if new and self.policy.parts().ongoing is not None:
+            if new and self.policy.composed.ongoing is not None:
                 # Of a long question only those rows stay that the policy keeps.
                 cache = make_room(flat, cache, new, key=self.key)
             jax.block_until_ready((logits, cache))

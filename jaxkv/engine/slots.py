@@ -91,7 +91,7 @@ class Slots:
         max_question = whole(
             "max_question", max_question, "give 0 for none, or at least 1 token", least=0
         )
-        config, parts, self._axes = params.config, session.policy.parts(), params.axes
+        config, parts, self._axes = params.config, session.policy.composed, params.axes
         self._groups, stretches = (
             (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
         )

@@ -208,7 +208,7 @@ def spec_for(
     """Makes the `Spec` (static config) of decode programs on a cache from the cache's static fields; reads no array."""
     return specialise(
         flat,
-        cache.policy.parts(),
+        cache.policy.composed,
         slots=cache.slots,
         extended=cache.extended,
         implementation=implementation,
@@ -253,7 +253,7 @@ def implementations_for(
     Raises:
         ValueError: for one that cannot read prompts in chunks, under a policy that does.
     """
-    read, axes = policy.parts().read, params.axes
+    read, axes = policy.composed.read, params.axes
     device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
     chosen = choose(
         asked,

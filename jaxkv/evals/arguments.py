@@ -15,6 +15,7 @@ from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.records import as_json
 from jaxkv.evals.task import TASKS, How, Sample, Task, must_be_given
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.checks import Share
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
@@ -153,7 +154,7 @@ def require_budgets(
     shares = {
         name: policy.parts()
         for name, policy in rows.items()
-        if isinstance(policy.parts().budget, float)
+        if isinstance(policy.composed.budget, Share)
     }
     if not shares or not isinstance(task, QuestionTask):
         return

@@ -35,7 +35,6 @@ from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run
 from jaxkv.evals.summary import Evaluation
 from jaxkv.evals.task import How, Outcome, Sample, Task, tokenizer_of
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.checks import as_budget
 from jaxkv.policies.policy import Method
 
 TABLE = "table.md"
@@ -249,7 +248,8 @@ class _Job:
             dtype=params.dtype.name,
             policies={name: repr(policy) for name, policy in self.policies.items()},
             budgets={
-                name: as_budget(policy.parts().budget) for name, policy in self.policies.items()
+                name: None if (kept := policy.composed.budget) is None else kept.value
+                for name, policy in self.policies.items()
             },
             agnostic=self.how.agnostic,
             raw=self.how.raw,

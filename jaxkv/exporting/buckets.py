@@ -99,7 +99,7 @@ def spec_of_bucket(
     implementation: Implementation,
 ) -> BucketSpec:
     """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
-    parts, slots = policy.parts(), known.numbers.budget.shape[0] - 1
+    parts, slots = policy.composed, known.numbers.budget.shape[0] - 1
     dtype = held_dtype(flat.ends[0].dtype, platform)
     # The longest allowed prompt of each bucket up to `slots`: shapes depend on buckets alone.
     buckets = np.asarray([bucket(int(n)) for n in known.allowed])
@@ -154,7 +154,7 @@ def _room(
 
 def require_exportable(policy: Method, windows: tuple[int | None, ...], slots: int) -> None:
     """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
-    parts, name = policy.parts(), type(policy).__name__
+    parts, name = policy.composed, type(policy).__name__
     read = parts.read
     if read is not None:
         reading = parts.reading(windows, slots)

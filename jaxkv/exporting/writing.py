@@ -126,7 +126,7 @@ def export(
         f"the mesh has {groups} groups of sequences: give multiples of {groups}",
     )
     # Where positions are rows of the cache, only kept rows count: `require_positions` checks them by the tables.
-    rolling = chosen.parts().rolling
+    rolling = chosen.composed.rolling
     most = max(longest) + (0 if rolling else question + new)
     texts = "a prompt" if rolling else "prompt, question and new tokens together"
     require(most <= positions, "lengths", most, f"{texts}: the model was made for {positions}")
@@ -226,7 +226,7 @@ class _Programs(NamedTuple):
 def _programs(part: Path, job: _Job) -> _Programs:
     """Writes the programs of every bucket, platform and batch into `part`; returns manifest entries and tables."""
     made = _Programs([], {})
-    parts, config = job.policy.parts(), job.params.config
+    parts, config = job.policy.composed, job.params.config
     (part / "programs").mkdir()
     for slots in job.slots:
         known = made.tables[slots] = table(parts, config.windows, slots)
@@ -265,7 +265,7 @@ def _of_bucket(
     if limits.question:
         tokens = array(jnp.int32, batch, tokens_per_call(limits.question))
         yield "question", made(programs.question, *weights, pools, cache, logits, tokens, count)
-    if job.policy.parts().ongoing is not None:
+    if job.policy.composed.ongoing is not None:
         yield "again", made(programs.again, *weights, pools, cache, key)
     for sampling in job.samplings:
         asked = programs.Asked(
@@ -305,7 +305,7 @@ def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
 
 def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
     """The export's manifest as a dict for JSON, without the entries of weights, budget tables and tokenizer."""
-    params, names, parts = job.params, job.names, job.policy.parts()
+    params, names, parts = job.params, job.names, job.policy.composed
     config, axes = params.config, params.axes
     today, unstable = datetime.date.today(), bool(backend_of(job.implementation).custom_calls)
     data = (part / "programs" / made.entries[0]["file"]).read_bytes()

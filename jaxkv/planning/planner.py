@@ -28,6 +28,7 @@ from jaxkv.planning.served import Served, Slot
 from jaxkv.planning.setting import Asked, HostSetting, Request, Setting, as_dtype, tokens_of
 from jaxkv.planning.sizes import sizes_of, weights_of
 from jaxkv.planning.speed import Speed, estimate
+from jaxkv.policies.checks import Tokens
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.methods.full import FullKV
 from jaxkv.policies.policy import Method
@@ -432,18 +433,17 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
 
     Policies are offered only for one that keeps all rows: another method is another quality.
     """
-    policy, budget = setting.policy, setting.policy.parts().budget
-    if isinstance(budget, int):
+    policy, kept = setting.policy, setting.policy.composed.budget
+    budget = kept.value if isinstance(kept, Tokens) else None
+    if budget is not None:
         smaller = _with_smaller_budget(setting, policy, budget)
         if smaller is not None:
-            rows, name = smaller.policy.parts().budget, policy_name(smaller.policy)
+            rows, name = smaller.policy.composed.budget, policy_name(smaller.policy)
             yield Remedy(
-                about=f"a budget of {rows:,}: {name}", setting=smaller, peak=sizes_of(smaller).peak
+                about=f"a budget of {rows}: {name}", setting=smaller, peak=sizes_of(smaller).peak
             )
     # At least _LEAST_BUDGET, which every policy accepts, even for short prompts or a small budget.
-    budget = max(
-        budget if isinstance(budget, int) else min(_USUAL_BUDGET, setting.context), _LEAST_BUDGET
-    )
+    budget = max(min(_USUAL_BUDGET, setting.context) if budget is None else budget, _LEAST_BUDGET)
     for name in _OTHERS if policy.parts().scorer is None else ():
         smaller = _with_smaller_budget(setting, POLICIES[name](budget=budget), budget)
         if smaller is not None:

@@ -31,7 +31,7 @@ from jaxkv.sharding.record import Call, record, weigh
 
 # Purposes of a prefill's programs by the names of their functions.
 _NAMES = {
-    "_observe": "score",
+    "observe": "score",
     "_choose": "choose",
     "_merged": "merge",
     "pack_shared": "pack",

@@ -17,6 +17,7 @@ from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Request, Setting
+from jaxkv.policies.checks import Tokens
 from jaxkv.sharding.parameters import part_shape
 
 # Copies of a batch's hidden states on devices that read them in other tiles: one for each loop of a layer over them.
@@ -152,7 +153,7 @@ def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CachePar
             reasons.append(f"capacity ({planned.share:g} times a device's even share)")
         if planned.layout.one_pool:
             reasons.append("a pool that layers share")
-        if request.context < planned.slots and not isinstance(parts.budget, int):
+        if request.context < planned.slots and not isinstance(parts.budget, Tokens):
             reasons.append(f"prompts of up to {planned.slots:,} tokens")
     return CacheParts(
         rows=pools - room - spare,

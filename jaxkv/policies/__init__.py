@@ -10,6 +10,7 @@ from jaxkv.policies.attended import (
     PoolOrder,
     WindowAttention,
 )
+from jaxkv.policies.checks import Bytes, Share, Tokens
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.head_filters import HeadFilters
@@ -79,6 +80,7 @@ __all__ = [
     "BlockSums",
     "ByAge",
     "ByAttention",
+    "Bytes",
     "CumulativeAttention",
     "CurveBudgets",
     "Decision",
@@ -135,9 +137,11 @@ __all__ = [
     "Scope",
     "Scorer",
     "Selector",
+    "Share",
     "SharedHeads",
     "Statistic",
     "ThresholdHeads",
+    "Tokens",
     "TwoStageHeads",
     "Uniform01",
     "UniformHeads",

@@ -10,13 +10,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv._checks import choice, field, flag, whole
+from jaxkv._checks import choice, field, flag, instance, whole
 from jaxkv._errors import require
-from jaxkv._values import Value
 from jaxkv.attention import backend_of
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank
-from jaxkv.policies.scorer import GroupReduce, Observed, Scorer, group_of, sees_query_heads
+from jaxkv.policies.scorer import GroupReduce, Observed, Scorer, sees_query_heads
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -32,7 +31,7 @@ class PoolOrder(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxPool(Value):
+class MaxPool:
     """Callable that max-pools scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
 
     Attributes:
@@ -52,7 +51,7 @@ class MaxPool(Value):
 
 
 @dataclasses.dataclass(frozen=True)
-class AvgPool(Value):
+class AvgPool:
     """Callable that averages scores over `kernel` neighbouring positions; absent neighbours count as 0, as published.
 
     Attributes:
@@ -72,7 +71,7 @@ class AvgPool(Value):
 
 
 @dataclasses.dataclass(frozen=True)
-class NoPool(Value):
+class NoPool:
     """Callable that returns scores unchanged, for scorers that do not pool over neighbouring positions."""
 
     def __call__(
@@ -120,7 +119,7 @@ def _slide(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CumulativeAttention(Scorer, Value):
+class CumulativeAttention(Scorer):
     """H2O's scorer: attention each row received from all queries, mean over query heads; with `mean`, divided by age.
 
     Attributes:
@@ -157,7 +156,7 @@ class CumulativeAttention(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LastAttention(Scorer, Value):
+class LastAttention(Scorer):
     """TOVA's scorer: attention of the last query alone, averaged over the query heads of a group."""
 
     queries: ClassVar[int] = 1
@@ -176,7 +175,7 @@ class LastAttention(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowScorer(Scorer, Value):
+class WindowScorer(Scorer):
     """Base of scorers that observe the prompt's last `window` queries and pool scores over neighbours by `pooling`.
 
     Attributes:
@@ -189,8 +188,7 @@ class WindowScorer(Scorer, Value):
 
     def __post_init__(self) -> None:
         field(self, "window", whole, "observe at least 1 query")
-        pools = callable(self.pooling) and not isinstance(self.pooling, type)
-        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
+        field(self, "pooling", instance, Callable, "give MaxPool(7), AvgPool(5) or NoPool()")
 
     @property
     def queries(self) -> int:
@@ -285,7 +283,7 @@ def of_group(
     if not sees_query_heads(scorer):
         # Scorers that read no query heads observe the same on all devices.
         return observed
-    largest = group_of(scorer) is GroupReduce.MAX
+    largest = GroupReduce(scorer.group) is GroupReduce.MAX
     return (most_of_devices if largest else mean_of_devices)(observed, "G", axes)
 
 

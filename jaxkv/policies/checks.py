@@ -1,16 +1,17 @@
-"""Checks of what users give a policy: budgets, spans and parts at construction, and parts' results under a trace."""
+"""What users say of any policy: its budget, the spans that stay, how rows are held."""
 
+import dataclasses
+import math
 import re
-from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Int
 
-from jaxkv._errors import require
-from jaxkv._values import plain
+from jaxkv._checks import real, whole
+from jaxkv._errors import refusal, require
+from jaxkv._values import ENDLESS, FARTHEST, is_whole, plain, share_of
 from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
 
@@ -19,7 +20,54 @@ Span = tuple[int, int]
 Budget = int | float | str | None
 
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_REMEDY = "give rows per head (an int), a share in (0, 1] (a float), or bytes such as '64MB'"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Amount:
+    """Base of budgets whose unit is their class: equal numbers of different units are different budgets."""
+
+    value: Any
+
+    @property
+    def given(self) -> Any:
+        """The budget as a policy's field has it: an int, a float, or text."""
+        return self.value
+
+    def __repr__(self) -> str:
+        return repr(self.given)
+
+
+class Tokens(_Amount):
+    """Budget of so many rows per kv head and layer."""
+
+    def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Rows of prompts: the budget, or all of shorter ones."""
+        return np.minimum(self.value, lengths)
+
+
+class Share(_Amount):
+    """Budget of a share, in (0, 1], of each sequence's own prompt."""
+
+    def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Rows of prompts: the share's whole number, at least 1."""
+        return np.maximum(share_of(lengths, self.value), 1)
+
+
+class Bytes(_Amount):
+    """Budget of so many bytes of a sequence's cache, over all layers; `policy_for` makes it rows of a model."""
+
+    @property
+    def given(self) -> str:
+        """The bytes as text."""
+        return f"{self.value}B"
+
+    def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Raises ValueError: bytes are rows of one model."""
+        raise refusal("budget", self, "bytes are rows of one model: give rows, or a share")
+
+
+Kept = Tokens | Share | Bytes
 
 
 def bytes_of(text: str) -> int | None:
@@ -31,57 +79,18 @@ def bytes_of(text: str) -> int | None:
     return int(Fraction(match[1]) * unit)
 
 
-def _in_units(count: int) -> str:
-    """Number of bytes as text in the largest decimal unit of which it is a whole number, such as "64MB"."""
-    power = max(at for at in range(len(_UNITS)) if count % 1000**at == 0)
-    return f"{count // 1000**power}{_UNITS[power]}"
-
-
-def as_policy_budget(given: Any) -> Budget:
-    """Returns a budget as `as_budget` does, or bytes such as "64MB" in one spelling; ValueError for anything else."""
-    if not isinstance(given, str):
-        return as_budget(given)
-    count = bytes_of(given)
-    remedy = "give rows per head (an int), a share (a float), or bytes of a sequence's cache, such as '64MB'"
-    require(bool(count), "budget", given, f"{_meant(given)}{remedy}")
-    return _in_units(count or 0)
-
-
-def _meant(given: str) -> str:
-    """Beginning of a remedy, such as "write 0.1; ", for a budget that is a number in quotes, or per cent; else ""."""
-    try:
-        number = float(given.strip().removesuffix("%")) / (
-            100 if given.strip().endswith("%") else 1
-        )
-    except ValueError:
-        return ""
-    sound = 0 < number <= 1 or 1 < number < 1e9 and number.is_integer()
-    return f"write {number:.9g}; " if sound else ""
-
-
-def as_budget(given: Any) -> int | float | None:
-    """Returns a budget as an int (rows), a float in (0, 1] (share of the prompt) or None; ValueError for anything else.
-
-    A Decimal or Fraction is a share.
-    """
-    budget = float(given) if isinstance(given, (Decimal, Fraction)) else plain(given)
-    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-    require(
-        budget is None or number,
-        "budget",
-        budget,
-        "give rows per head (an int) or a share (a float)",
-    )
-    if isinstance(budget, float):
-        require(
-            0 < budget <= 1,
-            "budget",
-            budget,
-            "a ratio lies in (0, 1]; for a number of rows give an int",
-        )
-    elif budget is not None:
-        require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
-    return budget
+def as_budget(given: Any) -> Kept | None:
+    """Returns a budget with its unit: `Tokens` for an int, `Share` for other numbers, `Bytes` for text; or None."""
+    given = plain(given)
+    if given is None or isinstance(given, Kept):
+        return given
+    if isinstance(given, str):
+        count = bytes_of(given)
+        require(bool(count), "budget", given, _REMEDY)
+        return Bytes(count)
+    if isinstance(given, int):
+        return Tokens(whole("budget", min(given, ENDLESS), _REMEDY))
+    return Share(real("budget", given, _REMEDY, high=1.0, open_low=True))
 
 
 def as_store(given: Any) -> str | type[Store]:
@@ -107,45 +116,10 @@ def as_spans(given: Any) -> tuple[Span, ...]:
     require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
     spans = []
     for pair in pairs:
-        edges = (
-            tuple(plain(edge) for edge in pair)
-            if isinstance(pair, (tuple, list, np.ndarray))
-            else ()
-        )
-        whole = len(edges) == 2 and all(
-            isinstance(edge, int) and not isinstance(edge, bool) for edge in edges
-        )
-        require(whole, "protect", given, remedy)
-        spans.append((edges[0], edges[1]))
+        edges = [*map(plain, pair)] if isinstance(pair, (tuple, list, np.ndarray)) else []
+        fits = len(edges) == 2 and all(is_whole(edge, -math.inf) for edge in edges)
+        require(fits, "protect", given, remedy)
+        # Cut to the range of positions, int32, so that the device can hold them.
+        start, stop = (max(-FARTHEST, min(edge, FARTHEST)) for edge in edges)
+        spans.append((start, stop))
     return tuple(spans)
-
-
-def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
-    """Returns `value` if it is an instance of the class or protocol `kind`; ValueError otherwise, or for a class."""
-    require(isinstance(value, kind) and not isinstance(value, type), name, value, remedy)
-    return value
-
-
-def checked(
-    part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32
-) -> Array:
-    """Returns the array `given` if it has this shape and dtype; else raises a TypeError naming the part's method.
-
-    `about` names the axes for the message, such as "row, [B, K, S]".
-    """
-    mine, kind = getattr(given, "shape", None), getattr(given, "dtype", None)
-    if mine != tuple(shape) or kind != dtype:
-        gave = type(given).__name__ if mine is None else f"{kind}{list(mine)}"
-        remedy = f"give one {jnp.dtype(dtype).name} for each {about} = {list(shape)}"
-        raise TypeError(f"{type(part).__name__}.{method}={gave}: {remedy}")
-    return given
-
-
-def checked_tuple(part: Any, method: str, given: Any, kind: type) -> Any:
-    """Returns `given` if it is of the NamedTuple class `kind`; else raises a TypeError naming the merger's method."""
-    if not isinstance(given, kind):
-        fields = ", ".join(kind._fields)  # type: ignore[attr-defined]
-        raise TypeError(
-            f"{type(part).__name__}.{method}={type(given).__name__}: return {kind.__name__}({fields})"
-        )
-    return given

@@ -45,7 +45,7 @@ class ChunkedHeads(SharedHeads):
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,

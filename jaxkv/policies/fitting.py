@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxkv._errors import refusal, require
 from jaxkv._values import ENDLESS
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import bytes_of
+from jaxkv.policies.checks import Bytes
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.wrapper import with_budget
@@ -38,15 +38,15 @@ def policy_for(
         TypeError: for no policy.
     """
     policy = as_policy(given, field=field).for_model(config.layers, filters)
-    policy.parts().require_fits(config)
+    policy.composed.require_fits(config)
     return _in_rows(policy, config, dtype)
 
 
 def _in_rows(policy: Method, config: ModelConfig, dtype: Any) -> Method:
     """The policy with a budget in bytes as rows per kv head; itself for other budgets; ValueError for too few bytes."""
-    parts = policy.parts()
+    parts = policy.composed
     budget = parts.budget
-    if not isinstance(budget, str):
+    if not isinstance(budget, Bytes):
         return policy
     # Of every kv head and layer one: what a budget of one row more takes. Window layers hold their windows beside it.
     row = config.kv_heads * parts.row_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
@@ -55,7 +55,7 @@ def _in_rows(policy: Method, config: ModelConfig, dtype: Any) -> Method:
         sum(width or 0 for width in config.windows) * row,
     )
     beside = f" beside {windows:,} bytes of layers with windows" if windows else ""
-    rows = ((bytes_of(budget) or 0) - windows) // each
+    rows = (budget.value - windows) // each
     require(
         rows >= 1,
         "budget",

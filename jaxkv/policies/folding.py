@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import choice, field, flag, real, whole
-from jaxkv._values import Value
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
 from jaxkv.sharding.mesh import Axes
@@ -62,7 +61,7 @@ class Decision(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Merge(Merger, Value):
+class Merge(Merger):
     """D2O's merger: a dropped row is averaged into its nearest kept row if their cosine reaches a running threshold.
 
     Attributes:
@@ -337,7 +336,7 @@ def nearest_kept(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueMerge(Merger, Value):
+class ValueMerge(Merger):
     """CaM's merger: adds 1 / `window` of each value to the next `window` values, with a probability by its attention.
 
     Attributes:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, Value, namespace
+from jaxkv._values import ENDLESS, namespace
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.reading import without_window
@@ -32,7 +32,7 @@ def kinds_of(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadKinds(OfModel, LayerBudgets, Value):
+class HeadKinds(OfModel, LayerBudgets):
     """Layer and head budgets of DuoAttention: retrieval kv heads keep all rows, the others `reach` rows.
 
     A plan's rows per kv head are the mean over a layer's heads, rounded up.

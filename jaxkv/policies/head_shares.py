@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv._values import Value, namespace
+from jaxkv._values import namespace
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, round_remainders, round_to_sum
@@ -20,7 +20,7 @@ _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Importance(OfModel, LayerBudgets, Value):
+class Importance(OfModel, LayerBudgets):
     """HeadKV's layer and head budgets: rows in proportion to each head's share by importance `scores`; exact sums.
 
     Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._checks import field, real
-from jaxkv._values import Value
-from jaxkv.policies.checks import instance
+from jaxkv._checks import field, instance, real
 from jaxkv.policies.topk import sortable, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
@@ -34,7 +32,7 @@ class HeadBudgets(Protocol):
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
@@ -55,7 +53,7 @@ class HeadBudgets(Protocol):
         """
 
 
-def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:
+def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:  # noqa: F821
     """uint32 sort keys `[B, K, S]` of scores; 0, the lowest key, for rows that are not candidates."""
     return jnp.where(candidates, sortable(scores), jnp.uint32(0))
 
@@ -66,7 +64,7 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ByKeys(Value):
+class _ByKeys:
     """Base of head budgets that choose rows by sort keys of scores: subclasses set `uniform` or override `_pick`."""
 
     uniform: ClassVar[bool]
@@ -75,7 +73,7 @@ class _ByKeys(Value):
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
@@ -226,7 +224,7 @@ class ProtectedHeads(_Uneven):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsAround(Value):
+class HeadsAround:
     """Base of head budgets around inner head budgets, the field `budgets`, whose choice of rows they change."""
 
     budgets: HeadBudgets = UniformHeads()
@@ -278,7 +276,7 @@ class TwoStageHeads(HeadsAround):
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
@@ -295,7 +293,7 @@ class TwoStageHeads(HeadsAround):
     def staged(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
         count: Int[Array, "B K"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"],

@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv._checks import field, real, whole
-from jaxkv._values import FARTHEST, Value, namespace
+from jaxkv._values import namespace
 from jaxkv.policies.checks import Span, as_spans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Keep(Value):
+class Keep:
     """Settings of rows kept whatever their score: sinks, observation window, protected spans, share of recent rows.
 
     Attributes:
@@ -38,12 +38,7 @@ class Keep(Value):
             "give the share of a layer's rows, between 0 and 1; a number of last tokens is window="
         )
         field(self, "recent", real, remedy, high=1.0)
-        # Cut to the range of positions, int32, so that the device can hold them.
-        spans = [
-            [max(-FARTHEST, min(edge, FARTHEST)) for edge in span]
-            for span in as_spans(self.protect)
-        ]
-        object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
+        object.__setattr__(self, "protect", as_spans(self.protect))
 
     def mask(self, lengths: Any, slots: int) -> Any:
         """Mask `[B, S]` of a prompt's rows that are always kept; does not include the share `recent`.

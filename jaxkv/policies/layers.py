@@ -4,7 +4,6 @@ Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits 
 """
 
 import dataclasses
-import inspect
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv._values import Value, halved, is_traced, namespace
+from jaxkv._values import halved, is_traced, namespace
 from jaxkv.policies.scorer import Observed
 
 # numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.
@@ -118,17 +117,6 @@ def sets_rows(layers: LayerBudgets) -> bool:
     return hasattr(layers, "average")
 
 
-def check_layers(label: str, layers: LayerBudgets) -> None:
-    """Raises TypeError if layer budgets by scores have an `of_heads` that cannot take (scores, candidates, seen)."""
-    if not layers.from_scores or layers.joint:
-        return
-    try:
-        inspect.signature(layers.of_heads).bind("scores", "candidates", "seen")
-    except TypeError:
-        remedy = "give it the arguments (scores, candidates, seen); sums and lengths are seen.sums and seen.length"
-        raise TypeError(f"{label}={type(layers).__name__}.of_heads: {remedy}") from None
-
-
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
     """Integer rows `[L, N]` in [0, most] of sum `total` over layers: reals shifted by a common constant, then rounded.
 
@@ -175,7 +163,7 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UniformLayers(LayerBudgets, Value):
+class UniformLayers(LayerBudgets):
     """Layer budgets that give every layer the same number of rows per kv head: the budget."""
 
     def rows(
@@ -202,7 +190,7 @@ class GlobalLayers(UniformLayers):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _WithBeta(LayerBudgets, Value):
+class _WithBeta(LayerBudgets):
     """Base of pyramid schedules with PyramidKV's `beta`: average rows divided by the top layer's rows, at least 1."""
 
     beta: int | float = 20.0
@@ -304,7 +292,7 @@ class ExponentialLayers(_Decreasing):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FromScores(LayerBudgets, Value):
+class FromScores(LayerBudgets):
     """Base of layer budgets that divide rows in proportion to a statistic of each layer's scores."""
 
     from_scores: ClassVar[bool] = True

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv._checks import field, whole
-from jaxkv._values import Value, namespace
+from jaxkv._values import namespace
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, finite
 from jaxkv.policies.scorer import Observed
@@ -16,7 +16,7 @@ from jaxkv.policies.unseen import Position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LazyLayers(LayerBudgets, Value):
+class LazyLayers(LayerBudgets):
     """SimLayerKV's layer budgets: layers that look back furthest keep every row until the budget is spent; exact sum.
 
     A layer is the lazier, the more of the last queries' attention falls on its first and most recent rows. Once the

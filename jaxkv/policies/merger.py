@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from jaxkv._checks import instance
 from jaxkv._errors import require
-from jaxkv.policies.checks import instance
 from jaxkv.sharding.mesh import Axes
 
 # A threshold before the first row was dropped.
@@ -159,7 +159,7 @@ def axes_for(merger: Merger, axes: Axes | None) -> dict[str, Any]:
 
 
 def check_merger(label: str, merge: Any) -> None:
-    """Raises ValueError unless `merge` is a Merger or None, and TypeError if it lacks a method that it needs."""
+    """Raises TypeError unless `merge` is None or a Merger with the methods that it needs; ValueError for `compares`."""
     if merge is None:
         return
     instance(label, merge, Merger, "give Merge(...), or None")

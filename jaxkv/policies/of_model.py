@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv._errors import refusal, require
-from jaxkv._values import Value
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.checkpoints.safetensors_files import read_header, tensors
 from jaxkv.models.config import ModelConfig
@@ -60,7 +59,7 @@ class OfModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileArrays(OfModel, Value, abc.ABC):
+class FileArrays(OfModel, abc.ABC):
     """Abstract base of one model's arrays from safetensors files: holds sizes and a digest, by which it is compared.
 
     The arrays are no field: programs are kept by a policy's fields, and a saved cache has the digest alone.

@@ -7,19 +7,16 @@ from jaxtyping import Int
 
 from jaxkv._checks import field, whole
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, Value, share_of
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import as_budget
-from jaxkv.policies.reading import WHOLE, Reading, Selector
+from jaxkv.policies.checks import Budget, Kept, Share, Tokens
+from jaxkv.policies.reading import WHOLE, Reading, Selector, tokens_read
 
-# The default budget, in rows.
-_ROWS = 1024
 # Least number of pages that a layer reads, in the published code.
 _PAGES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedReads(Value):
+class PagedReads:
     """Quest's page config: at each new token a kv head reads the pages of largest bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
@@ -27,7 +24,7 @@ class PagedReads(Value):
 
     page: int
     dense_layers: int
-    budget: int | float | None
+    budget: Kept | Budget
 
     queries = 0
     by_chunks = False
@@ -36,12 +33,7 @@ class PagedReads(Value):
     def __post_init__(self) -> None:
         for name, least in (("page", 1), ("dense_layers", 0)):
             field(self, name, whole, f"give a number, at least {least}", least=least)
-        budget = as_budget(_ROWS if self.budget is None else self.budget)
-        if isinstance(budget, int):
-            remedy = f"below the {_PAGES} pages of {self.page} rows that are always read: give at least {self._least}"
-            require(budget >= self._least, "budget", budget, remedy)
-            budget = min(budget, ENDLESS)
-        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "budget", tokens_read(self.budget, self._least))
 
     @property
     def _least(self) -> int:
@@ -67,10 +59,10 @@ class PagedReads(Value):
             The budget in rows, or the share's whole number of each prompt; at least three pages of rows.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
-        if isinstance(budget, int):
-            return np.full_like(lengths, budget)
-        assert budget is not None  # set in `__post_init__`
-        return np.maximum(share_of(lengths, budget), self._least)
+        if isinstance(budget, Tokens):
+            return np.full_like(lengths, budget.value)
+        assert isinstance(budget, Share)
+        return np.maximum(budget.rows(lengths), self._least)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Static config `Reading`: layers from `dense_layers` up read pages that each chooses, others every row."""

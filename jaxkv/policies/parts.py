@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._checks import field, flag
-from jaxkv._errors import refusal, require
-from jaxkv._values import ENDLESS, Value, namespace, share_of
+from jaxkv._checks import field, flag, instance
+from jaxkv._errors import require
+from jaxkv._values import namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import Budget, as_policy_budget
+from jaxkv.policies.checks import Kept, Share, Tokens, as_budget
 from jaxkv.policies.heads import (
     HeadBudgets,
     UniformHeads,
@@ -27,7 +27,6 @@ from jaxkv.policies.layers import (
     LayerBudgets,
     Table,
     UniformLayers,
-    check_layers,
     sets_rows,
 )
 from jaxkv.policies.merger import Merger, check_merger
@@ -36,13 +35,7 @@ from jaxkv.policies.reading import Reading, Reads
 from jaxkv.policies.scorer import (
     Needs,
     Scorer,
-    blocks_of,
     check_scorer,
-    future_of,
-    gate_of,
-    norms_of,
-    replay_of,
-    two_stages,
 )
 from jaxkv.policies.threshold import check_threshold, threshold_of
 from jaxkv.policies.windowed_budgets import cut_to_whole
@@ -50,7 +43,7 @@ from jaxkv.policies.windowed_reads import reading_beside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ongoing(Value):
+class Ongoing:
     """Static config of compression while decoding: eviction, rank, merger and kept rows; independent of budgets.
 
     Attributes:
@@ -81,13 +74,13 @@ class Ongoing(Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts(Value):
+class Parts:
     """All that the engine reads of a policy: scorer, budgets of layers and heads, kept rows, merger, eviction, store.
 
     Attributes:
-        budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. str: bytes of a sequence's cache, which `policy_for` turns into rows.
-            None: everything, or what `layers` say by themselves.
+        budget: `Tokens`: rows kept per kv head and layer on average, sinks and window included. `Share`: of each
+            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` turns into rows. Numbers and
+            text, as policies have them, become one of these. None: everything, or what `layers` say by themselves.
         min_budget: "raise" refuses a ratio that comes out below what must stay for some sequence; "clamp" raises it.
         scorer: which rows matter; None keeps everything.
         keep: which rows stay whatever their score.
@@ -101,7 +94,7 @@ class Parts(Value):
         store: how rows are held: a subclass of `jaxkv.cache.Store`.
     """
 
-    budget: Budget = None
+    budget: Kept | None = None
     min_budget: str = "raise"
     scorer: Scorer | None = None
     keep: Keep = Keep()
@@ -115,17 +108,12 @@ class Parts(Value):
     store: type[Store] = Dense
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", as_policy_budget(self.budget))
+        object.__setattr__(self, "budget", as_budget(self.budget))
         known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
         require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
         check_scorer("scorer", self.scorer)
         for name, kind, wanted in _KINDS:
-            value = getattr(self, name)
-            # A class would pass as an instance of a protocol: it has the same attributes.
-            fits = isinstance(value, kind) and not isinstance(value, type)
-            if not fits:
-                raise TypeError(f"{name}={value!r}: give {wanted}")
-        check_layers("layers", self.layers)
+            instance(name, getattr(self, name), kind, f"give {wanted}")
         check_merger("merge", self.merge)
         field(self, "rolling", flag)
         field(self, "nested", flag)
@@ -134,8 +122,6 @@ class Parts(Value):
                 f"store={self.store!r}: give a subclass of jaxkv.cache.Store, such as Dense"
             )
         self._check_together()
-        if isinstance(self.budget, int):
-            object.__setattr__(self, "budget", min(self.budget, ENDLESS))
 
     def _check_together(self) -> None:
         """Raises ValueError for combinations of parts that exclude one another."""
@@ -151,10 +137,10 @@ class Parts(Value):
         )
         remedy = "without a scorer everything is kept: give one, or choose a policy such as SnapKV"
         require(budget is None or scorer is not None, "budget", budget, remedy)
-        if isinstance(budget, int):
+        if isinstance(budget, Tokens):
             first, last = self.keep.sinks, self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
-            require(budget >= first + last, "budget", budget, remedy)
+            require(budget.value >= first + last, "budget", budget, remedy)
         remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
         remedy = "layers that look at scores need a scorer: give one"
@@ -206,38 +192,20 @@ class Parts(Value):
         keeps = "this policy keeps everything: leave it out"
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)
-            twice = scorer is not None and replay_of(scorer) is not None and after.rank is None
-            require(
-                not twice,
-                "every",
-                after.every,
-                "a cache has no prompt to read a second time: leave it out",
+            remedy = "layers that build on one another are chosen once only"
+            require(not self.nested, "every", after.every, remedy)
+            anew = scorer if after.rank is None else None
+            remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
+            whole = scorer is not None and scorer.blocks is not None
+            whole |= anew is not None and (anew.replay, anew.gate, anew.two_stages) != (
+                None,
+                None,
+                False,
             )
-            require(
-                not self.nested,
-                "every",
-                after.every,
-                "layers that build on one another are chosen once only",
-            )
-            remedy = (
-                f"{scorer} reads all queries of a prompt, which no cache remembers: leave it out"
-            )
-            require(scorer is None or blocks_of(scorer) is None, "every", after.every, remedy)
-            remedy = (
-                f"{scorer} reads hidden states of a prompt, which no cache remembers: leave it out"
-            )
-            gated = gate_of(scorer) is not None and after.rank is None
-            require(not gated, "every", after.every, remedy)
-            staged = scorer is not None and two_stages(scorer) and after.rank is None
-            require(
-                not staged,
-                "every",
-                after.every,
-                "a first stage looks at prompts: leave it, or the stage, out",
-            )
-            asks = scorer is not None and future_of(scorer) is not None and after.rank is None
+            require(not whole, "every", after.every, remedy)
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
-            require(not asks or bool(scorer and scorer.queries), "every", after.every, remedy)
+            asks = anew is not None and anew.future is not None and not anew.queries
+            require(not asks, "every", after.every, remedy)
         if isinstance(after, Evict):
             require(scorer is not None, "after", after, keeps)
             require(
@@ -317,7 +285,7 @@ class Parts(Value):
         """True if `layers` bounds a layer's rows by `at_most` before later layers run, and heads keep their best."""
         shares = isinstance(self.layers, FromScores) and type(self.layers).rows is FromScores.rows
         plainly = type(self.heads) is UniformHeads and not self.keep.recent
-        return shares and plainly and self.scorer is not None and not two_stages(self.scorer)
+        return shares and plainly and self.scorer is not None and not self.scorer.two_stages
 
     @property
     def threshold(self) -> float | None:
@@ -331,16 +299,16 @@ class Parts(Value):
         asked = 0 if read is None else read.queries
         if scorer is None:
             return Needs(queries=asked)
-        future, blocks = future_of(scorer), blocks_of(scorer)
+        future, blocks = scorer.future, scorer.blocks
         return Needs(
             queries=max(scorer.queries, asked),
             sums=scorer.sums or self.layers.needs_sums,
-            norms=self.heads.needs_norms or norms_of(scorer),
+            norms=self.heads.needs_norms or scorer.norms,
             future=() if future is None else (future,),
-            replay=replay_of(scorer),
+            replay=scorer.replay,
             unrotated=self.rolling or blocks is not None,
             blocks=() if blocks is None else (blocks,),
-            hidden=gate_of(scorer) is not None,
+            hidden=scorer.gate is not None,
         )
 
     def row_bytes(self, dim: int, itemsize: int) -> int:
@@ -363,7 +331,7 @@ class Parts(Value):
     @property
     def draws(self) -> bool:
         """True if the scorer or the merger draws random numbers, so that results depend on the call's key."""
-        return getattr(self.scorer, "draws", False) or (self.merge is not None and self.merge.draws)
+        return any(part is not None and part.draws for part in (self.scorer, self.merge))
 
     @property
     def evicts(self) -> bool:
@@ -412,7 +380,9 @@ class Parts(Value):
     @property
     def reach(self) -> int | None:
         """Rows (int) that short prompts' segments may grow to: the budget in rows, or the layers' `reach`; or None."""
-        return self.budget if isinstance(self.budget, int) else getattr(self.layers, "reach", None)
+        if isinstance(self.budget, Tokens):
+            return self.budget.value
+        return getattr(self.layers, "reach", None)
 
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's `reach` in rows if larger."""
@@ -430,30 +400,22 @@ class Parts(Value):
             return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
         if budget is None or self.scorer is None:
             return lengths.copy()
-        if isinstance(budget, str):
-            raise refusal("budget", budget, "bytes are rows of one model: give rows, or a share")
-        rows = (
-            np.maximum(share_of(lengths, budget), 1)
-            if isinstance(budget, float)
-            else np.minimum(budget, lengths)
-        )
+        rows, share = budget.rows(lengths), isinstance(budget, Share)
         low = np.flatnonzero(rows < forced)
-        if strict and low.size and (self.min_budget == "raise" or not isinstance(budget, float)):
+        if strict and low.size and (self.min_budget == "raise" or not share):
             row = int(low[0])
             remedy = f"prompt {row} ({lengths[row]} tokens) keeps {rows[row]} rows, but sinks, window and protected "
             remedy += f"spans take {forced[row]}: raise the budget"
-            remedy += ", or give min_budget='clamp'" if isinstance(budget, float) else ""
+            remedy += ", or give min_budget='clamp'" if share else ""
             require(False, "budget", budget, remedy)
         return np.maximum(rows, np.minimum(forced, lengths))
 
     def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
         """Number of prompts for which a budget share gives fewer rows than must stay; 0 for a budget in rows."""
-        if not isinstance(self.budget, float) or sets_rows(self.layers) or self.scorer is None:
+        if not isinstance(self.budget, Share) or sets_rows(self.layers) or self.scorer is None:
             return 0
         lengths = np.asarray(lengths, np.int64)
-        return int(
-            (np.maximum(share_of(lengths, self.budget), 1) < self.keep.counts(lengths)).sum()
-        )
+        return int((self.budget.rows(lengths) < self.keep.counts(lengths)).sum())
 
     def recents(
         self,

@@ -1,17 +1,13 @@
 """Cache updates after the prompt: `Append`, `Evict`, `Again`; and the protocol `Rank` that orders evictions."""
 
 import dataclasses
-from decimal import Decimal
-from fractions import Fraction
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import field, flag, real, whole
-from jaxkv._errors import require
-from jaxkv._values import ENDLESS, Value
-from jaxkv.policies.checks import checked
+from jaxkv._checks import checked, field, flag, instance, real, whole
+from jaxkv._values import ENDLESS
 
 
 @runtime_checkable
@@ -63,7 +59,7 @@ class Rank(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ByAttention(Rank, Value):
+class ByAttention(Rank):
     """Rank by received attention, decayed or averaged over queries: the row with the least is evicted.
 
     Attributes:
@@ -84,7 +80,7 @@ class ByAttention(Rank, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ByAge(Rank, Value):
+class ByAge(Rank):
     """Rank by age: the oldest row is evicted."""
 
     scored: ClassVar[bool] = False
@@ -95,12 +91,12 @@ class ByAge(Rank, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Append(Value):
+class Append:
     """Config without fields for decoding that appends new rows to the kept ones and evicts none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evict(Value):
+class Evict:
     """Config of decoding that evicts the row of lowest `rank`, a `Rank`, for every new row beyond the budget.
 
     Attributes:
@@ -114,7 +110,7 @@ class Evict(Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Again(Value):
+class Again:
     """Config of decoding that compresses the cache, prompt and answer together, again after every `every` new tokens.
 
     Attributes:
@@ -146,20 +142,11 @@ def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Fl
     return jnp.where(jnp.isnan(ranks), -jnp.inf, ranks)
 
 
-def check_rank(label: str, rank: object) -> None:
+def check_rank(label: str, rank: Any) -> None:
     """Raises TypeError unless `rank` is an instance of Rank, and ValueError for a decay outside [0, 1]."""
-    if isinstance(rank, type):
-        raise TypeError(
-            f"{label}={rank.__name__}: it is a class: give an instance, {rank.__name__}()"
-        )
-    if not isinstance(rank, Rank):
-        raise TypeError(
-            f"{label}={rank!r}: give a rank such as ByAttention(), or a subclass of jaxkv.policies.Rank"
-        )
+    instance(label, rank, Rank, "give a rank such as ByAttention(), of a subclass of Rank")
     if rank.decay is not None:
         remedy = "give a share between 0 and 1, or None where attention changes nothing"
         # Programs compute with the rank's own value, unconverted: a Decimal would fail there.
-        require(
-            not isinstance(rank.decay, (Decimal, Fraction)), f"{label}.decay", rank.decay, remedy
-        )
+        instance(f"{label}.decay", rank.decay, float | int, remedy)
         real(f"{label}.decay", rank.decay, remedy, high=1.0)

@@ -5,20 +5,18 @@ import enum
 from collections.abc import Mapping
 from fractions import Fraction
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv._checks import choice, field, flag, real, several, whole
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, Value
 from jaxkv.models.config import ModelConfig
+from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
 
 # The source of a layer that reads everything.
 WHOLE = -1
-# The default budget.
-_TOKENS = 1024
 
 
 class Selector(enum.Enum):
@@ -165,15 +163,26 @@ class Reads(Protocol):
         """Text that says in words which rows layers read at each new token."""
 
 
+def tokens_read(given: Any, least: int) -> Tokens | Share:
+    """Budget of tokens that a layer reads, 1024 by default; ValueError below the `least` that it always reads."""
+    budget = as_budget(1024 if given is None else given)
+    fits = isinstance(budget, Share) or isinstance(budget, Tokens) and budget.value >= least
+    require(
+        fits, "budget", budget, f"give at least {least} tokens, which are always read, or a share"
+    )
+    assert isinstance(budget, Tokens | Share)
+    return budget
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilteredReads(Value):
+class FilteredReads:
     """Config of OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
 
     Fields are those of `OmniKV`.
     """
 
     filter_layers: tuple[int, ...] | None
-    budget: int | float | None
+    budget: Kept | Budget
     mem: float | None
     selector: Selector | str
     window: int
@@ -225,12 +234,7 @@ class FilteredReads(Value):
             remedy = "give the share of the cache that stays at hand, in (0, 1]"
             field(self, "mem", real, remedy, high=1.0, open_low=True)
             return
-        budget = _TOKENS if budget is None else budget
-        if isinstance(budget, int):
-            remedy = f"below the window, whose {self._least} tokens are always read"
-            require(budget >= self._least, "budget", budget, remedy)
-            budget = min(budget, ENDLESS)
-        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "budget", tokens_read(budget, self._least))
 
     @property
     def _least(self) -> int:
@@ -305,7 +309,8 @@ class FilteredReads(Value):
             filters,
             f"{remedy}adjacent={self.adjacent}: {', '.join(map(str, index))}",
         )
-        mine._share(layers)
+        if mine.mem is not None:
+            mine._share(layers)
 
     def among(self, windows: tuple[int | None, ...]) -> "FilteredReads":
         """Copy of the config whose filter layers are counted among the layers that attend to the whole prompt."""
@@ -337,7 +342,10 @@ class FilteredReads(Value):
     def _share(self, layers: int) -> Fraction:
         """Share (Fraction) of a prompt's tokens that a filter chooses, by `mem` or budget; ValueError for low `mem`."""
         if self.mem is None:
-            return Fraction(repr(float(self.budget or 0)))
+            assert isinstance(
+                self.budget, Share
+            )  # Tokens are no share, and without `mem` there is a budget.
+            return Fraction(repr(self.budget.value))
         whole, mem = Fraction(len(self.whole(layers)), layers), Fraction(repr(self.mem))
         remedy = f"layers that read everything hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
@@ -358,15 +366,15 @@ class FilteredReads(Value):
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
         """
         lengths = np.asarray(lengths, np.int64)
-        if isinstance(self.budget, int):
-            wanted = np.full_like(lengths, self.budget)
+        if isinstance(self.budget, Tokens):
+            wanted = np.full_like(lengths, self.budget.value)
         else:
             share = self._share(layers)
             wanted = np.asarray(
                 [n * share.numerator // share.denominator for n in lengths.tolist()], np.int64
             )
         # Where later tokens have to be chosen as well, a budget in tokens is no smaller for a short prompt.
-        grows = self.include_generated and isinstance(self.budget, int)
+        grows = self.include_generated and isinstance(self.budget, Tokens)
         return (
             np.maximum(wanted, self._least)
             if grows
@@ -391,7 +399,7 @@ class FilteredReads(Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedReads(Value):
+class LoadedReads:
     """Config of BrutalOffload's reads: every layer reads every row, upper layers load theirs from host memory.
 
     Fields are those of `BrutalOffload`.

@@ -90,12 +90,12 @@ def as_policy(
 
 def defaults(cls: type[Method]) -> dict[str, str]:
     """Dict of a policy class's default values, as `repr` texts by field name."""
-    return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
+    return {field.name: repr(field.default) for field in dataclasses.fields(cls) if field.init}
 
 
 def takes_budget(cls: type[Method]) -> bool:
     """True if a policy class can be made with a budget, of rows kept or tokens read; False for FullKV, say."""
-    if cls().parts().budget is not None:
+    if cls().composed.budget is not None:
         return True
     try:
         # The whole prompt: a number may be too small, as 1 is for Quest's pages.

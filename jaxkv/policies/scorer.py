@@ -9,9 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import field, flag, whole
-from jaxkv._errors import require
-from jaxkv._values import Value, is_whole, plain
+from jaxkv._checks import choice, field, flag, instance, static, whole
 from jaxkv.attention import Implementation
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Rank
@@ -26,7 +24,7 @@ class GroupReduce(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FutureQueries(Value):
+class FutureQueries:
     """Config of query statistics for positions after the text: tokens skipped, positions averaged, covariance or not.
 
     Attributes:
@@ -46,7 +44,7 @@ class FutureQueries(Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replay(Value):
+class Replay:
     """Config of KVzip's second pass over the prompt, on its full cache: chunk length, sinks, texts between, weighting.
 
     The prompt is read again in chunks; nothing that the pass computes stays but the attention that rows receive.
@@ -83,10 +81,8 @@ class Replay(Value):
             if isinstance(given, str) or (name == "closing" and given is None):
                 continue
             remedy = "give text, or token ids, 0 or more"
-            if not isinstance(given, (list, tuple, np.ndarray)):
-                raise TypeError(f"{name}={given!r}: {remedy}")
-            ids = tuple(plain(each) for each in given)
-            require(all(is_whole(each, 0) for each in ids), name, given, remedy)
+            instance(name, given, (list, tuple, np.ndarray), remedy)
+            ids = tuple(whole(name, each, remedy, least=0) for each in given)
             object.__setattr__(self, name, ids)
 
 
@@ -109,7 +105,7 @@ class QueryMoments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockAttention(Value):
+class BlockAttention:
     """Config of attention within blocks of a prompt, not causal: block size, and first and last tokens in no block.
 
     Attributes:
@@ -216,7 +212,7 @@ class Observed:
     key: PRNGKeyArray
     sums: Float[Array, "B K G S"] | None = None
     norms: Float[Array, "B K S"] | None = None
-    norm_totals: Float[Array, "B #K S"] | None = None
+    norm_totals: Float[Array, "B #K S"] | None = None  # noqa: F821
     moments: QueryMoments | None = None
     replayed: Float[Array, "B K S"] | None = None
     blocks: BlockSums | None = None
@@ -301,7 +297,16 @@ class Scorer(Protocol):
         `jaxkv.prefill` then warns of documents whose question comes later: it may lack rows. A scorer that looks at
         these queries and keeps other rows nonetheless, by their worst case say, overrides this property.
         """
-        return self.queries > 0
+        return bool(self.queries)
+
+    @property
+    def two_stages(self) -> bool:
+        """True if the scorer has a first stage, a method `first(seen)`, whose rows stay before all others.
+
+        It returns the ranks `i32[B, K, S]` of these rows in their head, as many as a head's even part at most; S for
+        other rows.
+        """
+        return False
 
     @property
     def rank(self) -> Rank | None:
@@ -311,12 +316,8 @@ class Scorer(Protocol):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
 
-        A scorer of two stages has an attribute `two_stages`, True, and a method `first(seen)`, which returns the ranks
-        `i32[B, K, S]` in their head of rows that stay before all others, as many as a head's even part at most; S for
-        other rows.
-
         Args:
-            seen: the layer; fields that no property asks for raise TypeError. Rows past a length may hold anything.
+            seen: the layer; fields that no property asks for may be None. Rows past a length may hold anything.
 
         Returns:
             A number for each row; rows past a sequence's length may get anything.
@@ -338,109 +339,31 @@ class Scorer(Protocol):
         return observed
 
 
-def group_of(scorer: Scorer) -> GroupReduce:
-    """The scorer's `GroupReduce` of query heads; MEAN for a class without the property `group`."""
-    return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
-
-
-def looks_at_end(scorer: Scorer) -> bool:
-    """True if a scorer's scores follow last queries' attention; without the property, if `queries` is above 0."""
-    return getattr(scorer, "looks_at_end", scorer.queries > 0)
-
-
 def sees_query_heads(scorer: Scorer) -> bool:
     """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
-    return bool(
-        scorer.queries or scorer.sums or future_of(scorer) or replay_of(scorer) or blocks_of(scorer)
-    )
+    return bool(scorer.queries or scorer.sums or scorer.future or scorer.replay or scorer.blocks)
 
 
-def norms_of(scorer: Scorer) -> bool:
-    """True if a scorer reads the norms of values; False for a class without the property `norms`."""
-    return getattr(scorer, "norms", False)
-
-
-def future_of(scorer: Scorer) -> FutureQueries | None:
-    """`FutureQueries`, settings of the query moments that a scorer reads; None if it reads none."""
-    return getattr(scorer, "future", None)
-
-
-def two_stages(scorer: Scorer) -> bool:
-    """True if a scorer has a first stage: rows ranked by its `first` stay before all others; False by default."""
-    return getattr(scorer, "two_stages", False)
-
-
-def replay_of(scorer: Scorer) -> Replay | None:
-    """Settings of the second pass that a scorer reads; None if it reads none or lacks the property."""
-    return getattr(scorer, "replay", None)
-
-
-def blocks_of(scorer: Scorer) -> BlockAttention | None:
-    """Settings of the `BlockSums` that a scorer reads; None if it reads none or lacks the property."""
-    return getattr(scorer, "blocks", None)
-
-
-def gate_of(scorer: Scorer | None) -> Gate | None:
-    """Trained gate that a scorer reads; None if it reads none or lacks the property, and without a scorer."""
-    return getattr(scorer, "gate", None)
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("rank", Rank, "a Rank"),
+    ("future", FutureQueries, "FutureQueries(...)"),
+    ("replay", Replay, "Replay(...)"),
+    ("blocks", BlockAttention, "BlockAttention(...)"),
+    ("gate", Gate, "a Gate, KVzapGate.read('gate', path) say"),
+)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Raises TypeError unless `scorer` is None or a hashable instance with valid properties and methods of `Scorer`."""
+    """Raises TypeError or ValueError unless `scorer` is None or an instance of `Scorer` with a hash and `observe`."""
     if scorer is None:
         return
-    if isinstance(scorer, type):
-        raise TypeError(
-            f"{label}={scorer.__name__}: it is a class: give an instance, {scorer.__name__}()"
-        )
-    missing = [
-        each
-        for each in ("queries", "sums", "rank", "observe", "scores")
-        if not hasattr(scorer, each)
-    ]
-    if missing:
-        remedy = f"a scorer has {', '.join(missing)}, too: subclass jaxkv.policies.Scorer"
-        raise TypeError(f"{label}={scorer!r}: {remedy}")
-    if type(scorer) is Scorer or getattr(type(scorer), "observe", None) is Scorer.observe:
-        raise TypeError(
-            f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `observe`"
-        )
-    if not is_whole(scorer.queries):
-        raise TypeError(
-            f"{label}.queries={scorer.queries!r}: give a number of last queries, 0 or more"
-        )
-    # Only now: by default `looks_at_end` compares `queries`.
-    flags = {
-        name: getattr(scorer, name, False) for name in ("sums", "draws", "norms", "looks_at_end")
-    }
-    for name, value, fits, wanted in (
-        *((name, value, isinstance(value, bool), "True or False") for name, value in flags.items()),
-        ("rank", scorer.rank, isinstance(scorer.rank, (Rank, type(None))), "a Rank, or None"),
-        ("observe", scorer.observe, callable(scorer.observe), "a method"),
-        ("scores", scorer.scores, callable(scorer.scores), "a method"),
-    ):
-        if not fits:
-            raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
-    if not isinstance(future_of(scorer), (FutureQueries, type(None))):
-        raise TypeError(f"{label}.future={scorer.future!r}: give FutureQueries(...), or None")
-    if not isinstance(replay_of(scorer), (Replay, type(None))):
-        raise TypeError(f"{label}.replay={scorer.replay!r}: give Replay(...), or None")
-    if not isinstance(blocks_of(scorer), (BlockAttention, type(None))):
-        raise TypeError(f"{label}.blocks={scorer.blocks!r}: give BlockAttention(...), or None")
-    if not isinstance(gate_of(scorer), (Gate, type(None))):
-        raise TypeError(
-            f"{label}.gate={scorer.gate!r}: give a Gate, KVzapGate.read('gate', path) say, or None"
-        )
-    try:
-        group_of(scorer)
-    except ValueError:
-        raise TypeError(
-            f"{label}.group={scorer.group!r}: give GroupReduce.MEAN or GroupReduce.MAX"
-        ) from None
-    try:
-        hash(scorer)
-    except TypeError as error:
-        remedy = (
-            f"programs are kept by it ({error}): make it a frozen dataclass of numbers and tuples"
-        )
-        raise TypeError(f"{label}={type(scorer).__name__}: {remedy}") from None
+    instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
+    if getattr(type(scorer), "observe", None) is Scorer.observe:
+        raise TypeError(f"{label}={scorer!r}: it says nothing of rows: write its method `observe`")
+    whole(f"{label}.queries", scorer.queries, least=0)
+    for name in ("sums", "draws", "norms", "looks_at_end", "two_stages"):
+        flag(f"{label}.{name}", getattr(scorer, name))
+    choice(f"{label}.group", scorer.group, GroupReduce)
+    for name, kind, wanted in _KINDS:
+        instance(f"{label}.{name}", getattr(scorer, name), kind | None, f"give {wanted}, or None")
+    static(label, scorer)

@@ -61,7 +61,7 @@ class ThresholdHeads(HeadsAround):
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
@@ -75,7 +75,7 @@ class ThresholdHeads(HeadsAround):
         self,
         chosen: Bool[Array, "B K S"],
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
         """Mask `[B, K, S]` of chosen rows scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
         high = scores >= jnp.float32(self.threshold)

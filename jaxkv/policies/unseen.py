@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv._checks import field, flag, real, whole
 from jaxkv._errors import require
-from jaxkv._values import Value
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.attention.xla import exact_einsum, logit_divisor
 from jaxkv.models.config import ModelConfig
@@ -27,7 +26,7 @@ _BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyDifference(Scorer, Value):
+class KeyDifference(Scorer):
     """KeyDiff's scorer: minus the cosine between a row's key and the mean of the head's normalised keys.
 
     References:
@@ -48,7 +47,7 @@ class KeyDifference(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FutureAttention(Scorer, Value):
+class FutureAttention(Scorer):
     """ExpectedAttention's scorer: attention expected from queries after the text, times the value's L2 norm.
 
     Queries are taken to be normally distributed, with the mean and covariance that the text's queries have before RoPE,
@@ -130,7 +129,7 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorstAttention(Scorer, Value):
+class WorstAttention(Scorer):
     """DefensiveKV's scorer: largest attention that a window query pays a row, times its value norm's share over heads.
 
     Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
@@ -241,7 +240,7 @@ class WorstAttention(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Position(Scorer, Value):
+class Position(Scorer):
     """Scorer by position: later rows score higher, so that the most recent ones are kept."""
 
     rank: ClassVar[Rank] = ByAge()
@@ -253,7 +252,7 @@ class Position(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyNorm(Scorer, Value):
+class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -262,7 +261,7 @@ class KeyNorm(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform01(Scorer, Value):
+class Uniform01(Scorer):
     """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
     draws: ClassVar[bool] = True
@@ -281,7 +280,7 @@ class Uniform01(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GateRank(Rank, Value):
+class GateRank(Rank):
     """Rank by the scores that rows got from a trained gate when they entered the cache; attention does not change them.
 
     Attributes:
@@ -292,7 +291,7 @@ class GateRank(Rank, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GateScores(Scorer, Value):
+class GateScores(Scorer):
     """KVzap's scorer: a trained gate's score of each row, from the hidden state of the row's token.
 
     Attributes:

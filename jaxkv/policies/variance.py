@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import choice, field, real
 from jaxkv._errors import require
-from jaxkv._values import Value, halved, is_traced, namespace, plain
+from jaxkv._values import halved, is_traced, namespace, plain
 from jaxkv.policies.layers import (
     Counts,
     LayerBudgets,
@@ -46,7 +46,7 @@ class Statistic(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VarianceLayers(LayerBudgets, Value):
+class VarianceLayers(LayerBudgets):
     """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; their sum is exact.
 
     Attributes:

@@ -5,13 +5,13 @@ import functools
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv._values import typed
+from jaxkv._values import alike
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 
-_SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
+_SHARED = {field.name: field.default for field in dataclasses.fields(Method) if field.init}
 
 
 def check_shared(
@@ -21,7 +21,7 @@ def check_shared(
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
         its = default if base is None else getattr(base, name)
-        same = name in but or typed(mine) in (typed(default), typed(its))
+        same = name in but or alike(mine, default) or alike(mine, its)
         require(same, name, mine, remedy.format(its))
 
 
@@ -44,15 +44,13 @@ class Wrapper(Method):
         if self.base is None and not self.usual:
             raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
         given = {name: getattr(self, name) for name in _SHARED}
-        options = {
-            name: value for name, value in given.items() if typed(value) != typed(_SHARED[name])
-        }
+        options = {name: value for name, value in given.items() if not alike(value, _SHARED[name])}
         return as_policy(
             self.usual if self.base is None else self.base, field="base", options=options
         )
 
     def _check(self) -> None:
-        inner, its = self.inner, self.inner.parts()
+        inner, its = self.inner, self.inner.composed
         remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
         require(its.scorer is not None and its.read is None, "base", inner, remedy)
         self.check_base(inner, its)
@@ -81,7 +79,7 @@ class Wrapper(Method):
 
     def parts(self) -> Parts:
         """Returns the base policy's `Parts`, changed by this policy's `wrap`."""
-        return self.wrap(self.inner.parts())
+        return self.wrap(self.inner.composed)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
         """Returns this policy with its base's model-dependent fields filled in, such as filter layers."""
@@ -91,7 +89,7 @@ class Wrapper(Method):
 
 def with_budget(policy: Method, budget: Budget) -> Method:
     """Copy of the policy that keeps `budget` rows, set in its base if it has one; unchanged if it takes no budget."""
-    parts, inner = policy.parts(), getattr(policy, "inner", None)
+    parts, inner = policy.composed, getattr(policy, "inner", None)
     if parts.budget is None:
         return policy
     if parts.read is not None and isinstance(inner, Method):

@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.arguments import as_key
-from jaxkv.policies.checks import as_budget
+from jaxkv.policies.checks import Tokens, as_budget
 from jaxkv.policies.policy import Method
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.serving.documents import Document
@@ -60,13 +60,9 @@ def own_policy(given: Any, policy: Method, document: Document | None) -> Method 
     )
     budget = as_budget(given)
     assert most is not None and budget is not None
-    kind = "rows per kv head" if isinstance(most, int) else "a share of the prompt"
-    fits = (
-        isinstance(most, (int, float))
-        and isinstance(budget, int) == isinstance(most, int)
-        and budget <= most
-    )
+    kind = "rows per kv head" if isinstance(most, Tokens) else "a share of the prompt"
+    fits = type(budget) is type(most) and budget.value <= most.value
     require(
         fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that"
     )
-    return with_budget(policy, budget)
+    return with_budget(policy, budget.given)

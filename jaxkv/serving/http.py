@@ -122,7 +122,7 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "jaxkv",
         "policy": brief(policy),
-        "budget": parts.budget,
+        "budget": None if parts.budget is None else parts.budget.given,
         "own_budget": takes_own_budget(policy),
         "full_cache": parts.scorer is None and parts.read is None,
         "max_prompt_tokens": limits.prompt,

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxkv._errors import require
-from jaxkv._values import Value
 from jaxkv.sharding.letters import known, letters_at, letters_of
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
@@ -35,7 +34,7 @@ LETTERS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Axes(Value):
+class Axes:
     """A mesh with the axes data, kv and rep, over which arrays are split by axis letters; a static argument.
 
     Attributes:

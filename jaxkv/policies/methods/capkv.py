@@ -10,7 +10,6 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from jaxkv._checks import field, real, whole
-from jaxkv._values import Value
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -28,7 +27,7 @@ _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on G
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueCapacity(Scorer, Value):
+class ValueCapacity(Scorer):
     """CAPKV's scorer: leverage of a row's value among all values, weighted by how well its key fits the mean query.
 
     A row's weight w is exp(tau * cosine of key and mean query), over the largest of the query head; its score is

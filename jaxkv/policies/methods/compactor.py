@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, flag, real, whole
-from jaxkv._values import Value
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
@@ -21,7 +20,7 @@ from jaxkv.sharding.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockAndLeverage(Scorer, Value):
+class BlockAndLeverage(Scorer):
     """Compactor's scorer: attention from a row's own block times its value norm, plus the leverage score of its key.
 
     Leverage is that of centred keys, with a ridge of 0.01, or more beside keys so large that float32 would lose it.

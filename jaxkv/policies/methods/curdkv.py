@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import choice, field, whole
-from jaxkv._values import Value
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -30,7 +29,7 @@ class Leverage(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalLeverage(Scorer, Value):
+class LocalLeverage(Scorer):
     """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a window of rows.
 
     Attributes:

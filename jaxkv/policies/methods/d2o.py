@@ -3,11 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._checks import field, flag
+from jaxkv._checks import field, flag, instance
 from jaxkv._errors import require
-from jaxkv._values import typed
+from jaxkv._values import alike
 from jaxkv.policies.attended import CumulativeAttention
-from jaxkv.policies.checks import instance
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
@@ -59,7 +58,7 @@ class D2O(HeavyMethod):
             defaults = {each.name: each.default for each in dataclasses.fields(D2O)}
             for name, value in preset.items():
                 mine = getattr(self, name)
-                same = typed(mine) in (typed(defaults[name]), typed(value))
+                same = alike(mine, defaults[name]) or alike(mine, value)
                 require(same, name, mine, "official=True sets it: leave it out")
         instance(
             "allocation",

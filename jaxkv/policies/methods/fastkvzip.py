@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import field, real
-from jaxkv._values import Value, share_of
+from jaxkv._values import share_of
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads
 from jaxkv.policies.keep import Keep
@@ -21,7 +21,7 @@ from jaxkv.policies.unseen import GateScores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecentGateScores(GateScores, Value):
+class RecentGateScores(GateScores):
     """Scorer by a trained gate; the last tokens of each text, the share `recent`, score higher than all others.
 
     Attributes:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
-from jaxkv._values import Value
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep
@@ -19,7 +18,7 @@ from jaxkv.policies.scorer import GroupReduce, Observed, Replay, Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayAttention(Scorer, Value):
+class ReplayAttention(Scorer):
     """KVzip's scorer: the largest attention that a row receives while the model repeats the prompt.
 
     Attributes:

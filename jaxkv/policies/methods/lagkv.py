@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._checks import field, flag, whole
-from jaxkv._values import Value
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -21,7 +20,7 @@ _MOST = 1e15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LagInformation(Scorer, Value):
+class LagInformation(Scorer):
     """LagKV's scorer: a row's rank in its partition by std over channels, scaled by the next partition's min and max.
 
     Rows behind the sinks form partitions of `lag` rows. Each channel of a partition is scaled by minimum and maximum of

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv.policies.checks import Share
 from jaxkv.policies.head_scores import as_curves
 from jaxkv.policies.head_shares import CurveBudgets
 from jaxkv.policies.heads import UniformHeads, inner_budgets, within_stages
@@ -52,7 +53,7 @@ class LUKV(Wrapper):
         """Checks the base policy; ValueError for layer or head budgets, rolling positions, row budgets with curves."""
         remedy = "curves are of shares: give a share of the prompt, such as 0.25"
         require(
-            self.curves is None or isinstance(parts.budget, float), "budget", parts.budget, remedy
+            self.curves is None or isinstance(parts.budget, Share), "budget", parts.budget, remedy
         )
         own = (
             isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
@@ -64,9 +65,11 @@ class LUKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""
-        if self.curves is None or not isinstance(base.budget, float):
+        if self.curves is None or not isinstance(base.budget, Share):
             return base
-        dropped = self.curves[min(max(round((1 - base.budget) * (_SHARES + 1)), 1), _SHARES) - 1]
+        dropped = self.curves[
+            min(max(round((1 - base.budget.value) * (_SHARES + 1)), 1), _SHARES) - 1
+        ]
         assert not isinstance(dropped, str)
         budgets = CurveBudgets(scores=tuple(tuple(1 - each for each in heads) for heads in dropped))
         return dataclasses.replace(base, layers=budgets, heads=within_stages(base.heads, budgets))

@@ -5,7 +5,7 @@ import functools
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.checks import as_budget, store_class
+from jaxkv.policies.checks import store_class
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
@@ -64,7 +64,7 @@ class OmniKV(Method):
         check_shared(self, base, "OmniKV drops nothing: give it to the base, if any", but=own)
         if base is None:
             return
-        parts = base.parts()
+        parts = base.composed
         require(not isinstance(base, OmniKV), "base", base, "give the policy that it is built on")
         require(parts.scorer is not None, "base", base, "it compresses nothing: leave it out")
         require(
@@ -103,9 +103,7 @@ class OmniKV(Method):
     @property
     def _reads(self) -> FilteredReads:
         """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
-        return FilteredReads(
-            **{name: getattr(self, name) for name in _READS} | {"budget": as_budget(self.budget)}
-        )
+        return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
     @functools.cached_property
     def inner(self) -> Method | None:
@@ -114,7 +112,7 @@ class OmniKV(Method):
 
     def parts(self) -> Parts:
         """Returns the base's `Parts` (or keep-all `Parts`) with `read`: filter layers choose tokens for upper ones."""
-        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
+        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":

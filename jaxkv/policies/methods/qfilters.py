@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
-from jaxkv._values import Value
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.head_filters import HeadFilters
@@ -19,7 +18,7 @@ from jaxkv.sharding.collectives import mean_of_devices, own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilteredKeys(Scorer, Value):
+class FilteredKeys(Scorer):
     """QFilters' scorer: minus the dot product of a row's key and its head's filter vector.
 
     Attributes:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
-from jaxkv.policies.checks import as_budget, store_class
+from jaxkv.policies.checks import store_class
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -47,13 +47,13 @@ class Quest(Method):
     paper: ClassVar[str] = "Quest, arXiv:2406.10774"
 
     def _check(self) -> None:
-        self._adopt(self._reads, "page", "dense_layers", "budget")
+        self._adopt(self._reads, "page", "dense_layers")
         base = self.inner
         own = ("budget", "store") if base is None else ("budget",)
         check_shared(self, base, "Quest drops nothing: give it to the base, if any", but=own)
         if base is None:
             return
-        parts = base.parts()
+        parts = base.composed
         require(
             parts.read is None,
             "base",
@@ -84,9 +84,7 @@ class Quest(Method):
     @property
     def _reads(self) -> PagedReads:
         """Makes `PagedReads`, the config of reading pages of rows while decoding, of this policy's fields."""
-        return PagedReads(
-            page=self.page, dense_layers=self.dense_layers, budget=as_budget(self.budget)
-        )
+        return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=self.budget)
 
     @functools.cached_property
     def inner(self) -> Method | None:
@@ -95,7 +93,7 @@ class Quest(Method):
 
     def parts(self) -> Parts:
         """Returns the base's `Parts` (or keep-all `Parts`) with `read`: each kv head reads pages chosen per token."""
-        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.parts()
+        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Quest":

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar
 
+from jaxkv._checks import instance
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
-from jaxkv.policies.checks import Budget, instance
+from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat_tpu as tpu
+from . import _compat as tpu
 
 # Rows of a tile of HBM, of 16 and of 32 bits.
 TILE = 8
@@ -24,23 +24,6 @@ AHEAD = 3
 def whole_tile(row, tile=TILE):
     """Row at which the tile of a row begins, i32."""
     return tpu.multiple_of(row & -tile, tile)
-
-
-def window_at(start: Any, pool_rows: int) -> Any:
-    """First pool row of the windows of segments that begin at `start`, i32: of that tile, or of the last chunk."""
-    return jnp.minimum(start & -TILE, pool_rows - min(CHUNK, pool_rows))
-
-
-def width(widest: int, pool_rows: int) -> int:
-    """Numbers of a window: whole registers of `widest` rows from anywhere in a tile on, and of a chunk behind them."""
-    return -(-(widest + TILE + min(CHUNK, pool_rows)) // LANES) * LANES + 2 * LANES
-
-
-def blocks_of(widest: int, pool_rows: int) -> tuple[int, int]:
-    """Number of equal blocks, of about BLOCK rows, that hold any segment of `widest` rows, and the rows of a block."""
-    most, chunk = widest + TILE - 1, min(CHUNK, pool_rows)
-    count = max(1, round(most / BLOCK))
-    return count, -(-most // (count * chunk)) * chunk
 
 
 class Copies:
@@ -68,14 +51,6 @@ class Copies:
         return jnp.where(
             self.length[b, h] > 0, lax.div(rows + (self.size - 1), jnp.int32(self.size)), 0
         )
-
-    def end(self, b, h):
-        """Row behind a segment, i32."""
-        return self.start[b, h] + self.length[b, h]
-
-    def at(self, index):
-        """Row of a segment's block counted from its first block's, i32."""
-        return tpu.multiple_of(index * self.size, self.chunk)
 
     def begin(self):
         """Points the ring at the first segment with rows, and begins the copies of AHEAD blocks."""
@@ -142,10 +117,10 @@ class Copies:
 
         The last chunk of a pool begins earlier; rows that it has twice are masked.
         """
-        first = self.first(b, h) + index * self.size
+        first, end = self.first(b, h) + index * self.size, self.start[b, h] + self.length[b, h]
         begins = [first + number * self.chunk for number in range(self.size // self.chunk)]
         rows = [tpu.multiple_of(jnp.minimum(at, self.rows - self.chunk), TILE) for at in begins]
-        return [(row, at < self.end(b, h)) for row, at in zip(rows, begins, strict=True)]
+        return [(row, at < end) for row, at in zip(rows, begins, strict=True)]
 
     def _each(self, b, h, index, slot, act):
         """Calls `act` on each copy of a block: chunks of keys and values, up to the last row of the segment."""

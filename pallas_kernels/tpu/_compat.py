@@ -12,13 +12,11 @@ from jax.experimental.pallas import tpu as _tpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as _splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as _mask
 
-_LANES = 128
 when = pl.when
 ds = pl.ds
 program_id = pl.program_id
 multiple_of = pl.multiple_of
 async_copy = _tpu.make_async_copy
-roll = _tpu.roll
 vmem = _tpu.VMEM
 smem = _tpu.SMEM
 # Programs share scratch, and copies begun by one are awaited by the next. Checks of each copy's bounds would take more
@@ -41,13 +39,6 @@ def block(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.Blo
 def in_hbm() -> pl.BlockSpec:
     """Spec of an argument that stays whole in HBM, from which the kernel copies what it needs."""
     return pl.BlockSpec(memory_space=_tpu.HBM)
-
-
-def add_lanes(ref: Any, at: Any, row: jax.Array, line: Any = 0) -> None:
-    """Adds a row of numbers to a line of `ref`, [1, m, n], from lane `at` on; its last 128 numbers have to be zeros."""
-    ahead = at & (_LANES - 1)
-    where = (0, ds(line, 1), ds(multiple_of(at - ahead, _LANES), row.shape[1]))
-    ref[where] += roll(row, ahead, 1)
 
 
 def call(

@@ -1,0 +1,1 @@
+"""TPU kernels in Pallas: decode attention that appends in place, and prefill by JAX's splash attention."""
