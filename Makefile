@@ -39,7 +39,7 @@ FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
 # They drive a browser that is there already: playwright downloads none.
 PAGE_PACKAGES := playwright==1.65.2 pyee==13.0.1 greenlet==3.5.6
 PAGE_STAMP := .venv-page/.made-playwright-1.65.2
-RAY_STAMP := .venv-ray/.made-ray-2.60.0
+RAY_STAMP := .venv-ray/.made-ray-data-2.60.0
 DOCS_STAMP := .venv-docs/.made-$(shell cksum < docs/requirements.txt | cut -d ' ' -f 1)
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
   tests/test_kernels_step.py tests/test_kernels_linear.py tests/test_implementations.py tests/test_layout.py
@@ -398,7 +398,7 @@ $(RAY_STAMP): | $(STAMP)
 	rm -rf .venv-ray; \
 	$(BIN)/python -m venv .venv-ray; \
 	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(RAY))/venv.pth"; \
-	$(RAY)/python -m pip install $(PIP_FLAGS) 'ray[serve]==2.60.0'; \
+	$(RAY)/python -m pip install $(PIP_FLAGS) 'ray[data,serve]==2.60.0'; \
 	$(RAY)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 

@@ -5,16 +5,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from jaxkv._errors import require
 from jaxkv.serving import asking
-from jaxkv.serving.batch_lines import CHATS, TEXTS, Line, failed, responded
+from jaxkv.serving.batch_lines import Line, failed, responded
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.forms import Asked, Form, asked_by, chat_form, text_form
+from jaxkv.serving.errors import Refused, refused_by, unknown_model
 from jaxkv.serving.limits import Limits
-from jaxkv.serving.refused import refused_by, unknown_model
-from jaxkv.serving.replies import Replies, usage_of
 from jaxkv.serving.requests import Request
+from jaxkv.serving.schemas import CHATS, ChatBody, TextBody
 
 # A batch has all the time that it takes.
 _SECONDS = 1e9
@@ -29,14 +27,14 @@ class Begun:
     Attributes:
         line: the line.
         requests: its requests; none if it is refused.
-        asked: its body, read; None if it is refused.
+        body: its body, read; None if it is refused.
         document: the document that it asks; None for none.
         error: the refusal, or what the line is no request for.
     """
 
     line: Line
     requests: tuple[Request, ...] = ()
-    asked: Asked | None = None
+    body: TextBody | ChatBody | None = None
     document: Document | None = None
     error: Exception | None = None
 
@@ -61,26 +59,33 @@ class Batch:
         """Makes the batch of a model that bodies call `name`; they may leave it out."""
         self.engine, self._name = engine, name
         self.most = 2 * engine.stats.slots
-        most: dict[str, Any] = {"most_tokens": engine.limits.new, "most_answers": MOST_ANSWERS}
-        self._forms = {TEXTS: text_form(**most), CHATS: chat_form(**most)}
 
     def begin(self, line: Line) -> Begun:
         """Submits a line's requests; a refusal is part of what is returned. The engine's own failure is raised."""
         if line.fault is not None:
             return Begun(line=line, error=ValueError(line.fault))
         try:
-            asked = _read(line, self._forms[line.url], usual=self.engine.limits.new)
-            named = line.body.get("model")
-            if named not in (None, self._name):
-                raise unknown_model(named, [self._name])
-            document = None if asked.document is None else self.engine.documents.of(asked.document)
+            body = (ChatBody if line.url == CHATS else TextBody).model_validate(line.body)
+            if body.stream:
+                said = "stream=true: the answers of a batch are whole: leave it out"
+                raise Refused(400, said, param="stream")
+            if body.model not in (None, self._name):
+                raise unknown_model(body.model, [self._name])
+            document = None if body.document is None else self.engine.documents.of(body.document)
             requests = asking.submitted(
-                self.engine, asked, document, seconds=_SECONDS, offline=True
+                self.engine,
+                body,
+                document,
+                most_answers=MOST_ANSWERS,
+                seconds=_SECONDS,
+                # Without a seed, the line has one of its own.
+                seed=line.seed,
+                offline=True,
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the other lines are answered
             self._require_alive()
             return Begun(line=line, error=error)
-        return Begun(line=line, requests=tuple(requests), asked=asked, document=document)
+        return Begun(line=line, requests=tuple(requests), body=body, document=document)
 
     def answer(self, begun: Begun) -> dict[str, Any]:
         """Waits for a line's answers and returns OpenAI's output object; the engine's own failure is raised."""
@@ -97,10 +102,10 @@ class Batch:
         if error is not None:
             refused = refused_by(error, prompt="messages" if line.url == CHATS else "prompt")
             return responded(line, refused.status, refused.body())
-        assert begun.asked is not None
-        replies = Replies(chat=line.url == CHATS, model=self._name, usage=False)
-        usage = usage_of(list(begun.requests), begun.asked.n, begun.document)
-        return responded(line, 200, replies.whole(completions, usage))
+        assert begun.body is not None
+        requests = list(begun.requests)
+        reply = asking.whole(begun.body, self._name, requests, completions, begun.document)
+        return responded(line, 200, reply.model_dump(exclude_unset=True))
 
     def answers(self, lines: Iterable[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
         """Yields each line with its output object, as they are complete; reads lines as slots become free."""
@@ -132,13 +137,3 @@ class Batch:
         """Raises the error that ended the engine, if one has."""
         if self.engine.error is not None:
             raise self.engine.error
-
-
-def _read(line: Line, form: Form, *, usual: int) -> Asked:
-    """Reads a line's body; ValueError for a stream. Without a seed, the line has one of its own."""
-    asked = asked_by(
-        line.body, form, chat=line.url == CHATS, most_answers=MOST_ANSWERS, usual_tokens=usual
-    )
-    require(not asked.stream, "stream", True, "the answers of a batch are whole: leave it out")
-    given = asked.seed is None or line.body.get("seed") is not None
-    return asked if given else dataclasses.replace(asked, seed=line.seed)

@@ -11,7 +11,6 @@ from typing import Any
 from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.serving.batch_lines import PREFIX, Line, lines_of
-from jaxkv.serving.refused import json_bytes
 
 _TABLES = """
 PRAGMA journal_mode = OFF;
@@ -75,7 +74,7 @@ class Ledger:
         if self._file is None:
             self._file = open(self.partial, "ab")
             self._file.truncate(self._end)
-        data = json_bytes(answer) + b"\n"
+        data = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         self._file.write(data)
         self._file.flush()
         place = (line.id, _PARTIAL, self._end, len(data))
