@@ -30,13 +30,13 @@ def chat(name, text=lettered.DOC, **body):
 @pytest.fixture
 def asked(monkeypatch):
     """Lets the command find the tiny model; gives the custom_ids of the lines that are begun."""
-    begun, begin = [], batch_answers.Batch.begin
+    begun, reply = [], batch_answers.Batch._reply
 
     def noted(self, line):
         begun.append(line.custom_id)
-        return begin(self, line)
+        return reply(self, line)
 
-    monkeypatch.setattr(batch_answers.Batch, "begin", noted)
+    monkeypatch.setattr(batch_answers.Batch, "_reply", noted)
     monkeypatch.setattr(recipe, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(recipe, "load", lambda name, **_: lettered.tiny())
     return begun
@@ -126,7 +126,7 @@ def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
     partial.write_bytes(b"".join(data[1:4]) + data[4][:50])
     asked.clear()
 
-    def failing(self, begun):
+    def failing(self, line):
         raise OSError("no more")
 
     with monkeypatch.context() as patch:
@@ -135,14 +135,16 @@ def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
     assert partial.exists() and not files[1].exists()
     asked.clear()
     assert [content(each) for each in run(files)] == whole
-    assert asked == ["r0", "r4", "r5"] and not partial.exists()
+    assert sorted(asked) == ["r0", "r4", "r5"] and not partial.exists()
     assert "3 of 6 lines are answered already" in capsys.readouterr().err
     # A changed request and a new one are asked, the others are not.
     asked.clear()
     written(files[0], [chat("r0", "abc"), *lines[1:], chat("r6", "abc")])
     found = [content(each) for each in run(files)]
     assert (
-        asked == ["r0", "r6"] and found[0] == found[-1] == alone("abc") and found[1:-1] == whole[1:]
+        sorted(asked) == ["r0", "r6"]
+        and found[0] == found[-1] == alone("abc")
+        and found[1:-1] == whole[1:]
     )
 
 

@@ -12,7 +12,6 @@ import openai
 import pytest
 from engine_runs import held
 from lettered import DOC, ids
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import jaxkv
@@ -64,12 +63,6 @@ def events(response):
     *found, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert end == "[DONE]"
     return [json.loads(each) for each in found]
-
-
-def test_models(client):
-    (model,) = client.get("/v1/models").json()["data"]
-    assert model["id"] == "tiny" and model["object"] == "model" and model["max_tokens"] == 40
-    assert client.get("/v1/models/tiny").json() == model
 
 
 def test_texts_and_ids_are_continued_as_generate_does(client):
@@ -517,37 +510,15 @@ def test_requests_end_when_their_client_goes(engine, app, caplog, stream):
 
 
 def test_metrics_and_log(client, caplog):
-    def read():
-        families = text_string_to_metric_families(client.get("/metrics").text)
-        return {
-            (each.name, *each.labels.values()): each.value
-            for family in families
-            for each in family.samples
-        }
-
-    before = read()
     with caplog.at_level(logging.INFO, "jaxkv.serving"):
         client.post(CHATS, json={"messages": CHAT, **GREEDY})
         client.post(CHATS, json={})
-    after = read()
-    grown = {
-        name: value - before.get(name, 0)
-        for name, value in after.items()
-        if value != before.get(name, 0)
-    }
-    assert grown[("jaxkv_http_requests_total", CHATS, "200")] == 1
-    assert grown[("jaxkv_http_requests_total", CHATS, "400")] == 1
-    assert (
-        grown[("jaxkv_time_to_first_token_seconds_count", "tiny")]
-        == grown[("jaxkv_answers_total", "tiny")]
-        == 1
-    )
-    assert grown[("jaxkv_answer_tokens_sum", "tiny")] == grown[("jaxkv_tokens_total", "tiny")] == 9
-    assert after[("jaxkv_slots", "tiny")] == 2 and after[("jaxkv_slots_taken", "tiny")] == 0
+    page = client.get("/metrics").text
+    for status in (200, 400):
+        assert f'jaxkv_http_requests_total{{route="{CHATS}",status="{status}"}}' in page
     lines = [record.getMessage() for record in caplog.records if record.name == "jaxkv.serving"]
-    assert (
-        len(lines) == 2 and f"POST {CHATS} 200 prompt_tokens=47 new_tokens=9 seconds=" in lines[0]
-    )
+    assert len(lines) == 2
+    assert f"POST {CHATS} 200 prompt_tokens=47 new_tokens=9 seconds=" in lines[0]
     assert DOC[:9] not in caplog.text
 
 

@@ -120,7 +120,9 @@ def _of_fields(errors: Any, skipped: int) -> Refused:
     path = [str(each) for each in first["loc"][skipped:]]
     named = bool(path) and first["type"] != "json_invalid"
     where = f"{'.'.join(path)}={reprlib.repr(first.get('input'))}: " if named else ""
-    return Refused(400, where + first["msg"], param=path[0][:64] if named else None)
+    extra = first["type"] == "extra_forbidden"
+    said = "there is no such field, or not this value: leave it out" if extra else first["msg"]
+    return Refused(400, where + said, param=path[0][:64] if named else None)
 
 
 def unknown_model(name: str, there: Iterable[str]) -> Refused:

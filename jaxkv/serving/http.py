@@ -84,19 +84,19 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
 
 
 @routes.get("/v1/models", summary="List the models")
-def models(service: Served) -> dict[str, Any]:
+async def models(service: Served) -> dict[str, Any]:
     """All models, the first one first."""
     return {"object": "list", "data": [_model_object(service, name) for name in service.models]}
 
 
 @routes.get("/v1/models/{id:path}", summary="Look at a model")
-def model(id: str, service: Served) -> dict[str, Any]:
+async def model(id: str, service: Served) -> dict[str, Any]:
     """The model, or 404."""
     return _model_object(service, service.model(id))
 
 
 @routes.get("/health", summary="Whether requests are taken")
-def health(service: Served) -> dict[str, Any]:
+async def health(service: Served) -> dict[str, Any]:
     """200, or 503 while the server drains or after its engine has failed."""
     if service.draining:
         raise draining()

@@ -108,7 +108,7 @@ class Service:
         return refused
 
 
-def _served(request: HttpRequest) -> Service:
+async def _served(request: HttpRequest) -> Service:
     """The service of a request's application."""
     service: Service = request.app.state.service
     return service
