@@ -173,8 +173,8 @@ class GgufFile:
 
 
 def undo_permutation(
-    array: Float[np.ndarray, "rows *rest"],
-    heads: int,  # noqa: F821
+    array: Float[np.ndarray, "rows *rest"],  # noqa: F821
+    heads: int,
 ) -> Float[np.ndarray, "rows *rest"]:  # noqa: F821
     """Query or key projection `[heads * D, ...]` of arch "llama", with rows reordered into Hugging Face's order.
 

@@ -38,26 +38,10 @@ def model_folder(parent):
 @contextlib.contextmanager
 def launched(folder, *options, program=("-m", "jaxkv")):
     """A server's process, which is starting."""
-    limits = [
-        "--slots",
-        "1",
-        "--max-prompt-tokens",
-        "60",
-        "--max-new-tokens",
-        "60",
-        "--max-question-tokens",
-        "0",
-    ]
-    command = [
-        sys.executable,
-        *program,
-        "serve",
-        "--model",
-        str(folder),
-        "--served-model-name",
-        "tiny",
-    ]
-    command += ["--policy", "knorm", "--budget", "16", "--port", "0", *limits, *options]
+    limits = "--slots 1 --max-prompt-tokens 60 --max-new-tokens 60 --max-question-tokens 0"
+    named = "--served-model-name tiny --policy knorm --budget 16 --port 0"
+    command = [sys.executable, *program, "serve", "--model", str(folder)]
+    command += [*named.split(), *limits.split(), *options]
     environment = {
         **os.environ,
         "JAXKV_CACHE": str(folder.parent),

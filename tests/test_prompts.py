@@ -84,6 +84,17 @@ def test_a_question_stands_behind_a_blank_line(question, read):
     ]
 
 
+def test_a_conversation_goes_on_in_an_open_turn():
+    """A text is the beginning of the first user's message, whatever follows."""
+    start, rest = encoded(DOC, close=False), encoded(CHAT, turn=Turn.USER)
+    first = {"role": "user", "content": f"{DOC}\n\n{CHAT[0]['content']}"}
+    assert start.ids[0] + rest.ids[0] == encoded([first, *CHAT[1:]]).ids[0]
+    assert rest.turn is Turn.ANSWER
+    for turn, messages in ((Turn.USER, CHAT[1:]), (Turn.ANSWER, CHAT), (Turn.RAW, CHAT)):
+        with pytest.raises(ValueError, match="prompt"):
+            encoded(messages, turn=turn)
+
+
 def test_a_carriage_return_is_a_line_break():
     given = encode("\r\nWhy?", characters(), tiny().config, turn=Turn.USER, close=True)
     assert len(given.ids[0]) == len("\r\nWhy?]=")

@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 import jaxkv
 from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.serving import room
+from jaxkv.serving.errors import refused_by
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
-from jaxkv.serving.refused import refused_by
 from jaxkv.text.pieces import pieces_of
 
 POLICY = jaxkv.KNorm(budget=16)
@@ -53,9 +53,7 @@ def engine(client, name="tiny"):
 
 def refused(response, status, param):
     assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    return error["message"]
+    assert response.json()["error"]["param"] == param
 
 
 def test_all_models_are_listed_with_policy_and_budget(client):
@@ -79,9 +77,7 @@ def test_a_body_chooses_by_model(client):
             lettered.tiny(), chat, policy=policy, max_new_tokens=5, stop_at_eos=False
         )
         assert found["model"] == name and found["choices"][0]["message"]["content"] == alone.text
-    assert "'tiny', 'tiny:full'" in refused(
-        client.post(CHATS, json={**QUESTION, "model": "tiny:knorm"}), 404, "model"
-    )
+    refused(client.post(CHATS, json={**QUESTION, "model": "tiny:knorm"}), 404, "model")
 
 
 def test_documents_belong_to_their_model(client):
@@ -97,9 +93,7 @@ def test_documents_belong_to_their_model(client):
         found = client.post(CHATS, json={**QUESTION, "document": made["id"], "model": model}).json()
         assert found["model"] == "tiny:full" and found["choices"][0]["message"]["content"] == text
     body = {**QUESTION, "document": made["id"], "model": "tiny"}
-    assert "'tiny:full' compressed it, not 'tiny'" in refused(
-        client.post(CHATS, json=body), 400, "document"
-    )
+    refused(client.post(CHATS, json=body), 400, "document")
     refused(client.post(CHATS, json={**body, "model": "other"}), 404, "model")
     refused(client.post(DOCUMENTS, json={"text": DOC, "model": "other"}), 404, "model")
     assert client.delete(f"{DOCUMENTS}/{made['id']}").json()["deleted"]
@@ -144,16 +138,12 @@ def test_numbers_that_are_none_are_refused(client):
         (f"layer={kept['layers']}", "layer"),
         ("layer=-1", "layer"),
         ("layer=", "layer"),
-        ("layer=1.0", "layer"),
-        ("layer=%D9%A1", "layer"),
-        (f"layer={10**30}", "layer"),
-        ("layer=0&layer=1", "layer"),
         (f"layer=0&head={kept['heads']}", "head"),
         ("layer=0&head=a", "head"),
         ("head=0", "head"),
+        ("layer=0&hed=0", "hed"),
     ):
-        assert refused(client.get(f"{path}?{query}"), 400, param)
-    refused(client.get(f"{path}?layer=0&hed=0"), 400, "hed")
+        refused(client.get(f"{path}?{query}"), 400, param)
     refused(client.get(f"{DOCUMENTS}/doc-0/kept"), 404, "document")
     refused(client.post(DOCUMENTS, json={"text": DOC, "budget": 17}), 400, "budget")
     refused(
@@ -218,32 +208,35 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path, monkeypatch):
             assert refused_by(gone.value).status == 404
 
 
+def test_engines_that_run_side_by_side_share_a_folder_of_documents(tmp_path):
+    options = {"policy": POLICY, "documents": tmp_path, **OPTIONS}
+    with (
+        jaxkv.Engine(lettered.tiny(), **options) as one,
+        jaxkv.Engine(lettered.tiny(), **options) as other,
+    ):
+        made = one.document(DOC)
+        assert other.documents.all() == [made]
+        ask = {"document": made, "max_new_tokens": 5}
+        assert other.submit("who?", **ask).result().text == one.submit("who?", **ask).result().text
+        other.documents.remove(made.id)
+        assert one.documents.all() == []
+        with pytest.raises(ValueError, match="document"):
+            one.submit("who?", **ask)
+
+
 def test_metrics_have_a_label_for_the_model(client):
     def read():
         families = text_string_to_metric_families(client.get("/metrics").text)
-        return {
-            (each.name, *each.labels.values()): each.value
-            for family in families
-            for each in family.samples
-        }
+        samples = [each for family in families for each in family.samples]
+        return {(each.name, *each.labels.values()): each.value for each in samples}
 
     before = read()
     client.post(CHATS, json={**QUESTION, "model": "tiny:full"})
-    after = read()
-    grown = {
-        name: value - before.get(name, 0)
-        for name, value in after.items()
-        if value != before.get(name, 0)
-    }
-    assert (
-        grown[("jaxkv_tokens_total", "tiny:full")] == 5
-        and grown[("jaxkv_answer_seconds_count", "tiny:full")] == 1
-    )
+    after, tokens = read(), "jaxkv_tokens_total"
+    assert after[(tokens, "tiny:full")] == before[(tokens, "tiny:full")] + 5
+    assert after[(tokens, "tiny")] == before[(tokens, "tiny")]
     assert after[("jaxkv_slots", "tiny")] == after[("jaxkv_slots", "tiny:full")] == 1
-    assert ("jaxkv_tokens_total", "tiny") not in grown and (
-        "jaxkv_answer_seconds_count",
-        "tiny",
-    ) in after
+    assert ("jaxkv_answer_seconds_count", "tiny") in after
 
 
 def test_a_failed_engine_is_named(client, monkeypatch):

@@ -99,9 +99,9 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 def run_batch(options: argparse.Namespace) -> int:
     """Runs `jaxkv batch`: answers the requests that earlier runs left and writes all answers; returns exit code 0."""
     with needing("serve", "batches need"):
-        from jaxkv.serving.batch_answers import MOST_ANSWERS
+        from jaxkv.serving.batch_answers import QUEUE
         from jaxkv.serving.batch_files import Ledger, alone
-    recipe = _recipe(options, most_answers=MOST_ANSWERS)
+    recipe = _recipe(options, queue=QUEUE)
     requests, out = _files(options)
     name = options.served_model_name or options.model
     # A folder is the same model however its path is written.
@@ -193,15 +193,12 @@ def _files(options: argparse.Namespace) -> tuple[Path, Path]:
     return requests, out
 
 
-def _recipe(options: argparse.Namespace, *, most_answers: int) -> Recipe:
+def _recipe(options: argparse.Namespace, *, queue: int) -> Recipe:
     """`Recipe` (model, dtype, mesh and engine's arguments) made from parsed options; ValueError for bad options."""
     require_model(options.model)
-    slots = slots_from(options.slots)
-    # Twice the slots are under way, and the last line that begins may ask for many answers.
-    queue = max(256, 2 * slots + most_answers) if isinstance(slots, int) else 256
     engine = {
         "policy": policy_from(options),
-        "slots": slots,
+        "slots": slots_from(options.slots),
         "max_prompt_tokens": options.max_prompt_tokens,
         "max_new_tokens": options.max_new_tokens,
         "max_question_tokens": options.max_question_tokens,

@@ -1,16 +1,17 @@
-"""`Access`: ASGI layer around all routes: API key, draining, a line of log and a count for each request, faults."""
+"""`Access`: ASGI layer around all routes: API key, draining, limits of bodies, a line of log and a count for each."""
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
 import time
 import urllib.parse
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxkv.serving.refused import Refused, draining
+from jaxkv.serving.errors import ClientGone, Refused, draining
 from jaxkv.serving.service import Record, Service
 
 LOG = logging.getLogger("jaxkv.serving")
@@ -50,19 +51,22 @@ class Access:
 
         service.active += works
         try:
-            refused = self._refusal(scope, works=works)
-            app: Any = self._app if refused is None else refused.response()
-            await app(scope, receive, noted)
-        except Exception as error:
-            # Starlette has answered, and raises the error again.
-            record.status = service.refusal_of(error, record).status
+            self._admit(scope, works=works)
+            given = await self._read(scope, receive) if scope["method"] == "POST" else receive
+            # Starlette answers an unexpected error, and raises it again.
+            with contextlib.suppress(Exception):
+                await self._app(scope, given, noted)
+        except Refused as refused:
+            await refused.response()(scope, receive, noted)
+        except ClientGone:
+            record.status = 499
         finally:
             service.active -= works
             service.metrics.ended(_route(scope["path"]), record.status or 499)
             _log(scope, record)
 
-    def _refusal(self, scope: Scope, *, works: bool) -> Refused | None:
-        """Refusal of a request before its body is read: 401 for a wrong key, 503 while draining; None for none."""
+    def _admit(self, scope: Scope, *, works: bool) -> None:
+        """Refuses a request before its body is read: 401 for a wrong key, 503 while draining."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")
@@ -70,10 +74,46 @@ class Access:
                 message = (
                     "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 )
-                return Refused(
-                    401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-                )
-        return draining() if works and self._service.draining else None
+                headers = {"WWW-Authenticate": "Bearer"}
+                raise Refused(401, message, code="invalid_api_key", headers=headers)
+        if works and self._service.draining:
+            raise draining()
+
+    async def _read(self, scope: Scope, receive: Receive) -> Receive:
+        """Reads a body; returns a function that gives it, and then what `receive` does.
+
+        `Refused` 415 if it is not called JSON, 413 if it is too long, 408 if it takes too long.
+        """
+        headers, limits = Headers(scope=scope), self._service.limits
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # A browser sends other types from any page without asking the server first.
+            said = f"content-type={kind[:100]!r}: send application/json"
+            raise Refused(415, said, code="unsupported_media_type")
+        told, data, more = headers.get("content-length", "0"), bytearray(), True
+        size = int(told[:16]) if told.isdecimal() else 0
+        # What is refused is not read to its end: the connection ends with it.
+        close = {"Connection": "close"}
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while more and size <= limits.body_bytes:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    data += message.get("body", b"")
+                    more, size = message.get("more_body", False), max(size, len(data))
+        except TimeoutError:
+            said = f"the body was not complete after {limits.body_seconds:g} seconds"
+            raise Refused(408, said, code="body_timeout", headers=close) from None
+        if size > limits.body_bytes:
+            said = f"the body is longer than {limits.body_bytes} bytes: send a shorter one"
+            raise Refused(413, said, code="body_too_large", headers=close)
+        whole = iter([{"type": "http.request", "body": bytes(data), "more_body": False}])
+
+        async def given() -> Message:
+            return next(whole, None) or await receive()
+
+        return given
 
 
 def _route(path: str) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,13 @@ from typing import Any
 from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.serving.batch_lines import PREFIX, Line, lines_of
-from jaxkv.serving.refused import json_bytes
 
-_TABLES = """
-PRAGMA journal_mode = OFF;
-CREATE TABLE lines (number INTEGER PRIMARY KEY, id TEXT);
-CREATE INDEX ids ON lines (id);
-CREATE TABLE named (custom_id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;
-CREATE TABLE answers (id TEXT PRIMARY KEY, file INTEGER, at INTEGER, size INTEGER) WITHOUT ROWID;
-"""
-_OUT, _PARTIAL = 0, 1
 # What the partial file begins with, as far as it goes.
 _BEGIN = f'{{"id":"{PREFIX}'.encode()
 
 
 class Ledger:
     """Answers of a batch: those of earlier runs are kept, new ones are appended to a partial file.
-
-    What is known of each line is in a temporary database of SQLite's, on disk: files of any length take little memory.
 
     Attributes:
         lines: number of lines with a request or an error.
@@ -43,31 +31,21 @@ class Ledger:
         """
         self._requests, self._out, self._about = requests, out, about
         self.partial = out.with_name(out.name + ".partial")
-        # An empty name: a temporary file, which SQLite removes.
-        self._known = sqlite3.connect("")
-        self._known.executescript(_TABLES)
-        for line in lines_of(requests, about):
-            if line.fault is None:
-                self._known.execute(
-                    "INSERT OR IGNORE INTO named VALUES (?, ?)", (line.custom_id, line.number)
-                )
-            self._known.execute(
-                "INSERT INTO lines VALUES (?, ?)", (line.number, self._checked(line).id)
-            )
-        self._end = 0
-        for file, path in ((_OUT, out), (_PARTIAL, self.partial)):
-            if path.exists():
-                self._end = self._find(file, path)
-        if not self.partial.exists():
-            self._end = 0
-        self.lines = self._count("SELECT COUNT(*) FROM lines")
-        self.kept = self._count("SELECT COUNT(*) FROM lines JOIN answers USING (id)")
+        # The first line of each custom_id, and where answers lie: file, offset, bytes.
+        self._named, self._answers = dict[str, int](), dict[str, tuple[Path, int, int]]()
+        self._ids = [line.id for line in self._checked()]
+        wanted, self._end = set(self._ids), 0
+        if out.exists():
+            self._find(out, wanted)
+        if self.partial.exists():
+            self._end = self._find(self.partial, wanted)
+        self.lines, self.kept = len(self._ids), len(self._answers)
         self._file: Any = None
 
     def left(self) -> Iterator[Line]:
         """Yields the lines that are not answered yet; one whose custom_id another line has is no request."""
-        for line in map(self._checked, lines_of(self._requests, self._about)):
-            if not self._count("SELECT COUNT(*) FROM answers WHERE id = ?", line.id):
+        for line in self._checked():
+            if line.id not in self._answers:
                 yield line
 
     def add(self, line: Line, answer: dict[str, Any]) -> None:
@@ -75,11 +53,10 @@ class Ledger:
         if self._file is None:
             self._file = open(self.partial, "ab")
             self._file.truncate(self._end)
-        data = json_bytes(answer) + b"\n"
+        data = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         self._file.write(data)
         self._file.flush()
-        place = (line.id, _PARTIAL, self._end, len(data))
-        self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", place)
+        self._answers[line.id] = self.partial, self._end, len(data)
         self._end += len(data)
 
     def finish(self) -> int:
@@ -89,7 +66,7 @@ class Ledger:
             Number of lines without status 200.
         """
         self.close()
-        answered = self._count("SELECT COUNT(*) FROM lines JOIN answers USING (id)")
+        answered = sum(each in self._answers for each in self._ids)
         remedy = f"{answered} of its {self.lines} lines are answered: it was changed meanwhile, run the command again"
         require(answered == self.lines, "FILE", str(self._requests), remedy)
         bad = 0
@@ -97,17 +74,11 @@ class Ledger:
         def parts() -> Iterator[bytes]:
             nonlocal bad
             with contextlib.ExitStack() as stack:
-                paths = (self._out, self.partial)
-                files = [
-                    stack.enter_context(open(path, "rb")) if path.exists() else None
-                    for path in paths
-                ]
-                order = "SELECT file, at, size FROM lines JOIN answers USING (id) ORDER BY number"
-                for number, at, size in self._known.execute(order):
-                    file = files[number]
-                    assert file is not None
-                    file.seek(at)
-                    data = file.read(size)
+                paths = [path for path in (self._out, self.partial) if path.exists()]
+                files = {path: stack.enter_context(open(path, "rb")) for path in paths}
+                for path, at, size in (self._answers[each] for each in self._ids):
+                    files[path].seek(at)
+                    data = files[path].read(size)
                     bad += _status(json.loads(data)) != 200
                     yield data
 
@@ -122,19 +93,24 @@ class Ledger:
             self._file.close()
             self._file = None
 
-    def _checked(self, line: Line) -> Line:
-        """A line as it is; no request, and with an id of its own, if an earlier line has its custom_id."""
-        if line.fault is not None:
-            return line
-        first = self._count("SELECT number FROM named WHERE custom_id = ?", line.custom_id)
-        if first == line.number:
-            return line
-        fault = f"line {line.number}: custom_id={line.custom_id!r}: line {first} has it: give each its own"
-        return Line(
-            number=line.number, id=f"{line.id}-{line.number}", custom_id=line.custom_id, fault=fault
-        )
+    def _checked(self) -> Iterator[Line]:
+        """Yields all lines; one whose custom_id an earlier line has is no request, and has an id of its own."""
+        for line in lines_of(self._requests, self._about):
+            first = line.number
+            if line.fault is None and line.custom_id is not None:
+                first = self._named.setdefault(line.custom_id, line.number)
+            if first == line.number:
+                yield line
+            else:
+                said = f"custom_id={line.custom_id!r}: line {first} has it: give each its own"
+                yield Line(
+                    number=line.number,
+                    id=f"{line.id}-{line.number}",
+                    custom_id=line.custom_id,
+                    fault=f"line {line.number}: {said}",
+                )
 
-    def _find(self, file: int, path: Path) -> int:
+    def _find(self, path: Path, wanted: set[str]) -> int:
         """Notes the answers in a file; returns the bytes of its complete lines, up to one that cannot be read."""
         end = total = ours = 0
         with open(path, "rb") as lines:
@@ -142,25 +118,19 @@ class Ledger:
                 answer = _answer(data)
                 if answer is None:
                     break
-                total, same = (
-                    total + 1,
-                    self._count("SELECT COUNT(*) FROM lines WHERE id = ?", answer["id"]),
-                )
-                ours += bool(same)
+                total, same = total + 1, answer["id"] in wanted
+                ours += same
                 if same and _status(answer) == 200:
-                    place = (answer["id"], file, end, len(data))
-                    self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", place)
+                    self._answers[answer["id"]] = path, end, len(data)
                 end += len(data)
-        strange = path.stat().st_size > end if file == _OUT else not _BEGIN.startswith(_head(path))
+        if path == self._out:
+            strange = path.stat().st_size > end
+        else:
+            strange = not _BEGIN.startswith(_head(path))
         if strange or (total and not ours):
             remedy = "it holds something else than answers to these requests under this model, policy and limits"
             raise refusal("-o", str(path), f"{remedy}: remove it, or give another file")
         return end
-
-    def _count(self, query: str, *values: Any) -> int:
-        """The one number that a query finds; 0 for none."""
-        found = self._known.execute(query, values).fetchone()
-        return 0 if found is None else int(found[0])
 
 
 def _answer(data: bytes) -> dict[str, Any] | None:

@@ -8,21 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import require
-from jaxkv.serving import fields
-from jaxkv.serving.forms import Form
-from jaxkv.serving.limits import Limits
+from pydantic import ValidationError
+from pydantic_core import from_json
 
-TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
-_FORM = Form(
-    fields={
-        "custom_id": fields.text(least=1, most=512),
-        "method": fields.fixed("POST", remedy="give POST"),
-        "url": fields.fixed(TEXTS, CHATS, remedy=f"give {CHATS} or {TEXTS}"),
-        "body": fields.mapping(),
-    },
-    required=(("custom_id",), ("url",), ("body",)),
-)
+from jaxkv.serving.errors import refused_by
+from jaxkv.serving.limits import Limits
+from jaxkv.serving.schemas import BatchLine
+
 PREFIX, _DIGITS = "batch_req_", 32
 
 
@@ -73,20 +65,21 @@ def lines_of(path: Path, about: str) -> Iterator[Line]:
 
 def _line(data: bytes, number: int, about: str) -> Line:
     """Reads one line; what is wrong with it is its `fault`."""
-    custom_id = None
+    given: Any = None
     try:
-        given = fields.strict_json(data, f"line {number}")
-        custom_id = given.get("custom_id") if isinstance(given.get("custom_id"), str) else None
-        read = _FORM.read(given)
-        named = read["custom_id"]
-        require(named.isprintable(), "custom_id", named, "give characters that can be printed")
+        given = from_json(data, allow_inf_nan=False)
+        read = BatchLine.model_validate(given)
     except ValueError as error:
-        message = str(error)
-        fault = message if message.startswith("line ") else f"line {number}: {message}"
-        digest = _id(about, [number, hashlib.sha256(data).hexdigest()])
-        return Line(number=number, id=digest, custom_id=custom_id, fault=fault)
-    digest = _id(about, [named, given["url"], read["body"]])
-    return Line(number=number, id=digest, custom_id=named, url=given["url"], body=read["body"])
+        told = refused_by(error) if isinstance(error, ValidationError) else error
+        named = given.get("custom_id") if isinstance(given, dict) else None
+        return Line(
+            number=number,
+            id=_id(about, [number, hashlib.sha256(data).hexdigest()]),
+            custom_id=named if isinstance(named, str) else None,
+            fault=f"line {number}: {told}",
+        )
+    digest = _id(about, [read.custom_id, read.url, read.body])
+    return Line(number=number, id=digest, custom_id=read.custom_id, url=read.url, body=read.body)
 
 
 def _id(about: str, what: Any) -> str:

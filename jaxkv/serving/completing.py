@@ -4,147 +4,159 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxkv.serving import asking
-from jaxkv.serving.bodies import ClientGone, body_of, while_connected
 from jaxkv.serving.documents import Document
-from jaxkv.serving.fields import strict_json
-from jaxkv.serving.forms import Asked, asked_by
-from jaxkv.serving.refused import Refused, as_json
-from jaxkv.serving.replies import DONE, Replies, event, usage_of
+from jaxkv.serving.errors import ClientGone
 from jaxkv.serving.requests import Request
-from jaxkv.serving.service import Record, Service
+from jaxkv.serving.schemas import (
+    CHATS,
+    TEXTS,
+    ChatBody,
+    ChatPiece,
+    Reply,
+    TextBody,
+    TextChoice,
+    Usage,
+)
+from jaxkv.serving.service import Record, Served, Service
+
+routes = APIRouter()
+_FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
 
 
-async def complete(service: Service, request: HttpRequest, *, chat: bool) -> Response:
-    """Answers one body of a completion: submits its requests, and responds as a whole or as a stream."""
+@routes.post(TEXTS, summary="Continue a text", **_FORM)
+async def texts(body: TextBody, request: HttpRequest, service: Served) -> Any:
+    """Continues texts or token ids."""
+    return await _completed(service, request, body)
+
+
+@routes.post(CHATS, summary="Answer a chat", **_FORM)
+async def chats(body: ChatBody, request: HttpRequest, service: Served) -> Any:
+    """Answers messages by the model's chat template."""
+    request.state.record.prompt = "messages"
+    return await _completed(service, request, body)
+
+
+async def _completed(service: Service, request: HttpRequest, body: TextBody | ChatBody) -> Any:
+    """Submits the requests of a body; returns the whole answer, or a stream."""
     record: Record = request.state.record
-    body = await body_of(request, service.limits)
-    try:
-        # Parsing and tokenizing a long prompt take long: other connections are served meanwhile.
-        asked, requests, document = await run_in_threadpool(
-            _submitted, service, request, body, chat=chat
-        )
-    except Refused:
-        raise
-    except Exception as error:
-        raise service.refusal_of(error, record, prompt="messages" if chat else "prompt") from error
-    replies = Replies(chat=chat, model=record.model or service.name, usage=asked.usage)
-    if asked.stream:
-        return EventStream(service, requests, asked, document, replies, record)
+    record.model, document = service.asked(body.model, body.document)
+    # Tokenizing a long prompt takes long: other connections are served meanwhile.
+    requests = await run_in_threadpool(_submitted, service, record.model, body, document)
+    if body.stream:
+        return EventStream(service, record, body, requests, document)
     with asking.while_asked(requests):
-        try:
-            completions = await while_connected(request.receive, asking.answers(requests))
-        except ClientGone:
-            raise
-        except Exception as error:
-            raise service.refusal_of(error, record) from error
-    usage = _told(service, requests, asked, document, record)
-    return as_json(replies.whole(completions, usage))
+        completions = await asking.while_connected(request.receive, asking.answers(requests))
+    reply = asking.whole(body, record.model, requests, completions, document)
+    _note(service, record, requests, reply.usage)
+    return reply
 
 
-def _submitted(
-    service: Service, request: HttpRequest, body: bytes, *, chat: bool
-) -> tuple[Asked, list[Request], Document | None]:
-    """Reads a body and submits its requests; returns both, and the document that is asked. Notes the model."""
-    form, limits = service.forms[request.url.path], service.limits
-    given = strict_json(body)
-    asked = asked_by(
-        given, form, chat=chat, most_answers=limits.answers, usual_tokens=service.most_tokens
-    )
-    model, document = service.asked(given.get("model"), asked.document)
-    request.state.record.model = model
-    # Two bodies of many answers that fill the queue in turns would both be refused.
-    with service.submitting if asked.answers > 1 else contextlib.nullcontext():
-        return (
-            asked,
-            asking.submitted(service.models[model], asked, document, seconds=limits.seconds),
-            document,
-        )
-
-
-def _told(
-    service: Service,
-    requests: list[Request],
-    asked: Asked,
-    document: Document | None,
-    record: Record,
-) -> dict[str, Any]:
-    """Numbers of tokens of answered requests; notes them for the log and for the metrics."""
-    usage = usage_of(requests, asked.n, document)
-    record.prompt_tokens, record.new_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+def _note(service: Service, record: Record, requests: list[Request], usage: Usage | None) -> None:
+    """Notes the numbers of tokens of answered requests for the log and the metrics."""
+    if usage is not None:
+        record.prompt_tokens, record.new_tokens = usage.prompt_tokens, usage.completion_tokens
     for each in requests:
         if each.stats is not None:
             service.metrics.answered(record.model or service.name, each.stats)
-    return usage
 
 
-class EventStream(Response):
+def _submitted(
+    service: Service, model: str, body: TextBody | ChatBody, document: Document | None
+) -> list[Request]:
+    """Submits a body's requests."""
+    limits = service.limits
+    # Two bodies of many answers that fill the queue in turns would both be refused.
+    several = body.n * len(body.prompts) > 1
+    with service.submitting if several else contextlib.nullcontext():
+        return asking.submitted(
+            service.models[model],
+            body,
+            document,
+            most_answers=limits.answers,
+            seconds=limits.seconds,
+        )
+
+
+class EventStream(StreamingResponse):
     """HTTP response that sends the answers' pieces as server-sent events; cancels the requests if its client goes."""
 
     def __init__(
         self,
         service: Service,
-        requests: list[Request],
-        asked: Asked,
-        document: Document | None,
-        replies: Replies,
         record: Record,
+        body: TextBody | ChatBody,
+        requests: list[Request],
+        document: Document | None,
     ):
         # Proxies must not collect the events.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(headers=headers, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._service, self._requests, self._asked, self._document = (
-            service,
-            requests,
-            asked,
-            document,
-        )
-        self._replies, self._record = replies, record
+        super().__init__(self._sent(), headers=headers, media_type="text/event-stream")
+        self._service, self._record, self._body = service, record, body
+        self._requests, self._document = requests, document
+        self._chat = isinstance(body, ChatBody)
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        self._head = {"object": kind, **asking.reply_head(body, record.model or service.name)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the answers are complete or the client has gone."""
         with asking.while_asked(self._requests):
             try:
-                await while_connected(receive, self._send_all(send))
+                await asking.while_connected(receive, self.stream_response(send))
             except ClientGone:
                 self._record.status = 499
 
-    async def _send_all(self, send: Send) -> None:
-        """Sends the headers and all events; an error after the headers is an event of its own."""
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
+    async def _sent(self) -> AsyncIterator[bytes]:
+        """Yields all events; an error after the headers is the last one."""
         try:
-            async for sent in self._events():
-                if sent:
-                    await send({"type": "http.response.body", "body": sent, "more_body": True})
-        except Exception as error:
+            async for each in self._events():
+                yield each
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
             refused = self._service.refusal_of(error, self._record)
             self._record.status = refused.status
-            await send(
-                {"type": "http.response.body", "body": event(refused.body()), "more_body": True}
-            )
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield _event(bytes(refused.response().body))
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Yields the events of all answers, in the order in which their text is drawn."""
-        unopened = set(range(len(self._requests)))
+        unopened = set(range(len(self._requests))) if self._chat else set()
         async for at, piece in asking.pieces(self._requests):
-            sent = (
-                self._replies.piece(at, piece)
-                if isinstance(piece, str)
-                else self._replies.end(at, piece)
-            )
-            # Clients take the first event for the first token.
-            yield self._replies.opening(at) + sent if at in unopened else sent
-            unopened.discard(at)
-        yield self._replies.total(
-            _told(self._service, self._requests, self._asked, self._document, self._record)
+            sent = b""
+            if at in unopened:
+                # Clients take the first event for the first token.
+                unopened.discard(at)
+                sent = self._piece(at, {"role": "assistant", "content": ""})
+            if isinstance(piece, str):
+                yield sent + self._piece(at, {"content": piece})
+            else:
+                yield sent + self._piece(at, {}, piece.finish_reason)
+        usage = asking.usage_of(self._requests, self._body.n, self._document)
+        _note(self._service, self._record, self._requests, usage)
+        if self._body.stream_options.include_usage:
+            yield self._chunk([], usage)
+        yield _event(b"[DONE]")
+
+    def _piece(self, at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
+        """Event of one choice's chunk."""
+        told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
+        if self._chat:
+            return self._chunk([ChatPiece(delta=delta, **told)], None)
+        return self._chunk([TextChoice(text=delta.get("content", ""), **told)], None)
+
+    def _chunk(self, choices: list[Any], usage: Usage | None) -> bytes:
+        """Event with choices, or with the stream's numbers of tokens, whose field is there only if asked for."""
+        numbers: dict[str, Any] = (
+            {"usage": usage} if self._body.stream_options.include_usage else {}
         )
-        yield DONE
+        chunk = Reply(choices=choices, **self._head, **numbers)
+        return _event(chunk.model_dump_json(exclude_unset=True).encode())
+
+
+def _event(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"

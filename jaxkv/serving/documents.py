@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.saved import load_cache
 from jaxkv.serving.kept import Kept
 
+_ID = re.compile("doc-[0-9a-f]{16}")
 _NOTICES = logging.getLogger("jaxkv")
 
 
@@ -69,8 +71,8 @@ def _remove_folder(folder: Path, process: int) -> None:
 class Documents:
     """Caches of an engine's documents, at most `most_bytes` on the device; the least recently used wait in a folder.
 
-    With a folder of the user's, every document is written there when it is added, and found there by the next engine
-    of the same model, policy and slots.
+    With a folder of the user's, every document is written there when it is added, and found there by all engines of
+    the same model, policy and slots, those that run beside this one included.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Documents:
         self.most_bytes, self._shape = most_bytes, shape
         self._params, self._policy, self._lock = params, policy, threading.Lock()
         self._known: dict[str, Document] = {}
+        # Ids of files in the folder that are no documents of this engine.
+        self._others = set[str]()
         # In order of use, the latest last.
         self._held: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
         self._kept = folder is not None
@@ -98,8 +102,7 @@ class Documents:
             self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        for path in sorted(folder.glob("*.json")):
-            self._find(path)
+        self._look()
 
     @property
     def nbytes(self) -> int:
@@ -110,11 +113,14 @@ class Documents:
     def all(self) -> list[Document]:
         """List of all documents, in order of their ids."""
         with self._lock:
+            self._look()
             return [self._known[name] for name in sorted(self._known)]
 
     def of(self, name: str) -> Document:
         """The document with an id; ValueError if there is none."""
         with self._lock:
+            if _ID.fullmatch(name):
+                self._look(name)
             if name not in self._known:
                 told = "there is none of this id: it was removed, or is another engine's"
                 raise UnknownDocument(f"document={name!r}: {told}")
@@ -238,6 +244,21 @@ class Documents:
         described = plain | written
         write_whole(self._json(document.id), json.dumps(described).encode())
 
+    def _look(self, *names: str) -> None:
+        """Finds documents, by default all, that others wrote into a kept folder; forgets those that others removed."""
+        if not self._kept:
+            return
+        for name in names or sorted(
+            self._known.keys() | {each.stem for each in self._folder.glob("*.json")}
+        ):
+            there = self._json(name).exists()
+            if not there:
+                self._known.pop(name, None)
+                self._held.pop(name, None)
+            elif name not in self._known and name not in self._others:
+                self._others.add(name)
+                self._find(self._json(name))
+
     def _find(self, path: Path) -> None:
         """Adds the document that a file describes; leaves out, with a notice, one of another model or policy."""
         try:
@@ -257,3 +278,4 @@ class Documents:
             )
             return
         self._known[document.id] = document
+        self._others.discard(document.id)

@@ -32,7 +32,7 @@ from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_deadline, own_key, own_policy
 from jaxkv.serving.mapping import mapped, patient
-from jaxkv.serving.requests import EngineClosed, QueueFull, Request
+from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull, Request
 from jaxkv.serving.room import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.stats import EngineStats
@@ -421,18 +421,15 @@ class Engine:
         return f"Engine({self._session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
 
     def _require_fits(self, tokens: int, document: Document | None) -> None:
-        """Raises ValueError for a prompt or question of more tokens than the slots take."""
+        """Raises `PromptTooLong` for a prompt or question of more tokens than the slots take."""
         kind, most = (
             ("prompt", self.limits.prompt)
             if document is None
             else ("question", self.limits.question)
         )
-        require(
-            tokens <= most,
-            "prompt",
-            f"{tokens} tokens",
-            f"this engine takes up to max_{kind}_tokens={most}",
-        )
+        if tokens > most:
+            told = f"this engine takes up to max_{kind}_tokens={most}"
+            raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
     def _queued(self, works: Sequence[Work | Reading]) -> None:
         """Queues all requests, or a document, or none, for the engine's thread; raises if full, closed or failed."""

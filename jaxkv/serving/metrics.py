@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +13,30 @@ from jaxkv.serving.requests import RequestStats
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = tuple(2**power for power in range(0, 18))
+
+
+_COUNTERS = ("answers", "queue_refusals", "tokens")
+_STATE = {
+    "queue_requests": "Requests that are not prefilled yet.",
+    "ready_requests": "Prefilled requests that wait for a slot.",
+    "slots_taken": "Slots with a request.",
+    "slots": "Slots.",
+    "slots_bytes": "Bytes of all slots.",
+    "documents": "Documents that can be asked.",
+    "documents_rows": "Rows of all documents per kv head and layer.",
+    "documents_bytes": "Bytes of documents on the device.",
+    "longest_pause_seconds": "Longest time between two tokens.",
+    "answers": "Requests answered.",
+    "queue_refusals": "Requests refused because the queue was full.",
+    "tokens": "Tokens drawn.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From submission to the first token.", _SECONDS),
+    "time_per_token_seconds": ("Mean time between the tokens of one answer.", _STEP_SECONDS),
+    "answer_seconds": ("From submission to the whole answer.", _SECONDS),
+    "prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "answer_tokens": ("Tokens of an answer.", _TOKENS),
+}
 
 
 class Metrics:
@@ -30,38 +53,16 @@ class Metrics:
             ["route", "status"],
             registry=self._registry,
         )
-        self._first = Histogram(
-            "jaxkv_time_to_first_token_seconds",
-            "From submission to the first token.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._step = Histogram(
-            "jaxkv_time_per_token_seconds",
-            "Mean time between the tokens of one answer.",
-            ["model"],
-            buckets=_STEP_SECONDS,
-            registry=self._registry,
-        )
-        self._whole = Histogram(
-            "jaxkv_answer_seconds",
-            "From submission to the whole answer.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        counted: dict[str, Any] = {
-            "labelnames": ["model"],
-            "buckets": _TOKENS,
-            "registry": self._registry,
+        self._histograms = {
+            name: Histogram(
+                f"jaxkv_{name}", about, ["model"], buckets=buckets, registry=self._registry
+            )
+            for name, (about, buckets) in _HISTOGRAMS.items()
         }
-        self._prompt = Histogram("jaxkv_prompt_tokens", "Tokens of a prompt.", **counted)
-        self._new = Histogram("jaxkv_answer_tokens", "Tokens of an answer.", **counted)
         self._mean = dict.fromkeys(models, 1.0)
         # A model that has answered nothing yet is there with zeros.
-        for name in models:
-            for each in (self._first, self._step, self._whole, self._prompt, self._new):
+        for each in self._histograms.values():
+            for name in models:
                 each.labels(name)
 
     def ended(self, route: str, status: int) -> None:
@@ -70,14 +71,17 @@ class Metrics:
 
     def answered(self, model: str, stats: RequestStats) -> None:
         """Counts one answer of a model."""
-        self._first.labels(model).observe(stats.first_token_seconds)
-        self._whole.labels(model).observe(stats.seconds)
-        self._prompt.labels(model).observe(stats.prompt_tokens)
-        self._new.labels(model).observe(stats.new_tokens)
+        seen = {
+            "time_to_first_token_seconds": stats.first_token_seconds,
+            "answer_seconds": stats.seconds,
+            "prompt_tokens": stats.prompt_tokens,
+            "answer_tokens": stats.new_tokens,
+        }
         if stats.new_tokens > 1:
-            self._step.labels(model).observe(
-                (stats.seconds - stats.first_token_seconds) / (stats.new_tokens - 1)
-            )
+            drawing = stats.seconds - stats.first_token_seconds
+            seen["time_per_token_seconds"] = drawing / (stats.new_tokens - 1)
+        for name, value in seen.items():
+            self._histograms[name].labels(model).observe(value)
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
     def retry_after(self, model: str) -> int:
@@ -97,33 +101,29 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the engines' numbers, each by its model id."""
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for model, engine in self._models.items():
-            for kind, name, about, value in _numbers(engine):
-                family = families.setdefault(name, kind(f"jaxkv_{name}", about, labels=["model"]))
-                family.add_metric([model], value)
-        yield from families.values()
+        numbers = {model: _numbers(engine) for model, engine in self._models.items()}
+        for name, about in _STATE.items():
+            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+            family = kind(f"jaxkv_{name}", about, labels=["model"])
+            for model, values in numbers.items():
+                family.add_metric([model], values[name])
+            yield family
 
 
-def _numbers(engine: Engine) -> Iterator[tuple[type[Any], str, str, float]]:
-    """Yields kind, name, help text and value of each number of an engine."""
+def _numbers(engine: Engine) -> dict[str, float]:
+    """The numbers of an engine by name."""
     now, documents = engine.stats, engine.documents.all()
-    gauge, counter = GaugeMetricFamily, CounterMetricFamily
-    yield gauge, "queue_requests", "Requests that are not prefilled yet.", now.waiting
-    yield gauge, "ready_requests", "Prefilled requests that wait for a slot.", now.ready
-    yield gauge, "slots_taken", "Slots with a request.", now.running
-    yield gauge, "slots", "Slots.", now.slots
-    yield gauge, "slots_bytes", "Bytes of all slots.", now.nbytes
-    yield gauge, "documents", "Documents that can be asked.", len(documents)
-    about = "Rows of all documents per kv head and layer."
-    yield gauge, "documents_rows", about, sum(each.rows for each in documents)
-    yield gauge, "documents_bytes", "Bytes of documents on the device.", now.document_bytes
-    yield (
-        gauge,
-        "longest_pause_seconds",
-        "Longest time between two tokens.",
-        now.longest_pause_seconds,
-    )
-    yield counter, "answers", "Requests answered.", now.answered
-    yield counter, "queue_refusals", "Requests refused because the queue was full.", now.refused
-    yield counter, "tokens", "Tokens drawn.", now.new_tokens
+    return {
+        "queue_requests": now.waiting,
+        "ready_requests": now.ready,
+        "slots_taken": now.running,
+        "slots": now.slots,
+        "slots_bytes": now.nbytes,
+        "documents": len(documents),
+        "documents_rows": sum(each.rows for each in documents),
+        "documents_bytes": now.document_bytes,
+        "longest_pause_seconds": now.longest_pause_seconds,
+        "answers": now.answered,
+        "queue_refusals": now.refused,
+        "tokens": now.new_tokens,
+    }

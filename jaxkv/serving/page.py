@@ -6,13 +6,10 @@ import hashlib
 import re
 from importlib import resources
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxkv.serving.service import Service
 
-
-async def page(service: Service, request: HttpRequest) -> Response:
+def page() -> Response:
     """GET /: the page; it loads nothing from elsewhere, and all that it shows comes from this server's other pages."""
     text, allowed = _page()
     headers = {

@@ -38,6 +38,10 @@ class QueueFull(RuntimeError):
     """Error of `Engine.submit` if as many requests wait as the engine's `queue` allows."""
 
 
+class PromptTooLong(ValueError):
+    """Error of `Engine.submit` for a prompt or a question of more tokens than the engine's slots take."""
+
+
 class EngineClosed(RuntimeError):
     """Error of `Engine.submit` after the engine was closed, or in a process that was forked from the engine's."""
 

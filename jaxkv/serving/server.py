@@ -11,12 +11,12 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxkv._errors import refusal
+from jaxkv.serving.errors import Refused
 from jaxkv.serving.http import Application
-from jaxkv.serving.refused import Refused, as_json
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds that clients have to read the end of their answers, once all are complete.
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         """Response to all requests until the application is made: an error in OpenAI's form, and the progress."""
         refused = Refused(503, "the server is starting: try again later", code="starting")
         body = {"status": "starting", **self.progress, **refused.body()}
-        return as_json(body, status=503, headers={"Retry-After": "5"})
+        return JSONResponse(body, 503, {"Retry-After": "5"})
 
     def make(self, make: Callable[[], object]) -> None:
         """Calls, in a thread, a function that sets `app`; its error ends the server."""

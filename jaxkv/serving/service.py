@@ -6,15 +6,17 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request as HttpRequest
 
 from jaxkv._errors import require
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.forms import Form, chat_form, document_form, text_form
+from jaxkv.serving.errors import Refused, refused_by, unknown_model
 from jaxkv.serving.limits import Limits
 from jaxkv.serving.metrics import Metrics
-from jaxkv.serving.refused import Refused, refused_by, unknown_model
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -28,6 +30,7 @@ class Record:
         prompt_tokens: tokens of the prompts, once they are known.
         new_tokens: tokens of the answers, once they are complete.
         model: id of the model that answers, once it is known.
+        prompt: the body's name of the prompt.
         fault: where an unexpected error was raised, without its message, which may hold a prompt's text.
     """
 
@@ -37,18 +40,18 @@ class Record:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     model: str | None = None
+    prompt: str = "prompt"
     fault: str | None = None
 
 
 class Service:
-    """Engines behind HTTP: their model ids, the forms of bodies, limits, metrics, and whether the server drains.
+    """Engines behind HTTP: their model ids, limits, metrics, and whether the server drains.
 
     Attributes:
         models: engines by the model ids that clients give; a body without one is the first's.
         name: id of the first model.
         limits: limits of a request.
         metrics: what /metrics shows.
-        most_tokens: the most tokens of an answer of any model.
         created: time of the start, seconds since 1970.
         active: completions and documents that are being answered.
         draining: True once no new requests are taken.
@@ -62,13 +65,6 @@ class Service:
         self.metrics, self.created = Metrics(self.models), int(time.time())
         self.active, self.draining = 0, False
         self.submitting = threading.Lock()
-        self.most_tokens = min(engine.limits.new for engine in self.models.values())
-        most: dict[str, Any] = {"most_tokens": self.most_tokens, "most_answers": limits.answers}
-        self.forms: dict[str, Form] = {
-            "/v1/completions": text_form(**most),
-            "/v1/chat/completions": chat_form(**most),
-            "/v1/documents": document_form(),
-        }
 
     def model(self, name: str | None) -> str:
         """Id of the model that a body names, the first one's for None; `Refused` 404 if there is none of this id."""
@@ -100,16 +96,22 @@ class Service:
             raise Refused(400, message, param="document", code="document_of_another_model")
         return owner, found
 
-    def refusal_of(
-        self, error: BaseException, record: Record, *, prompt: str = "prompt"
-    ) -> Refused:
+    def refusal_of(self, error: BaseException, record: Record) -> Refused:
         """The `Refused` of any error; notes in `record` where an unexpected one was raised."""
-        refused = refused_by(
-            error, retry_after=self.metrics.retry_after(record.model or self.name), prompt=prompt
-        )
+        retry_after = self.metrics.retry_after(record.model or self.name)
+        refused = refused_by(error, retry_after=retry_after, prompt=record.prompt)
         if refused.status == 500:
             record.fault = f"{type(error).__name__} at " + " < ".join(
                 f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__)[-6:])
             )
         return refused
+
+
+async def _served(request: HttpRequest) -> Service:
+    """The service of a request's application."""
+    service: Service = request.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(_served)]

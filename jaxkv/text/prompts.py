@@ -225,7 +225,15 @@ def _encode_text(
     return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER
 
 
-def user_text(item: str, text: Text, *, turn: Turn, close: bool, parted: bool = True) -> str:
+def user_text(
+    item: str,
+    text: Text,
+    *,
+    turn: Turn,
+    close: bool,
+    parted: bool = True,
+    after: Sequence[Message] = (),
+) -> str:
     """Renders what a user's message adds to a conversation, special tokens that it spells shielded.
 
     Args:
@@ -234,6 +242,7 @@ def user_text(item: str, text: Text, *, turn: Turn, close: bool, parted: bool = 
         turn: turn of the conversation before it: `START`, `USER` or `ANSWER`.
         close: end the user's turn and open the answer's.
         parted: in the user's turn, begin with a blank line unless there is a line break.
+        after: messages after it, in the user's turn.
 
     Returns:
         The text, of which `Text.encode(shielded=True)` makes ids.
@@ -243,7 +252,8 @@ def user_text(item: str, text: Text, *, turn: Turn, close: bool, parted: bool = 
         return _rendered([user(content)], text, turn=turn, close=close)
     if turn is Turn.USER:
         before = "" if not parted or content.startswith(("\n", "\r")) else _BLANK_LINE
-        return _rendered([user(EDGE + before + content)], text, turn=turn, close=close)
+        whole = [user(EDGE + before + content), *text.shielded(list(after))]
+        return _rendered(whole, text, turn=turn, close=close)
     if text.rewrites_answers:
         told = "the chat template renders earlier answers otherwise, such as without reasoning; the cache holds them"
         warn_once(
@@ -276,8 +286,15 @@ def _encode_messages(
     written = isinstance(items[-1].get("content"), str)
     require(written, "prompt", dict(items[-1]), 'give its text: {"role": "user", "content": "..."}')
     if turn is not Turn.START:
-        remedy = "on top of a cache give one user message: the rest is in the cache"
-        require(len(items) == 1, "prompt", len(items), remedy)
-        return _encode_text(items[0]["content"], text, turn=turn, raw=raw, close=close)
+        (first, *after), open_ = items, turn is Turn.USER
+        remedy = "the rest is in the cache: on top of it give one user message"
+        if open_:
+            remedy = "the cache holds the beginning of the user's turn: give its end first"
+        fine = first.get("role") == "user" and isinstance(first.get("content"), str)
+        require(fine and (open_ or not after), "prompt", len(items), remedy)
+        if not after:
+            return _encode_text(first["content"], text, turn=turn, raw=raw, close=close)
+        rendered = user_text(first["content"], text, turn=turn, close=close, after=after)
+        return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else turn
     rendered = _rendered(text.shielded(items), text, turn=turn, close=close)
     return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER

