@@ -213,12 +213,10 @@ def moved(lines, pools, keys):
 
 def in_slots(work, slots=True):
     """The work of an engine's loop, whose sequences have samplers and end ids of their own; `work` unless `slots`."""
-    from jaxkv.sampling import Greedy, mixed
+    from jaxkv.sampling import GREEDY, mixed
 
     return (
-        dataclasses.replace(work, sampling=mixed([Greedy()] * work.batch), ends=8)
-        if slots
-        else work
+        dataclasses.replace(work, sampling=mixed([GREEDY] * work.batch), ends=8) if slots else work
     )
 
 

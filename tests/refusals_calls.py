@@ -17,7 +17,7 @@ from test_prompts import CHAT
 from transforming import ENTROPY, SNAP, draw
 
 import jaxkv
-from jaxkv import Greedy, KNorm, MinP, PyramidKV, Session, SnapKV, Temperature, TopK, TopP
+from jaxkv import KNorm, PyramidKV, Sampling, Session, SnapKV
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.text.prompts import encode
 
@@ -49,17 +49,10 @@ OPTIONS = (
     ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw at least 1 token"),
     ({"max_new_tokens": None}, "max_new_tokens=None: draw at least 1 token"),
     ({"max_new_tokens": "8"}, "max_new_tokens='8': draw at least 1 token"),
-    ({"sampling": "greedy"}, TypeError, r"sampling='greedy': give Greedy\(\), Temperature"),
-    (
-        {"sampling": Greedy},
-        TypeError,
-        r"sampling=Greedy: it is a class: give an instance, such as Greedy\(",
-    ),
-    ({"sampling": 0.7}, TypeError, r"sampling=0\.7: give Greedy\(\), Temperature"),
-    (
-        {"sampling": Temperature()},
-        r"key=None: Temperature\(.* draws at random: give key=jax\.random\.key",
-    ),
+    ({"sampling": "greedy"}, TypeError, "sampling="),
+    ({"sampling": Sampling}, TypeError, "sampling="),
+    ({"sampling": 0.7}, TypeError, "sampling="),
+    ({"sampling": Sampling()}, "key=None"),
     ({"stop": b"x"}, TypeError, "stop=b'x': b'x' is no text: give a string"),
     ({"stop": 5}, TypeError, "stop=5: 5 is no text: give a string"),
     ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]: 5 is no text"),
@@ -94,35 +87,15 @@ OPTIONS = (
 WORDS = (
     ({"max_length": 64}, TypeError, "max_length"),
     ({"max_tokens": 4}, TypeError, "max_tokens"),
-    ({"seed": 1, "key": 1}, TypeError, "seed: key= says it already"),
-    (
-        {"temperature": 0.7},
-        r"key=None: Temperature\(temperature=0\.7\) draws at random: give .*, or seed=0",
-    ),
-    (
-        {"temperature": 0.7, "sampling": Greedy()},
-        TypeError,
-        "temperature: sampling= says it already",
-    ),
-    ({"temperature": -1, "seed": 0}, "temperature=-1: give a number of 0 or more"),
-    ({"temperature": "hot"}, "temperature='hot': give a number of 0 or more"),
-    (
-        {"temperature": 1, "top_k": 5, "top_p": 0.9},
-        r"sampling=\{'top_k': 5, 'top_p': 0\.9\}: one cut at a time",
-    ),
-    ({"do_sample": "false"}, "do_sample='false': give True or False"),
-    ({"temperature": 1, "top_p": True}, r"top_p=True: give a probability in \(0, 1\]"),
-    (
-        {"temperature": 1, "top_k": [1, 2]},
-        r"top_k=\[1, 2\]: give a whole number, 0 or -1 for no cut",
-    ),
-    (
-        {"top_p": 0.9},
-        TypeError,
-        r"top_p=0\.9: it is not said whether tokens are drawn at random: give temperature=",
-    ),
+    ({"do_sample": True}, TypeError, "do_sample"),
+    ({"seed": 1, "key": 1}, TypeError, "seed"),
+    ({"temperature": 0.7}, "key=None"),
+    ({"top_p": 0.9}, "key=None"),
+    ({"temperature": 0.7, "sampling": Sampling()}, TypeError, "temperature"),
+    ({"temperature": -1, "seed": 0}, "temperature="),
+    ({"temperature": 1, "top_p": True}, "top_p="),
+    ({"temperature": 1, "top_k": [1, 2]}, "top_k="),
     ({"num_beams": 4}, TypeError, "num_beams"),
-    ({"compression_ratio": 0.25}, TypeError, r"compression_ratio: .*SnapKV\(budget=0\.75\)"),
     ({"budget": 64}, TypeError, "budget"),
 )
 BOTH = {"params", "raw", "key", "progress", "implementation"}
@@ -150,7 +123,7 @@ CALLS = [
         "prefill by other names",
         lambda options: jaxkv.prefill(**given(options)),
         ({"temperature": 1}, TypeError, "temperature"),
-        ({"compression_ratio": 0.9}, TypeError, r"compression_ratio: .*SnapKV\(budget=0\.1\)"),
+        ({"compression_ratio": 0.9}, TypeError, "compression_ratio"),
     ),
     *door(
         "prefill",
@@ -216,21 +189,14 @@ CALLS = [
     ),
     *calls(
         "a sampler",
-        (
-            lambda: Temperature(temperature=0.0),
-            r"temperature=0\.0: give a positive number; Greedy\(\)",
-        ),
-        (lambda: TopK(k=0), "k=0: draw from at least 1 token"),
-        (lambda: TopK(k=2, temperature=-1.0), r"temperature=-1\.0: give"),
-        (lambda: TopP(p=0.0), r"p=0\.0: give a probability in \(0, 1\]"),
-        (lambda: TopP(p=1.5), r"p=1\.5: give"),
-        (lambda: MinP(p=-0.1), r"p=-0\.1: give a share"),
-        (lambda: MinP(p=float("nan")), "p=nan: give"),
-        (lambda: Temperature(temperature=float("nan")), "temperature=nan: give"),
-        (lambda: Temperature(temperature="hot"), "temperature='hot': give"),
-        (lambda: Temperature(temperature=True), "temperature=True: give"),
-        (lambda: TopK(k=2.5), "k=2.5: draw from at least 1 token"),
-        (lambda: TopK(k=True), "k=True: draw"),
+        (lambda: Sampling(temperature=-1.0), "temperature="),
+        (lambda: Sampling(temperature=float("nan")), "temperature="),
+        (lambda: Sampling(temperature="hot"), "temperature="),
+        (lambda: Sampling(top_k=-2), "top_k="),
+        (lambda: Sampling(top_k=2.5), "top_k="),
+        (lambda: Sampling(top_p=0.0), "top_p="),
+        (lambda: Sampling(top_p=1.5), "top_p="),
+        (lambda: Sampling(min_p=-0.1), "min_p="),
     ),
     *door(
         "a sampler of ones own",

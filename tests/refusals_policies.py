@@ -73,7 +73,7 @@ ROWS = [
         "a policy",
         (lambda: SnapKV(256), TypeError, "positional"),
         (lambda: AdaKV(SnapKV), TypeError, "positional"),
-        (lambda: SnapKV(compression_ratio=0.9), TypeError, r"compression_ratio: .*budget=0\.1,"),
+        (lambda: SnapKV(compression_ratio=0.9), TypeError, r"compression_ratio: .*budget=0\.1\."),
         (lambda: SnapKV(compression_ratio="half"), TypeError, "budget=1 - compression_ratio"),
         (lambda: SnapKV(window_size=8), TypeError, "window_size"),
         (lambda: dataclasses.replace(SnapKV(), compression_ratio=0.5), TypeError, r"budget=0\.5"),

@@ -229,7 +229,7 @@ def test_no_token_reads_the_keys_of_all_pages():
         loop.begin(cache.arrays, spec=spec, size=1),
         draw,
         1,
-        jaxkv.Greedy(),
+        jaxkv.Sampling(temperature=0),
         1,
         spec=spec,
     )

@@ -18,7 +18,7 @@ from jaxkv.engine.decode import Beside, extend, step
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.sampling import Sampling, argument
+from jaxkv.sampling import Sampler, argument
 from jaxkv.sharding.collectives import count_of_all, first, gathered
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, settle_down, where
@@ -186,9 +186,7 @@ class Drawn(NamedTuple):
     fed: Int[Array, " B"]
 
 
-def drawn(
-    draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None
-) -> Drawn:
+def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampler, axes: Axes | None = None) -> Drawn:
     """Samples the next token of each sequence; returns `Drawn`; TypeError unless the sampler gives integers `[B]`."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
@@ -221,7 +219,7 @@ def decode(
     steps: int | Int[Array, ""],
     *,
     spec: Spec,
-    sampling: Sampling,
+    sampling: Sampler,
     size: int,
     idle: int | None = None,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
@@ -253,7 +251,7 @@ def loop_arguments(
     running: Running,
     draw: Draw,
     steps: int | Int[Array, ""],
-    sampling: Sampling,
+    sampling: Sampler,
     idle: int,
     *,
     spec: Spec,
@@ -328,7 +326,7 @@ def _decode_staged(
     steps: int,
     *,
     spec: Spec,
-    sampling: Sampling,
+    sampling: Sampler,
     size: int,
     idle: int,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
-from jaxkv._values import Value, brief, normalise
+from jaxkv._values import Value, as_real, brief, normalise
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, Span, as_policy_budget, as_spans, as_store, store_class
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
@@ -17,7 +17,6 @@ from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.scorer import Scorer
-from jaxkv.policies.words import by_name
 
 _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
 # Prefix of the attributes in which a policy caches its parts.
@@ -69,6 +68,17 @@ class Method(Value):
     every: int | None = None
     merge: Merger | None = None
     store: str | type[Store] = "dense"
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Makes a policy; TypeError, with the budget, for kvpress' compression ratio, which is the share removed."""
+        if "compression_ratio" in options:
+            removed = as_real(options["compression_ratio"])
+            # Rounded: in floats 1 - 0.9 is a little less than 0.1.
+            kept = "1 - compression_ratio" if removed is None else round(1 - removed, 9)
+            raise TypeError(
+                f"compression_ratio: the share removed. Give the share kept, budget={kept}."
+            )
+        return super().__new__(cls)
 
     paper: ClassVar[str] = ""
 
@@ -223,7 +233,6 @@ class Method(Value):
         return self
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(Method):
     """Policy composed of parts given as fields: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.

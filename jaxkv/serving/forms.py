@@ -9,9 +9,7 @@ from jaxkv._errors import refusal, require
 from jaxkv.sampling import Sampling
 from jaxkv.serving import fields
 from jaxkv.serving.fields import Field
-from jaxkv.serving.refused import Refused
 from jaxkv.text.prompts import Prompt
-from jaxkv.words import sampler_of
 
 # OpenAI's defaults: of /v1/completions, and of both.
 _USUAL_TOKENS, _USUAL_TEMPERATURE = 16, 1.0
@@ -255,9 +253,6 @@ def _tokens(given: Mapping[str, Any], usual: int) -> int:
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     """Sampler of a body; OpenAI's default is a temperature of 1, and 0 draws the likeliest token."""
-    cuts = {name: given.get(name) for name in ("top_k", "top_p", "min_p")}
-    try:
-        return sampler_of(temperature=given.get("temperature", _USUAL_TEMPERATURE), **cuts)
-    except ValueError as error:
-        # Each number has been checked: what is left is that two cuts are given.
-        raise Refused(400, str(error), param="top_p", code="invalid_value") from None
+    names = ("temperature", "top_k", "top_p", "min_p")
+    numbers = {name: given[name] for name in names if given.get(name) is not None}
+    return Sampling(**{"temperature": _USUAL_TEMPERATURE} | numbers)
