@@ -31,7 +31,7 @@ foreign := --no-deps keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk=
   namex==0.1.0 h5py==3.16.0 optree==0.20.0
 # They drive a browser that is there already: playwright downloads none.
 page := --no-deps playwright==1.65.2 pyee==13.0.1 greenlet==3.5.6
-ray := ray[serve]==2.60.0
+ray := ray[data,serve]==2.60.0
 stamp_of = .venv-$(1)/.made-$(call sum,$($(1)),$(if $(filter docs,$(1)),docs/requirements.txt))
 PEER_STAMP := .venv-peer/.made-torch-2.13.0-kvpress-0.5.5
 LOWEST_STAMP := .venv-lowest/.made-$(call sum,,pyproject.toml)

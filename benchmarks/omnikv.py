@@ -99,7 +99,9 @@ class Way:
         draw = looping.draw_of(
             cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none
         )
-        given = looping.loop_arguments(flat, cache.arrays, draw, 1, jaxkv.Greedy(), 0, spec=spec)
+        given = looping.loop_arguments(
+            flat, cache.arrays, draw, 1, jaxkv.Sampling(temperature=0), 0, spec=spec
+        )
         compiled = looping._loop.lower(*given, spec=spec, size=self.size).compile()
         return float(compiled.cost_analysis()["bytes accessed"])
 

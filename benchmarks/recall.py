@@ -1,6 +1,6 @@
 """What SmolLM2's attention looks like in real documents, and what policies recall and lose of it at equal totals.
 
-    python -m benchmarks.recall                     eight documents, prompts of 4096 tokens; twenty minutes or so
+    python -m benchmarks.recall                     eight documents, prompts of 4096 tokens; an hour or so
     python -m benchmarks.recall --documents 2 --prompt 1024
 
 PyramidKV against SnapKV (PyramidKV's figure 8) with the same window and as many rows in all; besides, PyramidKV with
@@ -15,17 +15,12 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
+from matplotlib.figure import Figure
+
 import jaxkv
 from benchmarks import record
-from jaxkv import AdaKV, PyramidKV, SnapKV
-from jaxkv.analysis.budgets import BudgetsMeasure
-from jaxkv.analysis.choosing import grid
-from jaxkv.analysis.density import DensityMeasure
-from jaxkv.analysis.figures import error
-from jaxkv.analysis.loss import ALLOCATIONS, LossMeasure
-from jaxkv.analysis.measuring import measured
-from jaxkv.analysis.recall import RecallMeasure
-from jaxkv.analysis.retained import RetainedMeasure
+from jaxkv import AdaKV, PyramidKV, SnapKV, analysis
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.policies import OfficialLayers
 
@@ -39,6 +34,8 @@ POLICIES = {
     PUBLISHED: PyramidKV(window=WINDOW, allocation=OfficialLayers()),
     "AdaKV": AdaKV(base=SnapKV(window=WINDOW)),
 }
+ALLOCATIONS = {"uniform": SnapKV(), "safeguarded": AdaKV(), "adaptive": AdaKV(alpha=0.0)}
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 LOSS_BUDGETS = (128, 256, 512, 1024)
 # Of losses of a hundred or so, where a policy keeps everything.
@@ -60,28 +57,29 @@ def read(model, documents, tokens):
     return [mine[:tokens] for mine in ids], [each["title"] for each in found]
 
 
+def error(values):
+    """Standard error of the mean over documents; None of a single one."""
+    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+
+
 def recalled(found):
     """Recall by policy and budget, document by document; and how policies differ from SnapKV."""
-    rows = {}
-    for at, name in enumerate(found.policies):
-        mean, spread = found.difference(name, "SnapKV")
+    by_text, rows = found.recall.mean(axis=(3, 4)).astype(float), {}
+    for at, name in enumerate(POLICIES):
+        apart = by_text[at] - by_text[0]
         rows[name] = [
             {
                 "budget": budget,
                 "rows": found.rows[at, column].tolist(),
-                "recall": found.by_text[at, column].round(6).tolist(),
-                "mean": float(found.by_text[at, column].mean()),
-                "standard_error": error(found.by_text[at, column])
-                if len(found.lengths) > 1
-                else None,
+                "recall": by_text[at, column].round(6).tolist(),
+                "mean": by_text[at, column].mean(),
+                "standard_error": error(by_text[at, column]),
                 "visible": float(found.visible[at, column].mean()),
-                "above_snapkv": float(mean[column]),
-                "standard_error_of_that": float(spread[column]) if len(found.lengths) > 1 else None,
-                "documents_above": int(
-                    (found.by_text[at, column] > found.by_text[0, column]).sum()
-                ),
+                "above_snapkv": apart[column].mean(),
+                "standard_error_of_that": error(apart[column]),
+                "documents_above": int((apart[column] > 0).sum()),
             }
-            for column, budget in enumerate(found.budgets)
+            for column, budget in enumerate(BUDGETS)
         ]
     return rows
 
@@ -89,23 +87,63 @@ def recalled(found):
 def lost(found):
     """Losses and bounds by allocation and budget, and how often each is no larger than uniform's."""
     rows = {}
-    for at, name in enumerate(found.policies):
-        queries, layers = found.at_most(name, "uniform")
+    for at, name in enumerate(ALLOCATIONS):
         rows[name] = [
             {
                 "budget": budget,
                 "rows": found.rows[at, column].tolist(),
-                "loss": float(found.loss[at, column].mean()),
+                "loss": float(loss.mean()),
                 "bound": float(found.bound[at, column].mean()),
-                "queries_at_most_uniform": float(queries[column]),
-                "layers_at_most_uniform": float(layers[column]),
-                "bound_holds": bool(
-                    (found.loss[at, column] <= found.bound[at, column] + ROUNDING).all()
-                ),
+                "queries_at_most_uniform": float((loss <= uniform).mean()),
+                "layers_at_most_uniform": float((loss.mean(-1) <= uniform.mean(-1)).mean()),
+                "bound_holds": bool((loss <= found.bound[at, column] + ROUNDING).all()),
             }
-            for column, budget in enumerate(found.budgets)
+            for column, (budget, loss, uniform) in enumerate(
+                zip(LOSS_BUDGETS, found.loss[at], found.loss[0], strict=True)
+            )
         ]
     return rows
+
+
+def draw(folder, dense, held, given, found, loss):
+    """Writes a picture of each measurement."""
+    layers, shares = np.arange(len(held)), 100 * np.asarray(SHARES)
+    chosen = (0, 1, len(held) // 2, len(held) - 2, len(held) - 1)
+    curves = {
+        f"{100 * quantile:g} % of heads": (shares, 100 * np.quantile(held, quantile, axis=(0, 1)))
+        for quantile in (0, 0.1, 0.5, 0.9, 1)
+    }
+    across = {
+        name: (
+            found.rows[at].mean(axis=1) / held[..., 0].size,
+            100 * found.recall[at].mean((1, 2, 3)),
+        )
+        for at, name in enumerate(POLICIES)
+    }
+    losses = {name: (layers, loss.loss[at, 0].mean((0, 2))) for at, name in enumerate(ALLOCATIONS)}
+    losses["bound of uniform"] = layers, loss.bound[0, 0].mean((0, 2))
+    maps = {f"layer {each}": np.log10(np.maximum(dense.maps[each], 1e-7)) + 7 for each in chosen}
+    rows = {name: given[at, 0].mean(axis=0) for at, name in enumerate(POLICIES)}
+    drawn = {
+        "density": lambda figure: analysis.draw_maps(
+            figure, maps, across="key, bins", down="query, bins", label="mean weight, log10 + 7"
+        ),
+        "retained": lambda figure: analysis.draw_lines(
+            figure, curves, across="keys of each head, %", up="attention retained, %", log="x"
+        ),
+        "budgets": lambda figure: analysis.draw_maps(
+            figure, rows, across="kv head", down="layer", label="rows kept"
+        ),
+        "recall": lambda figure: analysis.draw_lines(
+            figure, across, across="rows per kv head and layer", up="attention recall, %", log="x"
+        ),
+        "loss": lambda figure: analysis.draw_lines(
+            figure, losses, across="layer", up="eviction loss, L1", log="y"
+        ),
+    }
+    for name, into in drawn.items():
+        into(figure := Figure(figsize=(8, 3), layout="constrained"))
+        figure.savefig(folder / f"analysis_{name}.png", dpi=150)
 
 
 def told(results):
@@ -187,22 +225,15 @@ def main():
     enable_compilation_cache()
     model, begin = jaxkv.load(MODEL, "float32"), time.perf_counter()
     ids, titles = read(model, options.documents, options.prompt + options.following)
-    where, cells = record.machine(), grid(model, POLICIES, BUDGETS)
-    measures = {
-        "density": DensityMeasure(),
-        "retained": RetainedMeasure(),
-        "budgets": BudgetsMeasure(cells),
-        "recall": RecallMeasure(cells),
-        "loss": LossMeasure(grid(model, ALLOCATIONS, LOSS_BUDGETS)),
-    }
-
-    def progress(at, tokens):
-        return print(f"{time.perf_counter() - begin:5.0f} s: {titles[at]}", flush=True)  # noqa: E731
-
-    found = measured(
-        model, ids, list(measures.values()), following=options.following, begin=progress
+    where, of = record.machine(), {"following": options.following}
+    dense = analysis.density(model, ids)
+    held = analysis.retained(model, ids, shares=SHARES)
+    of_policies = {"policies": list(POLICIES.values()), "budgets": BUDGETS, **of}
+    given = analysis.budgets(model, ids, **of_policies)
+    found = analysis.recall(model, ids, **of_policies)
+    loss = analysis.eviction_loss(
+        model, ids, policies=list(ALLOCATIONS.values()), budgets=LOSS_BUDGETS, **of
     )
-    figures = dict(zip(measures, found, strict=True))
     settings = {name: getattr(options, name) for name in ("documents", "prompt", "following")}
     results = {
         "settings": {
@@ -214,17 +245,19 @@ def main():
         },
         "titles": titles,
         "policies": {name: repr(policy) for name, policy in {**POLICIES, **ALLOCATIONS}.items()},
-        "recall": recalled(figures["recall"]),
-        "loss": lost(figures["loss"]),
-        "density": figures["density"].records(),
-        "retained": figures["retained"].records(),
+        "recall": recalled(found),
+        "loss": lost(loss),
+        "density": {
+            "variance": dense.variance.mean(axis=1).tolist(),
+            "dense": dense.dense.mean(axis=1).tolist(),
+        },
+        "retained": dict(zip(map(str, SHARES), held.mean(axis=(0, 1)).tolist(), strict=True)),
         "seconds": time.perf_counter() - begin,
         "machine": where,
     }
     record.save(options.out / "analysis.json", results)
     (options.out / "analysis.md").write_text(told(results), encoding="utf-8")
-    for name, figure in figures.items():
-        figure.picture(options.out / f"analysis_{name}.png")
+    draw(options.out, dense, held, given, found, loss)
     print(told(results))
 
 

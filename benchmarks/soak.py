@@ -136,7 +136,7 @@ def run(model, call):
     options = {"max_new_tokens": call["new"], "stop_at_eos": False, "progress": False}
     if call["way"] == "hot":
         options |= {
-            "sampling": jaxkv.TopP(p=0.9, temperature=0.5 + seed / 1000),
+            "sampling": jaxkv.Sampling(top_p=0.9, temperature=0.5 + seed / 1000),
             "key": jax.random.key(seed),
         }
     prompt = ids(seed, call["lengths"])

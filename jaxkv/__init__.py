@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxkv.resharding import reshard
     from jaxkv.results import Completion, Generation, Stats, Stream
     from jaxkv.rows import Rows, append, attend
-    from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+    from jaxkv.sampling import Sampling
     from jaxkv.saved import load_cache
     from jaxkv.serving import (
         Document,
@@ -69,7 +69,7 @@ _HOMES = {
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Completion Generation Stats Stream",
     "jaxkv.rows": "Rows append attend",
-    "jaxkv.sampling": "Greedy MinP Temperature TopK TopP",
+    "jaxkv.sampling": "Sampling",
     "jaxkv.saved": "load_cache",
     "jaxkv.serving": "Document Engine EngineClosed EngineStats QueueFull Request RequestStats",
     "jaxkv.transform": "compress compress_layers",

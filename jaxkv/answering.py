@@ -16,7 +16,7 @@ from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.session import Session
 from jaxkv.results import Answers, Completion, Generation, Stats
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampler
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 
@@ -33,7 +33,7 @@ class Call:
     encoded: Encoded
     cache: KVCache | None
     max_new_tokens: int
-    sampling: Sampling
+    sampling: Sampler
     stops: tuple[str, ...]
     stop_at_eos: bool
     interval: int | None

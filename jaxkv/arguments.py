@@ -20,7 +20,7 @@ from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded
 
@@ -80,17 +80,19 @@ def on_device(cache: KVCache) -> KVCache:
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
-def as_sampling(given: Any) -> Sampling:
-    """Validates a sampler and returns it, `Greedy` for None; TypeError for classes and other values."""
+def as_sampling(given: Any, **numbers: Any) -> Sampler:
+    """Validates a sampler, or the numbers of a `Sampling`, greedy without any; TypeError for other values."""
+    named = {name: value for name, value in numbers.items() if value is not None}
+    if named and given is not None:
+        raise TypeError(f"{', '.join(named)}: sampling= says it already. Give one of them.")
     if given is None:
-        return Greedy()
+        return Sampling(**named) if named else GREEDY
     if isinstance(given, type):
         raise TypeError(
             f"sampling={given.__name__}: it is a class: give an instance, such as {given.__name__}(...)"
         )
-    if not isinstance(given, Sampling):
-        remedy = "give Greedy(), Temperature(0.7), TopK(40), TopP(0.9) or MinP(0.1)"
-        raise TypeError(f"sampling={given!r}: {remedy}")
+    if not isinstance(given, Sampler):
+        raise TypeError(f"sampling={given!r}: give jaxkv.Sampling(temperature=0.7), say")
     return given
 
 
@@ -111,11 +113,15 @@ def as_stops(given: Any) -> tuple[str, ...]:
     return tuple(str.__str__(stop) for stop in stops)
 
 
-def as_key(given: Any) -> PRNGKeyArray | None:
+def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
     """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed, None for None; TypeError for others.
 
-    Longer seeds, whose upper bits JAX would drop, are refused with a ValueError.
+    Longer seeds, whose upper bits JAX would drop, are refused with a ValueError. The seed may come by that name.
     """
+    if seed is not None:
+        if given is not None:
+            raise TypeError("seed: key= says it already. Give one of them.")
+        given = seed
     remedy = "give jax.random.key(0), or a seed such as 0"
     if given is None:
         return None
@@ -128,11 +134,11 @@ def as_key(given: Any) -> PRNGKeyArray | None:
         raise TypeError(f"key={given.dtype}{list(given.shape)}: {remedy}")
     if isinstance(given, jax.Array) and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
         return given
-    seed = plain(given)
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    number = plain(given)
+    if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"key={type(given).__name__}: {remedy}")
-    require(0 <= seed < _SEEDS, "key", seed, f"a seed lies in [0, {_SEEDS})")
-    return jax.random.key(seed)
+    require(0 <= number < _SEEDS, "key", number, f"a seed lies in [0, {_SEEDS})")
+    return jax.random.key(number)
 
 
 def random_key(seed: int) -> PRNGKeyArray:
@@ -157,11 +163,11 @@ def as_progress(given: Any) -> bool | None:
 
 
 def require_drawable(
-    params: LanguageModel, sampling: Sampling, key: PRNGKeyArray | None, stops: tuple[str, ...]
+    params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
     """Raises ValueError for a sampler that draws at random without a key, and stop strings without a tokenizer."""
     remedy = f"{sampling} draws at random: give key=jax.random.key(0), or seed=0"
-    require(isinstance(sampling, Greedy) or key is not None, "key", key, remedy)
+    require(is_greedy(sampling) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
     require(
         not stops or params.text is not None,

@@ -19,12 +19,10 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
 from jaxkv.results import Generation, Stream
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampler
 from jaxkv.text.prompts import Prompt, encode
-from jaxkv.words import by_other_names
 
 
-@by_other_names
 @settled
 def prefill(
     params: LanguageModel,
@@ -95,7 +93,12 @@ class _Options(TypedDict, total=False):
     policy: Method | type[Method] | str | None
     cache: KVCache | None
     max_new_tokens: int | np.integer
-    sampling: Sampling | None
+    sampling: Sampler | None
+    temperature: int | float | np.number | None
+    top_k: int | np.integer | None
+    top_p: int | float | np.number | None
+    min_p: int | float | np.number | None
+    seed: int | np.integer | None
     stop: str | Iterable[str] | None
     stop_at_eos: bool
     key: PRNGKeyArray | int | None
@@ -122,7 +125,6 @@ def generate(
 def generate(
     params: LanguageModel, prompt: Prompt, *, stream: bool, **options: Unpack[_Options]
 ) -> Generation | Stream: ...
-@by_other_names
 @settled
 def generate(
     params: LanguageModel,
@@ -131,7 +133,12 @@ def generate(
     policy: Method | type[Method] | str | None = None,
     cache: KVCache | None = None,
     max_new_tokens: int | np.integer = 128,
-    sampling: Sampling | None = None,
+    sampling: Sampler | None = None,
+    temperature: int | float | np.number | None = None,
+    top_k: int | np.integer | None = None,
+    top_p: int | float | np.number | None = None,
+    min_p: int | float | np.number | None = None,
+    seed: int | np.integer | None = None,
     stop: str | Iterable[str] | None = (),
     stop_at_eos: bool = True,
     key: PRNGKeyArray | int | None = None,
@@ -152,7 +159,12 @@ def generate(
             cache it is the cache's policy.
         cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
         max_new_tokens: largest number of tokens to draw.
-        sampling: the sampler; Greedy() if None.
+        sampling: how tokens are drawn, a `Sampling` or a callable of logits and keys; the likeliest tokens if None.
+        temperature: of a `Sampling`, given here instead.
+        top_k: of a `Sampling`.
+        top_p: of a `Sampling`.
+        min_p: of a `Sampling`.
+        seed: `key` as a number.
         stop: strings that end an answer. They are left out of its text, but stay in its tokens and in the cache: a
             policy that has dropped rows for them cannot restore those.
         stop_at_eos: True to end at the model's end-of-answer tokens.
@@ -184,6 +196,7 @@ def generate(
         cache=cache,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
+        numbers=[temperature, top_k, top_p, min_p, seed],
         stop=stop,
         stop_at_eos=stop_at_eos,
         key=key,
@@ -198,9 +211,11 @@ def generate(
         "stream_interval", stream_interval, "yield the text of at least 1 token at a time"
     )
     sampling, stops, key = (
-        arguments.as_sampling(sampling),
+        arguments.as_sampling(
+            sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        ),
         arguments.as_stops(stop),
-        arguments.as_key(key),
+        arguments.as_key(key, seed),
     )
     raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
     stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)

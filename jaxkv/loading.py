@@ -33,7 +33,6 @@ from jaxkv.text.prompts import Prompt, encode
 from jaxkv.text.shown import Shown, joined
 from jaxkv.text.tokenizer import Text
 from jaxkv.weights import read, read_codes
-from jaxkv.words import by_other_names
 
 # Buffers that some exporters write; rotations are computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
@@ -188,7 +187,6 @@ class LanguageModel(nnx.Module):
         return self.decoder.nbytes
 
 
-@by_other_names
 @settled
 def load(
     name_or_path: str | os.PathLike[str],

@@ -1,10 +1,10 @@
-"""Samplers that draw the next token from logits: callable frozen dataclasses.
+"""How the next token is drawn from logits: `Sampling`, or any callable of logits and keys.
 
-Their numbers are arguments of the compiled loop, not part of it: ten temperatures are one program.
+The numbers of a `Sampling` are arguments of the compiled loop, not part of it: ten temperatures are one program.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,7 +18,7 @@ from jaxkv.policies.topk import kth_largest, sortable
 
 
 @runtime_checkable
-class Sampling(Protocol):
+class Sampler(Protocol):
     """Protocol of samplers: callables that draw one token id per sequence from logits.
 
     Any hashable callable with this signature is a sampler; it is compiled into the decoding loop.
@@ -28,44 +28,47 @@ class Sampling(Protocol):
         """Draws a token id for each sequence from its float32 logits and random key."""
 
 
-class Sampler:
-    """Base class of jaxkv's samplers: dataclasses that are pytrees with their numbers as leaves.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampler from softmax(logits / temperature), after cuts that combine: `top_k`, then `top_p`, then `min_p`.
 
-    Subclasses by users are compiled in as static values instead, since they may need Python numbers.
+    Attributes:
+        temperature: number that logits are divided by; 0 picks the likeliest token, ties going to the lowest id.
+        top_k: draw among so many likeliest tokens; 0 or -1 for all. Tokens as likely as the last of them stay.
+        top_p: draw among the fewest likeliest tokens that together hold this probability (arXiv:1904.09751).
+        min_p: draw among the tokens at least this share as likely as the likeliest one (arXiv:2407.01082).
     """
 
-    def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(**options)
-        if cls.__module__ == __name__:
-            jax.tree_util.register_pytree_node(
-                cls, _numbers, lambda _, numbers: _of_numbers(cls, numbers)
-            )
+    temperature: int | float = 1.0
+    top_k: int = 0
+    top_p: int | float = 1.0
+    min_p: int | float = 0.0
+
+    def __post_init__(self) -> None:
+        _checks.field(self, "temperature", _checks.real, "give a number of 0 or more")
+        remedy = "give a whole number, 0 or -1 for no cut"
+        _checks.field(self, "top_k", _checks.whole, remedy, least=-1)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        remedy = "give a probability in (0, 1]"
+        _checks.field(self, "top_p", _checks.real, remedy, high=1.0, open_low=True)
+        _checks.field(self, "min_p", _checks.real, "give a share in [0, 1]", high=1.0)
+
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+        """Draws a token id `i32[B]` for each sequence from its float32 logits and random key."""
+        return likeliest(logits, keys) if is_greedy(self) else _numbers([self])(logits, keys)
 
 
-def _numbers(sampler: Any) -> tuple[tuple[Any, ...], None]:
-    """Flattens a sampler to its numbers, in 32 bits, as pytree leaves."""
-    return tuple(
-        _narrow(getattr(sampler, field.name)) for field in dataclasses.fields(sampler)
-    ), None
+GREEDY = Sampling(temperature=0.0)
 
 
-def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
-    # Bypasses __init__, whose checks cannot run on traced values.
-    """Rebuilds a sampler of class `cls` from its numbers, which may be traced, without validation."""
-    sampler = object.__new__(cls)
-    for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
-        object.__setattr__(sampler, field.name, number)
-    return sampler
+def is_greedy(sampling: Sampler) -> bool:
+    """True if the sampler is a `Sampling` that picks the likeliest token, and needs no key."""
+    return type(sampling) is Sampling and sampling.temperature == 0
 
 
-def _narrow(value: Any) -> Any:
-    """Number as numpy int32, at most 2**31 - 1, or as float32; arrays are returned unchanged."""
-    if isinstance(value, int):
-        return np.int32(min(value, np.iinfo(np.int32).max))
-    if isinstance(value, float):
-        with np.errstate(over="ignore", under="ignore"):
-            return np.float32(value)
-    return value
+def likeliest(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+    """Token ids `i32[B]` with the largest logit of each sequence, of equals the lowest; the keys are unused."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @jax.tree_util.register_static
@@ -80,9 +83,11 @@ class _Compiled:
         return self.draw(logits, keys)
 
 
-def argument(sampling: Sampling) -> Any:
-    """A sampler as a pytree for jitted functions: jaxkv's own with numbers as leaves, users' as static values."""
-    return sampling if type(sampling).__module__ == __name__ else _Compiled(sampling)
+def argument(sampling: Sampler) -> Any:
+    """A sampler as a pytree for jitted functions: of a `Sampling` that is not greedy its numbers, else static."""
+    if type(sampling) is not Sampling:
+        return _Compiled(sampling)
+    return _Compiled(likeliest) if is_greedy(sampling) else _numbers([sampling])
 
 
 # Tokens of a block of the vocabulary: about the square root of usual sizes.
@@ -103,173 +108,104 @@ def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
     return (block * size + token).astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Greedy(Sampler):
-    """Sampler that picks the likeliest token; ties go to the lowest id."""
-
-    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Token ids `i32[B]` with the largest logit of each sequence; the keys are unused."""
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Temperature(Sampler):
-    """Sampler from softmax(logits / temperature) over all tokens.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Numbers of a `Sampling` for each sequence of a batch, or of one for all: every mix of samplings is one program.
 
     Attributes:
-        temperature: positive number that logits are divided by; outside [1.2e-38, 8.5e37], the nearest of these.
+        temperature: 0 picks the likeliest token.
+        top_k: 0 for no cut.
+        top_p: 1 for no cut.
+        min_p: 0 for no cut.
     """
 
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        remedy = "give a positive number; Greedy() is the limit at 0"
-        _checks.field(self, "temperature", _checks.real, remedy, open_low=True)
+    temperature: Float[Array, " #B"]
+    top_k: Int[Array, " #B"]
+    top_p: Float[Array, " #B"]
+    min_p: Float[Array, " #B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Token ids `i32[B]` sampled from softmax(logits / temperature), after `cut` has masked logits."""
-        # `cut` comes first: a division by an extreme temperature makes all logits equal.
-        return jax.vmap(_sampled)(keys, self.divided(self.cut(logits)))
+        """Draws token ids `i32[B]`; nothing is drawn at random where no temperature is above 0."""
+        best, warm = likeliest(logits, keys), self.temperature > 0
+        drawn = lax.cond(warm.any(), _drawn, _undrawn, self, logits, keys)
+        return jnp.where(warm, drawn, best)
+
+    def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Logits, not yet divided, with excluded tokens' set to minus infinity; runs only the cuts that are used."""
+        used = (self.top_k > 0, _top_k), (self.top_p < 1, _top_p), (self.min_p > 0, _min_p)
+        for asked, cut in used:
+            logits = lax.cond(asked.any(), cut, _uncut, self, logits)
+        return logits
 
     def divided(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Logits relative to the largest one, divided by the temperature: 0 and below, never NaN."""
         return (logits - logits.max(axis=-1, keepdims=True)) / self.divisor
 
     @property
-    def divisor(self) -> Float[Array, "..."]:
+    def divisor(self) -> Float[Array, "B 1"]:
         """Temperature within normal float32 numbers that have an inverse: XLA takes smaller ones for 0."""
         least = jnp.finfo(jnp.float32).tiny
-        return jnp.clip(_narrow(self.temperature), least, 1 / least)
-
-    def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits, not yet divided, with excluded tokens' set to minus infinity; this base class excludes none."""
-        return logits
+        return jnp.clip(self.temperature, least, 1 / least)[:, None]
 
 
-@dataclasses.dataclass(frozen=True)
-class TopK(Temperature):
-    """Sampler among the k likeliest tokens, with a temperature.
-
-    Attributes:
-        k: number of tokens, at least 1.
-    """
-
-    temperature: float = dataclasses.field(default=1.0, kw_only=True)
-    k: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.field(self, "k", _checks.whole, "draw from at least 1 token")
-
-    def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those below the k-th largest set to minus infinity; ties with the k-th are kept."""
-        keys = sortable(logits)
-        k = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
-        return jnp.where(keys >= kth_largest(keys, k.reshape(-1)), logits, -jnp.inf)
+def _drawn(of: Mixed, logits: Array, keys: Array) -> Array:
+    """Token ids sampled at the temperature from what the cuts leave."""
+    # Cuts come first: a division by an extreme temperature makes all logits equal.
+    return jax.vmap(_sampled)(keys, of.divided(of.cut(logits)))
 
 
-@dataclasses.dataclass(frozen=True)
-class TopP(Temperature):
-    """Nucleus sampler: draws among the fewest likeliest tokens that together hold probability p (arXiv:1904.09751).
-
-    Attributes:
-        p: probability in (0, 1].
-    """
-
-    temperature: float = dataclasses.field(default=1.0, kw_only=True)
-    p: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.field(
-            self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True
-        )
-
-    def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(self.divided(ordered), axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # At p = 1 rare tokens stay, whose probability is lost in a sum near 1; the likeliest stays if p rounds to 0.
-        kept = (before < self.p) | (before == 0) | (self.p == 1)
-        least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
-        return jnp.where(logits >= least, logits, -jnp.inf)
+def _undrawn(of: Mixed, logits: Array, keys: Array) -> Array:
+    """The likeliest token ids, as `_drawn` gives them."""
+    return likeliest(logits, keys)
 
 
-@dataclasses.dataclass(frozen=True)
-class MinP(Temperature):
-    """Sampler among the tokens at least p times as likely as the likeliest one (arXiv:2407.01082).
-
-    Attributes:
-        p: share of the likeliest token's probability, in (0, 1].
-    """
-
-    temperature: float = dataclasses.field(default=1.0, kw_only=True)
-    p: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        remedy = "give a share of the likeliest token's probability in (0, 1]"
-        _checks.field(self, "p", _checks.real, remedy, high=1.0, open_low=True)
-
-    def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those below the largest one plus temperature * log(p) set to minus infinity."""
-        least = logits.max(axis=-1, keepdims=True) + self.divisor * jnp.log(self.p)
-        return jnp.where(logits >= least, logits, -jnp.inf)
+def _uncut(of: Mixed, logits: Array) -> Array:
+    """The logits, as a cut gives them."""
+    return logits
 
 
-# Samplers that sequences of one batch can have; their index is `Mixed.kind`.
-_KINDS: tuple[type, ...] = (Greedy, Temperature, TopK, TopP, MinP)
+def _top_k(of: Mixed, logits: Array) -> Array:
+    """Logits with those below the k-th largest set to minus infinity; ties with the k-th are kept."""
+    keys, count = sortable(logits), logits.shape[-1]
+    k = jnp.where(of.top_k > 0, jnp.minimum(of.top_k, count), count)
+    return jnp.where(keys >= kth_largest(keys, k), logits, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixed:
-    """One sampler per sequence of a batch, stored as arrays, so that every mix of jaxkv's samplers is one program.
-
-    Attributes:
-        kind: `i32[B]` 0 for Greedy, then Temperature, TopK, TopP and MinP.
-        temperature: `f32[B]`.
-        k: `i32[B]` of TopK.
-        p: `f32[B]` of TopP and MinP.
-    """
-
-    kind: Int[Array, " B"]
-    temperature: Float[Array, " B"]
-    k: Int[Array, " B"]
-    p: Float[Array, " B"]
-
-    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws token ids `i32[B]`, each sequence's by its own sampler; runs only the samplers that are used."""
-        token = nothing = Greedy()(logits, keys)
-        numbers = {"temperature": self.temperature, "k": self.k, "p": self.p}
-        for kind, sampler in enumerate(_KINDS[1:], start=1):
-            own = _of_numbers(
-                sampler, [numbers[field.name][:, None] for field in dataclasses.fields(sampler)]
-            )
-            mine = self.kind == kind
-            drawn = lax.cond(mine.any(), own.__call__, lambda *_: nothing, logits, keys)
-            token = jnp.where(mine, drawn, token)
-        return token
+def _top_p(of: Mixed, logits: Array) -> Array:
+    """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
+    p = of.top_p[:, None]
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(of.divided(ordered), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # At p = 1 rare tokens stay, whose probability is lost in a sum near 1; the likeliest stays if p rounds to 0.
+    kept = (before < p) | (before == 0) | (p == 1)
+    least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def mixed(samplers: Iterable[Sampling]) -> Mixed:
-    """Combines one of jaxkv's samplers per sequence into a `Mixed`; TypeError for users' samplers."""
+def _min_p(of: Mixed, logits: Array) -> Array:
+    """Logits with those below the largest one plus temperature * log(p) set to minus infinity."""
+    share = jnp.log(of.min_p)[:, None]
+    least = logits.max(axis=-1, keepdims=True) + of.divisor * share
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def mixed(samplers: Iterable[Sampler]) -> Mixed:
+    """Combines one `Sampling` per sequence into a `Mixed`; TypeError for users' samplers."""
     given = list(samplers)
     for sampler in given:
-        if type(sampler) not in _KINDS:
-            raise TypeError(
-                f"sampling={sampler}: slots draw by jaxkv's own samplers: give one of them"
-            )
+        if type(sampler) is not Sampling:
+            raise TypeError(f"sampling={sampler}: slots draw by a jaxkv.Sampling: give one")
+    return _numbers(given)
 
-    def array(name: str, default: int | float, dtype: Any) -> Array:
-        return jnp.asarray(
-            np.asarray([_narrow(getattr(each, name, default)) for each in given], dtype)
-        )
 
-    return Mixed(
-        kind=jnp.asarray(np.asarray([_KINDS.index(type(each)) for each in given], np.int32)),
-        temperature=array("temperature", 1.0, np.float32),
-        k=array("k", 1, np.int32),
-        p=array("p", 1.0, np.float32),
-    )
+def _numbers(given: Sequence[Any]) -> Mixed:
+    """The numbers of each `Sampling`, in 32 bits."""
+    kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    with np.errstate(over="ignore", under="ignore"):
+        arrays = {
+            name: np.asarray([getattr(each, name) for each in given], kind)
+            for name, kind in kinds.items()
+        }
+    return Mixed(**jax.tree.map(jnp.asarray, arrays))

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
-import inspect
 import sys
 import typing
 
@@ -34,11 +33,7 @@ def checked(of):
     """A function that checks its arguments and its result by their annotations, or a dataclass whose fields are."""
     if isinstance(of, type):
         made = vars(of).get("__init__")
-        if dataclasses.is_dataclass(of) and hasattr(made, "named"):
-            # Policies refuse positional arguments before their types are looked at.
-            of.__init__ = checked(inspect.unwrap(made))
-            sys.modules["jaxkv.policies.words"].by_name(of)
-        elif dataclasses.is_dataclass(of) and made is not None and not hasattr(made, "__wrapped__"):
+        if dataclasses.is_dataclass(of) and made is not None and not hasattr(made, "__wrapped__"):
             of.__init__ = checked(made)
         return of
     if not of.__annotations__:

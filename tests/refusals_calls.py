@@ -16,7 +16,7 @@ from test_prompts import CHAT
 from transforming import ENTROPY, SNAP, draw
 
 import jaxkv
-from jaxkv import Greedy, KNorm, MinP, PyramidKV, Session, SnapKV, Temperature, TopK, TopP
+from jaxkv import KNorm, PyramidKV, Sampling, Session, SnapKV
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.text.prompts import encode
 
@@ -36,20 +36,24 @@ OPTIONS = (
         TypeError,
         "cache=str",
     ),
-    ({"max_new_tokens": True}, "max_new_tokens=True"),
-    ({"sampling": "greedy"}, TypeError, "sampling='greedy'"),
-    (
-        {"sampling": Greedy},
-        TypeError,
-        "sampling=Greedy",
-    ),
-    (
-        {"sampling": Temperature()},
-        "key=None",
-    ),
-    ({"stop": b"x"}, TypeError, "stop=b'x'"),
-    ({"stop": ["x", ""]}, r"stop=\['x', ''\]"),
-    ({"key": 1.5}, TypeError, "key=float"),
+    ({"cache": object()}, TypeError, "cache=object: give what prefill"),
+    ({"max_new_tokens": True}, "max_new_tokens=True: draw at least 1 token"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0: draw at least 1 token"),
+    ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw at least 1 token"),
+    ({"max_new_tokens": None}, "max_new_tokens=None: draw at least 1 token"),
+    ({"max_new_tokens": "8"}, "max_new_tokens='8': draw at least 1 token"),
+    ({"sampling": "greedy"}, TypeError, "sampling="),
+    ({"sampling": Sampling}, TypeError, "sampling="),
+    ({"sampling": 0.7}, TypeError, "sampling="),
+    ({"sampling": Sampling()}, "key=None"),
+    ({"stop": b"x"}, TypeError, "stop=b'x': b'x' is no text: give a string"),
+    ({"stop": 5}, TypeError, "stop=5: 5 is no text: give a string"),
+    ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]: 5 is no text"),
+    ({"stop": [["x"]]}, TypeError, r"stop=\[\['x'\]\]: \['x'\] is no text"),
+    ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
+    ({"key": 1.5}, TypeError, r"key=float: give jax\.random\.key\(0\), or a seed"),
+    ({"key": True}, TypeError, r"key=bool: give jax\.random\.key\(0\)"),
+    ({"key": "0"}, TypeError, r"key=str: give jax\.random\.key\(0\)"),
     (
         {"key": jnp.zeros((2, 2), jnp.uint32)},
         TypeError,
@@ -66,29 +70,17 @@ OPTIONS = (
 # Arguments by other libraries' names.
 WORDS = (
     ({"max_length": 64}, TypeError, "max_length"),
-    ({"seed": 1, "key": 1}, TypeError, "seed: key= says it already"),
-    (
-        {"temperature": 0.7, "sampling": Greedy()},
-        TypeError,
-        "temperature: sampling= says it already",
-    ),
-    ({"temperature": -1, "seed": 0}, "temperature=-1"),
-    (
-        {"temperature": 1, "top_k": 5, "top_p": 0.9},
-        r"sampling=\{'top_k'",
-    ),
-    ({"do_sample": "false"}, "do_sample='false'"),
-    ({"temperature": 1, "top_p": True}, "top_p=True"),
-    (
-        {"temperature": 1, "top_k": [1, 2]},
-        r"top_k=\[1, 2\]",
-    ),
-    (
-        {"top_p": 0.9},
-        TypeError,
-        r"top_p=0\.9",
-    ),
-    ({"compression_ratio": 0.25}, TypeError, r"compression_ratio: .*SnapKV\(budget=0\.75\)"),
+    ({"max_tokens": 4}, TypeError, "max_tokens"),
+    ({"do_sample": True}, TypeError, "do_sample"),
+    ({"seed": 1, "key": 1}, TypeError, "seed"),
+    ({"temperature": 0.7}, "key=None"),
+    ({"top_p": 0.9}, "key=None"),
+    ({"temperature": 0.7, "sampling": Sampling()}, TypeError, "temperature"),
+    ({"temperature": -1, "seed": 0}, "temperature="),
+    ({"temperature": 1, "top_p": True}, "top_p="),
+    ({"temperature": 1, "top_k": [1, 2]}, "top_k="),
+    ({"num_beams": 4}, TypeError, "num_beams"),
+    ({"budget": 64}, TypeError, "budget"),
 )
 BOTH = {"params", "raw", "key", "progress", "implementation"}
 
@@ -115,6 +107,7 @@ CALLS = [
         "prefill by other names",
         lambda options: jaxkv.prefill(**given(options)),
         ({"temperature": 1}, TypeError, "temperature"),
+        ({"compression_ratio": 0.9}, TypeError, "compression_ratio"),
     ),
     *door(
         "prefill",
@@ -146,13 +139,14 @@ CALLS = [
     ),
     *calls(
         "a sampler",
-        (
-            lambda: Temperature(temperature=0.0),
-            r"temperature=0\.0",
-        ),
-        (lambda: TopK(k=0), "k=0"),
-        (lambda: TopP(p=0.0), r"p=0\.0"),
-        (lambda: MinP(p=-0.1), r"p=-0\.1"),
+        (lambda: Sampling(temperature=-1.0), "temperature="),
+        (lambda: Sampling(temperature=float("nan")), "temperature="),
+        (lambda: Sampling(temperature="hot"), "temperature="),
+        (lambda: Sampling(top_k=-2), "top_k="),
+        (lambda: Sampling(top_k=2.5), "top_k="),
+        (lambda: Sampling(top_p=0.0), "top_p="),
+        (lambda: Sampling(top_p=1.5), "top_p="),
+        (lambda: Sampling(min_p=-0.1), "min_p="),
     ),
     *door(
         "a sampler of ones own",

@@ -4,20 +4,14 @@ import dataclasses
 from pathlib import Path
 
 import eval_models
-import numpy as np
 import tiny
 from evaluating import POLICIES, Told, Words, words
 from looking import CONFIG, TEXTS
 from refusing import calls, door
-from test_analysis import CONFIG as DEEP
-from test_analysis import a_map
-from test_analysis_doors import POLICY, counted
 
 import jaxkv
 from jaxkv import D2O, AdaKV, OmniKV, Quest, SnapKV, StreamingLLM
 from jaxkv.analysis import (
-    Similarity,
-    best_filters,
     budgets,
     density,
     eviction_loss,
@@ -45,6 +39,7 @@ from jaxkv.evals.infinitebench import InfiniteBench
 from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.perplexity import Perplexity
 from jaxkv.evals.turns import Turns
+from jaxkv.models.values import LayerSpec
 from tests.ruler_cases import model
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
@@ -255,124 +250,70 @@ TASKS = [
 
 # --- analyses ---------------------------------------------------------------------------------------------------------
 
-SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
 
-
-def figures(of):
-    """Of both texts, by a model of two layers."""
-    run, options = of
-    return run(tiny.tiny(SMALL), tiny.prompts(0, (40, 23)), **options)
-
-
-def measured(of):
-    """Of one text."""
-    run, options = of
-    given = {"texts": TEXTS[:1], "policies": [SnapKV()], "budgets": (32,), **options}
-    return run(tiny.tiny(CONFIG), given.pop("texts"), **given)
-
-
-def shown(of):
-    """Likewise, of measures that take no policies."""
+def looked(of):
+    """An analysis of one text."""
     run, options = of
     given = {"texts": TEXTS[:1], **options}
     return run(tiny.tiny(CONFIG), given.pop("texts"), **given)
 
 
+def counted(options):
+    """An analysis of a policy."""
+    run = options.pop("run", budgets)
+    return looked((run, {"policies": [SnapKV(window=4)], "budgets": [8], **options}))
+
+
 ANALYSES = [
     *door(
-        "budgets",
-        lambda options: counted(**options),
-        ({"budgets": 8}, "budgets=8: give a list"),
-        ({"budgets": "8"}, "budgets='8': give a list"),
-        ({"budgets": np.array(8)}, "budgets=8: give a list"),
-        ({"texts": np.array(8)}, "texts=8: give a list"),
-        ({"budgets": [8, np.int64(8)]}, "budgets=.8, 8.: two of them"),
-        ({"policies": POLICY}, "policies=SnapKV"),
-        ({"policies": SnapKV}, "policies=<class"),
-        ({"policies": None}, "policies=None"),
-        ({"policies": b"full"}, "policies=b'full'"),
-        ({"policies": {1: POLICY}}, "policies=1: .* name"),
-        ({"texts": None}, "texts=None"),
-        ({"texts": b"abc"}, "texts=b'abc'"),
-        ({"texts": TEXTS[0]}, "texts=.*each of them text or ids"),
-        ({"texts": {"one": TEXTS[0]}}, "texts=.*each of them text or ids"),
-        ({"following": -1}, "following=-1"),
-        ({"following": True}, "following=True"),
-        ({"following": 1.5}, "following=1.5"),
+        "an analysis of policies",
+        counted,
+        ({"budgets": 8}, "budgets="),
+        ({"budgets": "8"}, "budgets="),
+        ({"budgets": ["8MB"]}, "budgets="),
+        ({"budgets": [4]}, "budget="),
+        ({"policies": SnapKV}, "policies="),
+        ({"policies": []}, "policies="),
+        ({"policies": [OmniKV()]}, "policies="),
+        ({"following": True}, "following="),
+        ({"following": 60}, "texts="),
+        ({"run": recall, "following": 0}, "following="),
+        ({"run": eviction_loss, "policies": [D2O()]}, "policies="),
+        (
+            {"run": eviction_loss, "policies": [StreamingLLM(rolling_positions=True)]},
+            "policies=",
+        ),
     ),
     *door(
         "an analysis",
-        figures,
-        ((density, {"least": "a"}), "least='a'"),
-        ((density, {"bins": 2.5}), "bins=2.5"),
-        ((density, {"bins": True}), "bins=True"),
-        ((retained, {"shares": 0.5}), "shares=0.5"),
-        ((retained, {"shares": [True]}), "shares=True"),
-        ((retained, {"queries": 1.5}), "queries=1.5"),
-        ((similarity, {"share": "a"}), "share='a'"),
-        ((similarity, {"queries": 2.5}), "queries=2.5"),
-        ((filter_layers, {"m": 1.0}), "m=1.0"),
-        ((filter_layers, {"m": True}), "m=True"),
-        ((filter_layers, {"m": 1, "adjacent": 0.5}), "adjacent=0.5"),
-        ((filter_layers, {"m": 1, "most_whole": 1.5}), "most_whole=1.5"),
-    ),
-    *door(
-        "an analysis of policies",
-        measured,
-        ((recall, {"policies": [OmniKV()]}), "policies='OmniKV.*jaxkv eval visible"),
-        ((recall, {"policies": "snapkv"}), "policies='snapkv'"),
-        ((recall, {"policies": []}), "policies="),
-        ((recall, {"policies": ["snapkv", "snapkv"]}), "policies=.*the same"),
-        ((recall, {"budgets": ()}), "budgets="),
-        ((recall, {"budgets": (4,)}), "budget=4: below sinks"),
-        (
-            (recall, {"budgets": (0.5,), "policies": [SnapKV(min_budget="raise")]}),
-            "budget=0.5: prompt 0",
-        ),
-        ((recall, {"following": 0}), "following=0"),
-        ((recall, {"following": 60}), "texts='60 tokens'"),
-        ((budgets, {"texts": []}), "texts="),
-        ((eviction_loss, {"policies": [D2O()]}), "policies='D2O.*merges"),
-        (
-            (eviction_loss, {"policies": [StreamingLLM(rolling_positions=True)]}),
-            "policies='StreamingLLM.*positions",
-        ),
-    ),
-    *door(
-        "an analysis of attention",
-        shown,
-        ((jaxkv.analysis.density, {"least": 1.0}), "least=1.0"),
-        ((jaxkv.analysis.density, {"bins": 0}), "bins=0"),
-        ((jaxkv.analysis.density, {"texts": [[1]]}), "texts='1 tokens'"),
-        ((jaxkv.analysis.retained, {"shares": (0.0,)}), "shares="),
-        ((jaxkv.analysis.retained, {"queries": 0}), "queries=0"),
+        looked,
+        ((density, {"least": 1.0}), "least="),
+        ((density, {"bins": 0}), "bins="),
+        ((density, {"texts": [[1]]}), "texts="),
+        ((retained, {"shares": (0.0,)}), "shares="),
+        ((retained, {"queries": 1.5}), "queries="),
+        ((similarity, {"share": "a"}), "share="),
+        ((similarity, {"queries": 0}), "queries="),
+        ((similarity, {"texts": TEXTS[0]}), "texts="),
+        ((similarity, {"texts": None}), "texts="),
+        ((similarity, {"texts": [[1] * 600]}), "texts="),
+        ((filter_layers, {"m": 1.0}), "m="),
+        ((filter_layers, {"m": 3}), "m="),
+        ((filter_layers, {"m": 1, "adjacent": 0.5}), "adjacent="),
+        ((filter_layers, {"m": 1, "most_whole": 1.5}), "most_whole="),
     ),
     *calls(
-        "an analysis of no model",
-        (lambda: budgets("tiny", TEXTS, policies=[POLICY], budgets=[8]), TypeError, "jaxkv.load"),
+        "an analysis of other models",
         (lambda: density("tiny", TEXTS), TypeError, "jaxkv.load"),
-    ),
-    *door(
-        "similarity",
-        lambda options: similarity(tiny.tiny(DEEP), **{"texts": [[1, 2, 3]], **options}),
-        ({"texts": []}, "texts"),
-        ({"share": 0.0}, "share"),
-        ({"queries": 0}, "queries"),
-        ({"texts": [[1] * 600]}, "texts"),
-    ),
-    *calls("best_filters", (lambda: best_filters(a_map(8), m=3), "m=3")),
-    *calls(
-        "a picture",
-        (lambda: counted().picture("a.png", budget=1), "budget=1: give an index from 0 to 0"),
         (
-            lambda: density(tiny.tiny(SMALL), TEXTS[:1], bins=4).picture("a.png", layers=[9]),
-            "layers=9",
+            lambda: density(
+                tiny.tiny(dataclasses.replace(CONFIG, kinds=(LayerSpec(window=8),))), TEXTS
+            ),
+            "params=",
         ),
         (
-            lambda: Similarity(
-                mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)
-            ).picture("a.png", filters=[2]),
-            "filters=2: give an index from 0 to 1",
+            lambda: density(tiny.tiny(dataclasses.replace(CONFIG, sink_logits=True)), TEXTS),
+            "params=",
         ),
     ),
 ]

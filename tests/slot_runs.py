@@ -16,15 +16,15 @@ from policy_table import BY_NAME
 import jaxkv
 from jaxkv.compilation import Clock
 from jaxkv.engine.slots import Slots
-from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.sampling import Sampling
 
 SLOTS, PROMPT, NEW = 4, 64, 24
 SAMPLERS = (
-    Greedy(),
-    Temperature(temperature=0.7),
-    TopK(k=5),
-    TopP(p=0.8, temperature=1.3),
-    MinP(p=0.2),
+    Sampling(temperature=0),
+    Sampling(temperature=0.7),
+    Sampling(top_k=5),
+    Sampling(top_p=0.8, temperature=1.3),
+    Sampling(min_p=0.2),
 )
 
 
@@ -47,7 +47,7 @@ def requests(seed, count, *, vocab=64, sampled=False, shortest=17):
             # No id comes twice: rows of one token tie, and are told apart by rounding alone.
             prompt=rng.permutation(vocab)[: rng.integers(shortest, PROMPT + 1)].tolist(),
             new=int(rng.integers(1, NEW + 1)),
-            sampling=SAMPLERS[at % len(SAMPLERS)] if sampled else Greedy(),
+            sampling=SAMPLERS[at % len(SAMPLERS)] if sampled else Sampling(temperature=0),
             seed=at,
             eos=tuple(rng.integers(0, vocab, 3).tolist()) if at % 2 else (),
         )

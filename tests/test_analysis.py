@@ -1,7 +1,10 @@
-"""Filter layers: the map they are found in, the search, what is saved of it; and the task OmniKV is judged by."""
+"""What analysis measures, against float64 loops over the same queries, keys and values; `jaxkv filters`."""
 
+import dataclasses
+import functools
 import itertools
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -10,114 +13,238 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles as o
 import pytest
 import tiny
+from looking import CONFIG, HEADS, TEXTS, shown, weights
+from matplotlib.figure import Figure
 
 import jaxkv
-from jaxkv import checkpoints
-from jaxkv.analysis import Similarity, best_filters, filter_layers, similarity
+from jaxkv import (
+    D2O,
+    H2O,
+    AdaKV,
+    CriticalKV,
+    FullKV,
+    PyramidKV,
+    Random,
+    SnapKV,
+    analysis,
+    checkpoints,
+)
 from jaxkv.checkpoints import named_models
 from jaxkv.cli import filters, main
-from jaxkv.engine.prefill import read_layers
 from jaxkv.evals import COLOURS, two_stage
+from jaxkv.evals.visible import visible_attention
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
-from jaxkv.policies.scorer import Needs
+from jaxkv.policies.wrapper import with_budget
 
-CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)
+DEEP = tiny.shape(layers=6, kv_heads=2, group=2, dim=16)
 NAME = "smollm2-135m-instruct"
+FOLLOWING, LEAST, BINS, QUERIES, SHARES = 5, 0.05, 4, 6, (0.1, 0.5, 1.0)
+SNAP = SnapKV(window=4)
+# Layers with budgets of their own, heads that compete, sums over all queries; what a mesh compiles for comes last.
+POLICIES = (
+    FullKV(),
+    SNAP,
+    PyramidKV(window=4),
+    CriticalKV(base=AdaKV(base=PyramidKV(window=4))),
+    H2O(),
+    D2O(merge=None),
+    AdaKV(base=SNAP, alpha=0.0),
+)
+BUDGETS = (16, 0.5)
 
 
-def oracle(ids, queries, share):
-    """The map of one text by plain loops over queries, layers and keys."""
-    model, count = tiny.tiny(CONFIG), len(ids)
-    layers = list(
-        read_layers(
-            model.flat,
-            jnp.asarray([ids], jnp.int32),
-            jnp.asarray([count]),
-            needs=Needs(queries=queries),
-        )
-    )
-    out = np.zeros((CONFIG.layers, CONFIG.layers))
-    for row in range(queries):
-        at, weights = count - queries + row, []
-        for shown in layers:
-            q, k = shown.q, shown.k
-            best = np.zeros(at + 1)
-            for head, group in np.ndindex(CONFIG.kv_heads, CONFIG.group):
-                logits = (
-                    np.asarray(k[0, head, : at + 1], np.float64)
-                    @ np.asarray(q[0, head, group, row])
-                    / 8**0.5
-                )
-                shares = np.exp(logits - logits.max())
-                best = np.maximum(best, shares / shares.sum())
-            weights.append(best / best.sum())
-        for lower, upper in itertools.combinations_with_replacement(range(CONFIG.layers), 2):
-            order = sorted(range(at + 1), key=lambda key: -weights[lower][key])
-            out[lower, upper] += weights[upper][order[: max(1, int(share * (at + 1)))]].sum()
-    return out / queries
+@functools.cache
+def kept(policy, budget, row):
+    """Positions that a cache holds behind a text's prompt, by layer and head."""
+    prompt = [TEXTS[row][:-FOLLOWING]]
+    cache, _, _ = tiny.run(tiny.tiny(CONFIG), prompt, with_budget(policy, budget))
+    return [layer[0] for layer in tiny.kept(cache)]
+
+
+@functools.cache
+def measured(mesh=None):
+    """All measurements by name; on a mesh of the last policy."""
+    model = tiny.tiny(CONFIG) if mesh is None else tiny.tiny(CONFIG).on(mesh)
+    policies = POLICIES if mesh is None else POLICIES[-1:]
+    of = {"policies": policies, "budgets": BUDGETS, "following": FOLLOWING}
+    return {
+        "density": analysis.density(model, TEXTS, least=LEAST, bins=BINS),
+        "retained": analysis.retained(model, TEXTS, shares=SHARES, queries=QUERIES),
+        "similarity": analysis.similarity(model, TEXTS, share=0.2, queries=QUERIES),
+        "budgets": analysis.budgets(model, TEXTS, **of),
+        "recall": analysis.recall(model, TEXTS, **of),
+        "loss": analysis.eviction_loss(model, TEXTS, **of),
+    }
+
+
+def test_budgets_count_what_caches_hold():
+    found = measured()["budgets"]
+    assert found.shape == (len(POLICIES), 2, 2, 3, 2)
+    for (at, policy), row in itertools.product(enumerate(POLICIES), range(2)):
+        lengths = [[len(head) for head in layer] for layer in kept(policy, 16, row)]
+        np.testing.assert_array_equal(found[at, 0, row], lengths, err_msg=repr(policy))
+    lengths = [len(ids) - FOLLOWING for ids in TEXTS]
+    sums = np.asarray([[16 * 6] * 2, [n // 2 * 6 for n in lengths]])
+    np.testing.assert_array_equal(found[0].sum(axis=(2, 3)), [[n * 6 for n in lengths]] * 2)
+    for each in found[1:]:
+        np.testing.assert_array_equal(each.sum(axis=(2, 3)), sums)
+
+
+def test_density_is_the_oracles():
+    found = measured()["density"]
+    for layer in range(CONFIG.layers):
+        variance, dense, maps = np.zeros(HEADS), np.zeros(HEADS), np.zeros((BINS, BINS))
+        for row, ids in enumerate(TEXTS):
+            count, mine = len(ids), weights(row, layer)
+            variance += mine.sum(axis=1).var(axis=-1, ddof=1) / 2
+            mass, pairs = np.zeros((BINS, BINS)), np.zeros((BINS, BINS))
+            for i in range(count):
+                for j in range(i + 1):
+                    large = mine[:, i, j] >= LEAST * mine[:, i].max(axis=-1)
+                    dense += large / (count * (count + 1))
+                    at = i * BINS // count, j * BINS // count
+                    mass[at] += mine[:, i, j].mean()
+                    pairs[at] += 1
+            maps += mass / np.maximum(pairs, 1) / 2
+        np.testing.assert_allclose(found.variance[layer], variance, rtol=1e-4)
+        np.testing.assert_allclose(found.dense[layer], dense, atol=1e-6)
+        np.testing.assert_allclose(found.maps[layer], maps, atol=1e-6)
+
+
+def test_retained_attention_is_the_oracles():
+    found = measured()["retained"]
+    for layer, head in np.ndindex(CONFIG.layers, CONFIG.kv_heads):
+        expected = np.zeros(len(SHARES))
+        for row, ids in enumerate(TEXTS):
+            by_head = weights(row, layer).reshape(CONFIG.kv_heads, CONFIG.group, len(ids), -1)
+            order = sorted(by_head[head, :, -QUERIES:].mean(axis=(0, 1)), reverse=True)
+            sizes = [max(1, math.floor(share * len(ids))) for share in SHARES]
+            expected += [math.fsum(order[:size]) / 2 for size in sizes]
+        np.testing.assert_allclose(found[layer, head], expected, atol=1e-6)
 
 
 def test_similarity_is_the_oracles():
-    texts = tiny.prompts(0, (48, 30))
-    found = similarity(tiny.tiny(CONFIG), texts, share=0.2, queries=5)
-    expected = (oracle(texts[0], 5, 0.2) + oracle(texts[1], 5, 0.2)) / 2
-    np.testing.assert_allclose(found.mass, expected, atol=1e-5)
-    assert found.lengths == (48, 30)
+    expected = np.zeros((CONFIG.layers, CONFIG.layers))
+    for row, ids in enumerate(TEXTS):
+        for at in range(len(ids) - QUERIES, len(ids)):
+            best = [weights(row, layer)[:, at].max(axis=0) for layer in range(CONFIG.layers)]
+            best = [each / each.sum() for each in best]
+            count = max(1, int(0.2 * (at + 1)))
+            for low, high in itertools.combinations_with_replacement(range(CONFIG.layers), 2):
+                order = sorted(range(at + 1), key=lambda key: -best[low][key])  # noqa: B023
+                expected[low, high] += best[high][order[:count]].sum() / QUERIES / 2
+    np.testing.assert_allclose(measured()["similarity"], expected, atol=1e-5)
 
 
-def test_the_map_of_a_model_on_a_mesh():
-    texts, mesh = (
-        tiny.prompts(0, (48, 30)),
-        jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4]),
-    )
-    alone = similarity(tiny.tiny(CONFIG), texts, share=0.2, queries=5)
-    split = similarity(tiny.tiny(CONFIG).on(mesh), texts, share=0.2, queries=5)
-    np.testing.assert_allclose(split.mass, alone.mass, atol=1e-6)
-    one, two = (
-        filter_layers(model, texts, m=1)
-        for model in (tiny.tiny(CONFIG), tiny.tiny(CONFIG).on(mesh))
-    )
-    assert one.filters == two.filters
+@pytest.mark.parametrize("at", range(len(POLICIES)))
+def test_recall_is_the_oracles_over_kept_positions(at):
+    found = measured()["recall"]
+    np.testing.assert_array_equal(found.rows, measured()["budgets"].sum(axis=(3, 4)))
+    for row, layer, head in np.ndindex(len(TEXTS), CONFIG.layers, HEADS):
+        count = len(TEXTS[row])
+        paid = weights(row, layer)[head, count - FOLLOWING :]
+        prompt, behind = paid[:, : count - FOLLOWING].sum(), paid[:, count - FOLLOWING :].sum()
+        mine = paid[:, kept(POLICIES[at], 16, row)[layer][head // CONFIG.group]].sum()
+        where = (at, 0, row, layer, head)
+        assert found.recall[where] == pytest.approx(mine / prompt, abs=1e-5)
+        assert found.visible[where] == pytest.approx((mine + behind) / FOLLOWING, abs=1e-5)
 
 
-def a_map(layers, seed=0):
-    mass = np.triu(np.random.default_rng(seed).random((layers, layers))).astype(np.float32)
-    return Similarity(mass=mass, share=0.1, queries=4, lengths=(9,))
+@pytest.mark.parametrize("at", [1, len(POLICIES) - 1])
+def test_eviction_loss_and_its_bound_are_the_oracles(at):
+    found = measured()["loss"]
+    assert (found.loss <= found.bound + 1e-3).all()
+    np.testing.assert_allclose(found.loss[0], 0, atol=1e-4)
+    for row, layer, step in np.ndindex(len(TEXTS), CONFIG.layers, FOLLOWING):
+        now = len(TEXTS[row]) - FOLLOWING + step
+        q, k, v, w_o = shown(row)[layer]
+        since = list(range(len(TEXTS[row]) - FOLLOWING, now + 1))
+        rows = [head + since for head in kept(POLICIES[at], 16, row)[layer]]
+        given = (q[:, now], k[:, : now + 1], v[:, : now + 1], w_o, rows)
+        where = (at, 0, row, layer, step)
+        assert found.loss[where] == pytest.approx(o.eviction_loss(*given), rel=1e-3, abs=1e-4)
+        assert found.bound[where] == pytest.approx(o.eps_bound(*given), rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("layers", "m", "most"), [(12, 3, 7), (12, 2, None), (9, 1, None), (10, 3, 8)]
-)
-def test_the_best_filters_are_the_best_of_all_sets(layers, m, most):
-    found = best_filters(a_map(layers), m=m, most_whole=most)
-    most = -(-layers // 4) if most is None else most
-    scores = {}
-    for layer_set in itertools.combinations(range(layers - 1), m):
-        whole = whole_layers(layer_set, 1, layers)
-        if len(whole) <= most and len(whole) < layers:
-            reads = sources(layer_set, 1, layers)
-            scores[layer_set] = np.mean(
-                [a_map(layers).mass[s, at] for at, s in enumerate(reads) if s != WHOLE]
-            )
+def test_a_model_on_a_mesh():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    alone, split = measured(), measured(mesh)
+    for name in ("density", "retained", "similarity"):
+        for one, two in zip(alone[name], split[name], strict=True):
+            np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-4, err_msg=name)
+    np.testing.assert_array_equal(split["budgets"], alone["budgets"][-1:])
+    for name in ("recall", "loss"):
+        for one, two in zip(alone[name], split[name], strict=True):
+            np.testing.assert_allclose(two, one[-1:], rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def test_layers_with_a_window_are_left_out():
+    """Of a model whose windows hide nothing: what the same layers are in a model without windows."""
+    model, whole = tiny.tiny(DEEP), (1, 3, 5)
+    kinds = (LayerSpec(window=4096), LayerSpec())
+    windowed = tiny.tiny(dataclasses.replace(DEEP, kinds=kinds))
+    one, two = (analysis.similarity(each, TEXTS, queries=4) for each in (model, windowed))
+    np.testing.assert_allclose(two, one[np.ix_(whole, whole)], rtol=1e-4, atol=1e-6)
+    of = {"policies": [SNAP], "budgets": [12], "following": 4}
+    one, two = (analysis.recall(each, TEXTS, **of) for each in (model, windowed))
+    np.testing.assert_allclose(two.recall, one.recall[:, :, :, whole], rtol=1e-4, atol=1e-6)
+    # Of three layers one may read everything: the lowest.
+    found = analysis.filter_layers(windowed, TEXTS, m=1, adjacent=0, queries=4)
+    assert found.filters == (1,) and found.mass.shape == (3, 3)
+    policy = jaxkv.OmniKV(filter_layers=found.filters, adjacent=0, budget=16)
+    drawn = jaxkv.generate(windowed, TEXTS[0], policy=policy, max_new_tokens=4, stop_at_eos=False)
+    assert drawn.stats.filter_layers == (1,)
+    with pytest.raises(ValueError, match="model="):
+        visible_attention(windowed, SNAP, TEXTS[0][:-4], TEXTS[0][-4:])
+
+
+@pytest.mark.parametrize(("m", "adjacent", "most"), [(1, 1, None), (2, 1, 5), (1, 0, 2), (2, 0, 4)])
+def test_filter_layers_are_the_best_of_all_sets(m, adjacent, most):
+    given = {"m": m, "adjacent": adjacent, "most_whole": most}
+    found = analysis.filter_layers(tiny.tiny(DEEP), TEXTS[1:], queries=4, **given)
+    most, scores = 2 if most is None else most, {}
+    for chosen in itertools.combinations(range(5), m):
+        if len(whole_layers(chosen, adjacent, 6)) <= most:
+            reads = enumerate(sources(chosen, adjacent, 6))
+            scores[chosen] = np.mean([found.mass[s, at] for at, s in reads if s != WHOLE])
     assert found.filters == max(scores, key=scores.get)
     assert found.carried == pytest.approx(scores[found.filters])
+    jaxkv.OmniKV(filter_layers=found.filters, adjacent=adjacent).for_model(6, None)
 
 
-def test_found_layers_can_be_used_and_written():
-    found = filter_layers(tiny.tiny(CONFIG), tiny.prompts(1, (40,)), m=1, queries=8)
-    record = json.loads(found.to_json())
-    assert tuple(record["filters"]) == found.filters
-    assert np.shape(record["similarity"]["mass"]) == (6, 6)
-    jaxkv.OmniKV(filter_layers=found.filters).for_model(6, None)
+def test_a_policy_that_draws_takes_a_seed_or_a_key():
+    of = {"policies": [Random()], "budgets": [8], "following": 4}
+    keys = (3, jax.random.key(3), 4)
+    one, two, other = (
+        analysis.recall(tiny.tiny(CONFIG), TEXTS, **of, key=key).recall for key in keys
+    )
+    np.testing.assert_array_equal(one, two)
+    assert (one != other).any()
 
 
-def test_a_picture_needs_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"jaxkv\[plots\]"):
-        a_map(4).picture(tmp_path / "map.png")
-    assert a_map(4)._repr_png_() is None, "Jupyter shows text then"
+def test_attention_that_is_not_finite_is_no_measurement():
+    broken = tiny.tiny(CONFIG, seed=5)
+    weight = broken.decoder.blocks[1].attention.q
+    before = weight[...]
+    weight[...] = jnp.full_like(before, jnp.nan)
+    try:
+        with pytest.raises(ValueError, match="params="):
+            analysis.retained(broken, TEXTS[:1])
+    finally:
+        weight[...] = before
+
+
+def test_pictures():
+    lines = {"one": (np.arange(3), np.arange(3)), "two": (np.arange(2), np.arange(2))}
+    analysis.draw_lines(figure := Figure(), lines, across="x", up="y", log="x")
+    assert [each.get_label() for each in figure.axes[0].get_lines()] == ["one", "two"]
+    maps = {"one": np.eye(3), "two": 2 * np.eye(3)}
+    analysis.draw_maps(figure := Figure(), maps, across="x", down="y", label="share")
+    assert [each.images[0].get_clim() for each in figure.axes[:2]] == [(0, 2)] * 2
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------------
@@ -160,7 +287,7 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
     )
     assert main(["filters", "--text-file", str(text), "--tokens", "60", "--json", "--save"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["similarity"]["lengths"] == [60] and len(record["filters"]) == 3
+    assert len(record["filters"]) == 3 and np.shape(record["similarity"]["mass"]) == (30, 30)
     assert list(checkpoints.manifest(NAME).filter_layers) == record["filters"]
     assert main(["filters", "--text-file", str(text), "--model", "elsewhere", "--save"]) == 2
     assert "only named models" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from lettered import DOC, DRAWING
 from lettered import tiny as speaking
 
 import jaxkv
-from jaxkv import AdaKV, KVCache, OmniKV, SnapKV, Temperature
+from jaxkv import AdaKV, KVCache, OmniKV, SnapKV
 from jaxkv.attention import Implementation
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import EntropyLayers
@@ -65,17 +65,17 @@ def test_what_may_be(model):
         )
     for options in (
         {"temperature": 0},
-        {"do_sample": False, "temperature": 0.7},
+        {"temperature": 0, "top_p": 0.9},
         {"top_p": None},
     ):
         assert jaxkv.generate(model, DOC, **DRAWING, **options).tokens.tolist() == wanted, options
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "seed": 5}
     hot = jaxkv.generate(
-        model, DOC, sampling=jaxkv.TopP(0.9, temperature=0.7), key=5, **DRAWING
+        model, DOC, sampling=jaxkv.Sampling(top_p=0.9, temperature=0.7), key=5, **DRAWING
     ).tokens.tolist()
     assert jaxkv.generate(model, DOC, **given, **DRAWING).tokens.tolist() == hot != wanted
     drawn = [
-        jaxkv.generate(model, DOC, sampling=Temperature(), key=key, **DRAWING).tokens.tolist()
+        jaxkv.generate(model, DOC, sampling=jaxkv.Sampling(), key=key, **DRAWING).tokens.tolist()
         for key in (5, np.int8(5), jax.random.key(5), jax.random.PRNGKey(5), jnp.int32(5))
     ]
     assert drawn[0] != wanted and all(each == drawn[0] for each in drawn)

@@ -388,12 +388,12 @@ def test_texts_and_messages(smol, prompt, message):
         ({"stop": "x"}, "stop='x': the checkpoint has no tokenizer: stop by eos only"),
         ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
         (
-            {"sampling": jaxkv.Temperature()},
-            r"key=None: Temperature\(.*draws at random: give key=jax\.random\.key",
+            {"sampling": jaxkv.Sampling()},
+            r"key=None: Sampling\(.*draws at random: give key=jax\.random\.key",
         ),
         (
-            {"sampling": jaxkv.TopK(k=3)},
-            r"key=None: TopK\(.*draws at random: give key=jax\.random\.key",
+            {"sampling": jaxkv.Sampling(top_k=3)},
+            r"key=None: Sampling\(.*draws at random: give key=jax\.random\.key",
         ),
         (
             {"policy": jaxkv.SnapKV(budget=18, window=4)},

@@ -16,15 +16,11 @@ import jaxkv
 from jaxkv import (
     AdaKV,
     FullKV,
-    Greedy,
-    MinP,
     OmniKV,
     PyramidKV,
+    Sampling,
     SnapKV,
     StreamingLLM,
-    Temperature,
-    TopK,
-    TopP,
     cli,
 )
 from jaxkv.cli import generating
@@ -185,11 +181,12 @@ def test_options_make_the_policy(asked, arguments, policy):
 @pytest.mark.parametrize(
     ("arguments", "sampling"),
     [
-        ([], Greedy()),
-        (["--temperature", "0.5"], Temperature(temperature=0.5)),
-        (["--top-k", "5"], TopK(k=5)),
-        (["--top-p", "0.9", "--temperature", "2"], TopP(p=0.9, temperature=2.0)),
-        (["--min-p", "0.1"], MinP(p=0.1)),
+        ([], Sampling(temperature=0)),
+        (["--temperature", "0.5"], Sampling(temperature=0.5)),
+        (["--top-k", "5"], Sampling(top_k=5)),
+        (["--top-p", "0.9", "--temperature", "2"], Sampling(top_p=0.9, temperature=2.0)),
+        (["--min-p", "0.1", "--top-k", "9"], Sampling(min_p=0.1, top_k=9)),
+        (["--temperature", "0"], Sampling(temperature=0)),
     ],
 )
 def test_options_make_the_sampling(asked, arguments, sampling):

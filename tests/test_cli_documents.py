@@ -59,7 +59,7 @@ def test_answers_are_those_of_python(model, saved, capsys):
         QUESTIONS[0],
         cache=cache,
         max_new_tokens=9,
-        sampling=jaxkv.Temperature(temperature=2.0),
+        sampling=jaxkv.Sampling(temperature=2.0),
         key=5,
     )
     heat = ["--max-new-tokens", "9", "--temperature", "2", "--seed", "5"]

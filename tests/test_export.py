@@ -182,16 +182,22 @@ def test_programs_for_a_gpu_are_written_without_one(tmp_path):
 
 def test_numbers_of_samplers_are_arguments(tmp_path):
     model = tiny.tiny(MODEL)
-    of = {"lengths": 64, "question": 0, "new": NEW, "sampling": jaxkv.TopP(p=0.9)}
+    of = {"lengths": 64, "question": 0, "new": NEW, "sampling": jaxkv.Sampling(top_p=0.9)}
     exported = runtime.Model(jaxkv.export(model, tmp_path / "out", **of))
     ids = tiny.prompts(5, (40,))
     for heat, p in ((1.0, 0.9), (3.0, 0.5)):
-        mine = exported.generate(ids, NEW, seed=7, sampling="TopP", temperature=heat, p=p)[0]
+        mine = exported.generate(ids, NEW, seed=7, sampling="Sampling", temperature=heat, top_p=p)[
+            0
+        ]
         theirs = jaxkv.generate(
-            model, ids, max_new_tokens=NEW, sampling=jaxkv.TopP(temperature=heat, p=p), key=7
+            model,
+            ids,
+            max_new_tokens=NEW,
+            sampling=jaxkv.Sampling(temperature=heat, top_p=p),
+            key=7,
         )
         assert mine == [theirs.tokens[0].tolist()]
-    with pytest.raises(ValueError, match="sampling='TopK': give of {'Greedy': {}, 'TopP': "):
+    with pytest.raises(ValueError, match="sampling=.TopK.: give of "):
         exported.generate(ids, NEW, sampling="TopK")
 
 
@@ -345,7 +351,6 @@ COMMANDS = (
     (["--platforms", "gpu"], "--platforms='gpu': give of cpu, cuda, rocm, tpu"),
     (["--mesh", "8"], "--mesh='8': give devices by data and model, such as 1x8"),
     (["--lengths", "many"], "--lengths='many': give numbers such as 1024,4096"),
-    (["--sampling", "beam"], "--sampling='beam': give of temperature, top-k, top-p, min-p"),
 )
 
 

@@ -20,7 +20,6 @@ from test_replay import hidden
 
 import jaxkv
 from jaxkv import AdaKV, FastKVzip, GlobalBudget, KVzap
-from jaxkv.analysis.choosing import kept_rows
 from jaxkv.policies import KVzapGate
 from jaxkv.testing import tiny_model
 
@@ -208,17 +207,6 @@ def test_invariants():
     model, row = tiny.tiny(CONFIG), row_of(CONFIG)
     check_prefill(row, model, 3, (61, 7, 30), 20)
     check_alone(row, model, 4, (45, 6), 20)
-
-
-def test_analysis_keeps_what_prefill_keeps():
-    model, (ids,) = tiny.tiny(CONFIG), tiny.prompts(5, (50,))
-    policies = [zap(CONFIG, budget=20), AdaKV(base=zap(CONFIG, budget=20)), jaxkv.KNorm(budget=20)]
-    masks = kept_rows(model, jaxkv.Session(model, policies[0]).encoded(ids), policies)
-    for policy in policies:
-        kept = tiny.kept(tiny.run(model, [ids], policy)[0])
-        assert [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]] == [
-            a[0] for a in kept
-        ]
 
 
 @pytest.mark.parametrize(("kv_heads", "every"), ((4, None), (2, 3)))

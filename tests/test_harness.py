@@ -253,28 +253,29 @@ def test_a_request_that_is_repeated_draws_another_answer(made):
 def test_generation_arguments_are_honoured_or_refused(lm_class):
     from jaxkv.evals.harness.model import _drawing
 
-    assert _drawing({}, 7) == ((), 7, jaxkv.Greedy())
+    assert _drawing({}, 7) == ((), 7, jaxkv.Sampling(temperature=0))
     assert _drawing(
         {"until": "\n", "max_tokens": 3, "do_sample": False, "temperature": 1.0, "top_p": 0.5}, 7
     ) == (
         ("\n",),
         3,
-        jaxkv.Greedy(),
+        jaxkv.Sampling(temperature=0),
     )
     for given, sampling in (
-        ({"do_sample": True}, jaxkv.Temperature(temperature=1.0)),
-        ({"temperature": 0.5, "top_p": 1.0, "top_k": 0}, jaxkv.Temperature(temperature=0.5)),
-        ({"do_sample": True, "temperature": 0.0}, jaxkv.Greedy()),
-        ({"do_sample": True, "temperature": None}, jaxkv.Temperature(temperature=1.0)),
-        ({"do_sample": True, "top_k": 1}, jaxkv.TopK(k=1, temperature=1.0)),
-        ({"temperature": 0.5, "top_p": 0.9}, jaxkv.TopP(p=0.9, temperature=0.5)),
-        ({"temperature": 0.5, "min_p": 0.1, "top_p": 1}, jaxkv.MinP(p=0.1, temperature=0.5)),
+        ({"do_sample": True}, jaxkv.Sampling(temperature=1.0)),
+        ({"temperature": 0.5, "top_p": 1.0, "top_k": 0}, jaxkv.Sampling(temperature=0.5)),
+        ({"do_sample": True, "temperature": 0.0}, jaxkv.Sampling(temperature=0)),
+        ({"do_sample": True, "temperature": None}, jaxkv.Sampling(temperature=1.0)),
+        ({"do_sample": True, "top_k": 1}, jaxkv.Sampling(top_k=1, temperature=1.0)),
+        ({"temperature": 0.5, "top_p": 0.9}, jaxkv.Sampling(top_p=0.9, temperature=0.5)),
+        (
+            {"temperature": 0.5, "min_p": 0.1, "top_p": 1},
+            jaxkv.Sampling(min_p=0.1, temperature=0.5),
+        ),
     ):
         assert _drawing(given, 7)[2] == sampling
     with pytest.raises(ValueError, match=r"generation_kwargs=\['num_beams'\]"):
         _drawing({"num_beams": 4}, 7)
-    with pytest.raises(ValueError, match="one cut at a time"):
-        _drawing({"do_sample": True, "top_k": 5, "top_p": 0.9}, 7)
 
 
 def test_models_are_made_of_the_harness_arguments(lm_class):

@@ -15,7 +15,7 @@ from lettered import DOC, ids
 from starlette.testclient import TestClient
 
 import jaxkv
-from jaxkv.sampling import Temperature, TopP
+from jaxkv.sampling import Sampling
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
 from jaxkv.serving.server import Server
@@ -128,11 +128,11 @@ def test_draws_follow_the_seed(client, seed):
         "top_p": 0.9,
     }
     (one,) = client.post(CHATS, json=body).json()["choices"]
-    assert one["message"]["content"] == alone(CHAT, sampling=TopP(0.9), key=key).text
+    assert one["message"]["content"] == alone(CHAT, sampling=Sampling(top_p=0.9), key=key).text
     if seed == 7:
         found = client.post(CHATS, json={**body, "top_p": None, "n": 3}).json()
         keys = [jax.random.fold_in(key, at) for at in range(3)]
-        texts = [alone(CHAT, sampling=Temperature(1.0), key=each).text for each in keys]
+        texts = [alone(CHAT, sampling=Sampling(temperature=1.0), key=each).text for each in keys]
         assert [each["message"]["content"] for each in found["choices"]] == texts
         assert found["usage"]["completion_tokens"] == 27 and found["usage"]["prompt_tokens"] == 47
 

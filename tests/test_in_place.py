@@ -40,7 +40,9 @@ def compiled(model, policy):
     spec = spec_for(model.flat, cache)
     none = jnp.asarray([-2], jnp.int32)
     draw = looping.draw_of(jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none)
-    given = looping.loop_arguments(model.flat, cache.arrays, draw, 4, jaxkv.Greedy(), 0, spec=spec)
+    given = looping.loop_arguments(
+        model.flat, cache.arrays, draw, 4, jaxkv.Sampling(temperature=0), 0, spec=spec
+    )
     leaves, structure = jax.tree.flatten(given)
     first, end = (len(jax.tree.leaves(given[:count])) for count in (1, 2))
     loop = partial(looping._loop.__wrapped__, spec=spec, size=16)

@@ -52,7 +52,6 @@ LAYERS = (
     "jaxkv.sharding",
     "jaxkv.text",
     "jaxkv.sampling",
-    "jaxkv.words",
     "jaxkv.weights",
     "jaxkv.loading",
     # Sizes: arguments are refused by them.

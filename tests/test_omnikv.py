@@ -146,7 +146,7 @@ def test_offloading_changes_no_token(selector):
 def test_offloading_changes_no_ending():
     """A sequence ends before the other, tokens are drawn by chance, and the cache outgrows its first block."""
     ids, options = tiny.prompts(17, LENGTHS), {"max_new_tokens": 80, "key": jax.random.key(2)}
-    options["sampling"] = jaxkv.Temperature(temperature=1.5)
+    options["sampling"] = jaxkv.Sampling(temperature=1.5)
     free = jaxkv.generate(
         tiny.tiny(CONFIG), ids, policy=omni(12), stop_at_eos=False, **options
     ).tokens

@@ -227,7 +227,7 @@ def test_no_token_reads_the_keys_of_all_pages():
         cache.arrays,
         draw,
         1,
-        jaxkv.Greedy(),
+        jaxkv.Sampling(temperature=0),
         1,
         spec=spec,
     )

@@ -12,7 +12,6 @@ from policy_table import REPEATED
 
 import jaxkv
 from jaxkv import GlobalBudget, KVzip
-from jaxkv.analysis.choosing import kept_rows
 from jaxkv.cli import policy_options
 from jaxkv.engine import replay
 from jaxkv.engine.compress import finished
@@ -182,17 +181,6 @@ def test_what_reads_a_prompt_once_refuses_it():
         jaxkv.compress(k, k, policy=policy)
     with pytest.raises(ValueError, match="every=8: a cache has no prompt to read a second time"):
         KVzip(budget=16, every=8, **REPEATED)
-
-
-def test_analyses_take_the_rows_that_its_prefill_keeps():
-    model, (ids,) = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(7, (50,))
-    policies = [KVzip(budget=16, **REPEATED), jaxkv.SnapKV(budget=16, window=4)]
-    session = jaxkv.Session(model, policies[0])
-    masks = kept_rows(model, session.encoded(ids), policies)
-    for policy in policies:
-        cache, _, _ = tiny.run(model, [ids], policy)
-        rows = [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]]
-        assert rows == [[sorted(head) for head in layer[0]] for layer in tiny.kept(cache)]
 
 
 def test_plans_count_texts_tails_and_sinks():

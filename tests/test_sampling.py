@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Greedy, MinP, Temperature, TopK, TopP
-from jaxkv.sampling import argument, mixed
+from jaxkv import Sampling
+from jaxkv.sampling import GREEDY, argument, mixed
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()
 DRAWING = {"stop_at_eos": False, "max_new_tokens": 12}
 DRAWS = 20_000
+DRAW = jax.jit(lambda sampling, logits, keys: sampling(logits, keys))
 
 
 @pytest.fixture(scope="module")
@@ -29,35 +30,32 @@ def softmax(logits):
 
 
 def numpy_cut(sampling, logits):
-    """Which tokens may be drawn, one at a time from the likeliest down; logits without ties."""
+    """Which tokens may be drawn, cut by cut, from the likeliest down; logits without ties."""
     allowed = np.zeros(logits.shape, bool)
     for row, values in enumerate(logits):
-        share, gathered = softmax(values / sampling.temperature), 0.0
-        for rank, token in enumerate(np.argsort(-values)):
-            match sampling:
-                case TopK():
-                    allowed[row, token] = rank < sampling.k
-                case TopP():
-                    allowed[row, token] = gathered < sampling.p
-                case MinP():
-                    allowed[row, token] = share[token] >= sampling.p * share.max()
-                case _:
-                    allowed[row, token] = True
-            gathered += share[token]
+        order = list(np.argsort(-values))[: sampling.top_k or None]
+        share, gathered = softmax(values[order] / sampling.temperature), 0.0
+        for token, each in zip(order, share, strict=True):
+            allowed[row, token] = gathered < sampling.top_p and each >= sampling.min_p * share[0]
+            gathered += each
     return allowed
 
 
 SAMPLINGS = [
-    Temperature(temperature=0.7),
-    TopK(k=3),
-    TopK(k=99, temperature=2.0),
-    TopP(p=0.6),
-    TopP(p=1.0),
-    TopP(p=1e-6),
-    TopP(p=0.8, temperature=1.7),
-    MinP(p=0.2),
-    MinP(p=1.0),
-    MinP(p=0.1, temperature=2.0),
+    Sampling(temperature=0.7),
+    Sampling(top_k=3),
+    Sampling(top_k=99, temperature=2.0),
+    Sampling(top_p=0.6),
+    Sampling(top_p=1e-6),
+    Sampling(top_p=0.8, temperature=1.7),
+    Sampling(min_p=0.2),
+    Sampling(min_p=1.0),
+    Sampling(min_p=0.1, temperature=2.0),
+    # The nucleus is that of the tokens that are left.
+    Sampling(top_k=5, top_p=0.8),
+    Sampling(top_k=6, min_p=0.15),
+    Sampling(top_p=0.9, min_p=0.3, temperature=1.7),
+    Sampling(top_k=7, top_p=0.95, min_p=0.05, temperature=3.0),
 ]
 
 
@@ -66,7 +64,7 @@ def test_what_is_drawn_and_how_often(sampling):
     logits = np.random.default_rng(1).normal(scale=1.5, size=(4, 8)).astype(np.float32)
     allowed = numpy_cut(sampling, logits)
     # Probabilities are those at the temperature: the nucleus is the flattened distribution's.
-    cut = np.asarray(sampling.cut(jnp.asarray(logits)))
+    cut = np.asarray(mixed([sampling]).cut(jnp.asarray(logits)))
     np.testing.assert_array_equal(np.isfinite(cut), allowed)
     assert allowed.any(axis=1).all()
     share = np.where(allowed, softmax(logits / sampling.temperature), 0)
@@ -84,53 +82,47 @@ def test_what_is_drawn_and_how_often(sampling):
 
 def test_greedy_takes_the_lowest_of_equals():
     logits = jnp.asarray([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-5.0, -9.0, -9.0, -1.0]])
-    assert Greedy()(logits, jax.random.split(jax.random.key(0), 3)).tolist() == [1, 0, 3]
+    assert GREEDY(logits, jax.random.split(jax.random.key(0), 3)).tolist() == [1, 0, 3]
 
 
 def test_ties_at_the_cut_stay_together():
     logits = jnp.asarray([[2.0, 1.0, 2.0, 1.0, 1.0]])
-    for sampling in (TopK(k=1), TopP(p=0.1)):
-        assert np.isfinite(np.asarray(sampling.cut(logits)))[0].tolist() == [
-            True,
-            False,
-            True,
-            False,
-            False,
-        ]
+    for sampling in (Sampling(top_k=1), Sampling(top_p=0.1), Sampling(min_p=0.9)):
+        kept = np.isfinite(np.asarray(mixed([sampling]).cut(logits)))[0]
+        assert kept.tolist() == [True, False, True, False, False]
 
 
 def test_numbers_of_any_kind(as_users_call):
-    assert TopK(k=np.int64(3), temperature=np.float32(0.5)) == TopK(k=3, temperature=0.5)
-    assert type(TopK(k=np.int64(3)).k) is int and type(TopP(p=np.float64(0.5)).p) is float
-    assert dataclasses.replace(TopP(p=0.5), p=0.25) == TopP(p=0.25)
-    assert (Temperature(0.7), TopK(5)) == (Temperature(temperature=0.7), TopK(k=5))
-    assert (TopP(0.9, temperature=0.7), MinP(0.1)) == (TopP(p=0.9, temperature=0.7), MinP(p=0.1))
+    given = Sampling(top_k=np.int64(3), temperature=np.float32(0.5), top_p=np.float64(0.5))
+    assert given == Sampling(top_k=3, temperature=0.5, top_p=0.5)
+    assert type(given.top_k) is int and type(given.top_p) is float
+    assert Sampling(top_k=-1) == Sampling(top_k=0) == Sampling()
     logits = jnp.asarray([[0.0, 3.0, 1.0, 2.9]])
-    keys = jax.random.split(jax.random.key(0), 1)
-    draw = jax.jit(lambda sampling: sampling(logits, keys))
-    # More than there are tokens, or than 32 bits hold.
+    # More than there are tokens.
     for k in (4, 99, 2**31 - 1):
-        assert np.isfinite(np.asarray(TopK(k=k).cut(logits))).all()
-        draw(argument(TopK(k=k)))
+        assert np.isfinite(np.asarray(mixed([Sampling(top_k=k)]).cut(logits))).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-10, 1e-38, 1e-45, 1e-300])
 def test_the_smallest_temperatures_are_greedy(temperature):
     logits = jnp.asarray(np.random.default_rng(3).normal(scale=4, size=(50, 64)), jnp.float32)
     keys = jax.random.split(jax.random.key(0), 50)
-    for sampling in (Temperature(temperature=temperature), TopP(p=0.9, temperature=temperature)):
+    for sampling in (
+        Sampling(temperature=temperature),
+        Sampling(top_p=0.9, temperature=temperature),
+    ):
         for drawn in (
             sampling(logits, keys),
-            jax.jit(lambda s: s(logits, keys))(argument(sampling)),
+            DRAW(argument(sampling), logits, keys),
         ):
-            np.testing.assert_array_equal(drawn, Greedy()(logits, keys))
+            np.testing.assert_array_equal(drawn, GREEDY(logits, keys))
 
 
 def sampled_by(sampling, logits, keys):
     """Token ids by the sampler itself, compiled with its numbers as arguments, and as one of a batch's samplers."""
     yield sampling(logits, keys)
-    yield jax.jit(lambda s: s(logits, keys))(argument(sampling))
-    yield jax.jit(lambda s: s(logits, keys))(mixed([sampling, *[Greedy()] * (len(keys) - 1)]))[:1]
+    yield DRAW(argument(sampling), logits, keys)
+    yield DRAW(mixed([sampling, *[GREEDY] * (len(keys) - 1)]), logits, keys)[:1]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-3, 1.0, 1e30, 1e38, 1e300])
@@ -138,18 +130,21 @@ def test_cuts_hold_at_any_temperature(temperature):
     logits = jnp.asarray(np.random.default_rng(3).normal(scale=4, size=(50, 64)), jnp.float32)
     logits = logits.at[:, 5].set(-jnp.inf)
     keys = jax.random.split(jax.random.key(0), 50)
-    best = Greedy()(logits, keys)
-    for sampling in (TopK(k=1, temperature=temperature), MinP(p=1.0, temperature=temperature)):
+    best = GREEDY(logits, keys)
+    for sampling in (
+        Sampling(top_k=1, temperature=temperature),
+        Sampling(min_p=1.0, temperature=temperature),
+    ):
         for tokens in sampled_by(sampling, logits, keys):
             np.testing.assert_array_equal(tokens, best[: len(tokens)])
-    for tokens in sampled_by(TopK(k=3, temperature=temperature), logits, keys):
+    for tokens in sampled_by(Sampling(top_k=3, temperature=temperature), logits, keys):
         ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(
             axis=1
         )
         assert int(ranks.max()) < 3
     if temperature >= 1e30:
         # As good as uniform: a nucleus of half of the probability is half of the 63 tokens that there are.
-        for tokens in sampled_by(TopP(p=0.5, temperature=temperature), logits, keys):
+        for tokens in sampled_by(Sampling(top_p=0.5, temperature=temperature), logits, keys):
             ranks = (logits[: len(tokens)] > logits[jnp.arange(len(tokens)), tokens][:, None]).sum(
                 axis=1
             )
@@ -166,11 +161,10 @@ def rare_logits():
     return np.random.default_rng(0).permutation(logits.astype(np.float32))
 
 
-@pytest.mark.parametrize("sampling", [Temperature(), TopP(p=1.0)], ids=repr)
-def test_rare_tokens_come_as_often_as_they_should(sampling):
+def test_rare_tokens_come_as_often_as_they_should():
     logits, trials = rare_logits(), 30_000
     # Logits without a batch axis: what is computed of them alone is then computed once for a thousand keys.
-    each = jax.vmap(lambda key, logits: sampling(logits[None], key[None])[0], in_axes=(0, None))
+    each = jax.vmap(lambda key, logits: Sampling()(logits[None], key[None])[0], in_axes=(0, None))
     sample = jax.jit(lambda logits, keys: jax.lax.map(lambda some: each(some, logits), keys))
     keys = jax.random.split(jax.random.key(0), (trials // 1000, 1000))
     tokens = np.asarray(sample(jnp.asarray(logits), keys)).ravel()
@@ -187,19 +181,27 @@ def test_ten_temperatures_are_one_program(model):
         options = {"sampling": sampling, "key": jax.random.key(seed)}
         return jaxkv.generate(model, PROMPT, **options, **DRAWING).stats.compiled_programs
 
-    first = [
-        programs(sampling, 0) for sampling in (Temperature(), TopK(k=2), TopP(p=0.5), MinP(p=0.5))
-    ]
-    assert all(first)
+    assert programs(Sampling(), 0)
     for each in range(1, 11):
-        heat = 0.1 * each
+        heat, share = 0.1 * each, 0.09 * each
         others = (
-            Temperature(temperature=heat),
-            TopK(k=each, temperature=heat),
-            TopP(p=0.09 * each, temperature=heat),
-            MinP(p=0.09 * each),
+            Sampling(temperature=heat),
+            Sampling(top_k=each, temperature=heat),
+            Sampling(top_p=share, temperature=heat),
+            Sampling(min_p=share, top_k=each),
         )
         assert [programs(sampling, each) for sampling in others] == [0] * 4
+
+
+def test_the_numbers_of_a_sampling_are_generates_own_arguments(model):
+    numbers = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
+    mine = jaxkv.generate(model, PROMPT, **numbers, seed=3, **DRAWING).tokens
+    sampling = Sampling(**numbers)
+    theirs = jaxkv.generate(model, PROMPT, sampling=sampling, key=jax.random.key(3), **DRAWING)
+    np.testing.assert_array_equal(mine, theirs.tokens)
+    greedy = jaxkv.generate(model, PROMPT, **DRAWING).tokens
+    cold = jaxkv.generate(model, PROMPT, temperature=0, top_p=0.5, **DRAWING).tokens
+    np.testing.assert_array_equal(cold, greedy)
 
 
 def test_a_sampler_of_ones_own(model):
@@ -218,17 +220,19 @@ def test_a_sampler_of_ones_own(model):
     assert drawn[0] == drawn[2] != drawn[1]
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Among(TopK):
+    class Among(Sampling):
         """One that needs its number as Python's: a shape."""
 
-        def cut(self, logits):
-            least = jax.lax.top_k(logits, self.k)[0][:, -1:]
-            return jnp.where(logits >= least, logits, -jnp.inf)
+        def __call__(self, logits, keys):
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            cut = jnp.where(logits >= least, logits, -jnp.inf)
+            return Sampling(temperature=self.temperature)(cut, keys)
 
     options = {"key": jax.random.key(0), **DRAWING}
     for k in (1, 4):
-        own = jaxkv.generate(model, PROMPT, sampling=Among(k=k, temperature=3.0), **options)
-        ours = jaxkv.generate(model, PROMPT, sampling=TopK(k=k, temperature=3.0), **options)
+        given = {"top_k": k, "temperature": 3.0}
+        own = jaxkv.generate(model, PROMPT, sampling=Among(**given), **options)
+        ours = jaxkv.generate(model, PROMPT, **given, **options)
         np.testing.assert_array_equal(own.tokens, ours.tokens)
 
 
@@ -256,7 +260,7 @@ def test_keys(model):
     positions = [np.stack([pool.pos for pool in cache.pools]) for cache in caches]
     np.testing.assert_array_equal(positions[0], positions[1])
     assert (positions[0] != positions[2]).any()
-    hot = Temperature(temperature=5.0)
+    hot = Sampling(temperature=5.0)
     drawn = [
         jaxkv.generate(
             model, PROMPT, sampling=hot, key=jax.random.key(seed), **DRAWING
@@ -267,7 +271,7 @@ def test_keys(model):
     # The k = 1 likeliest is the greedy one, whatever the key.
     greedy = jaxkv.generate(model, PROMPT, **DRAWING).tokens
     only = jaxkv.generate(
-        model, PROMPT, sampling=TopK(k=1), key=jax.random.key(7), **DRAWING
+        model, PROMPT, sampling=Sampling(top_k=1), key=jax.random.key(7), **DRAWING
     ).tokens
     np.testing.assert_array_equal(greedy, only)
     # Sequences of a batch draw on their own.
@@ -290,7 +294,7 @@ def test_progress_bars(model, capsys):
 def test_a_probability_that_rounds_to_zero_leaves_the_likeliest():
     logits = jnp.asarray([[0.0, 3.0, 1.0, 3.0], [2.0, 0.0, 1.0, -1.0]])
     for p in (1e-30, 1e-39, 1e-300):
-        kept = np.isfinite(jaxkv.TopP(p).cut(logits))
+        kept = np.isfinite(mixed([Sampling(top_p=p)]).cut(logits))
         np.testing.assert_array_equal(
             kept, [[False, True, False, True], [True, False, False, False]]
         )

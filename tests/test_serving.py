@@ -26,7 +26,7 @@ from jaxkv.engine.lengths import bucket
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
-from jaxkv.sampling import Greedy, Temperature
+from jaxkv.sampling import Sampling
 from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.documents import Documents
 from jaxkv.serving.requests import Request
@@ -164,7 +164,7 @@ def work_of(prompt, new, eos=(), *, offline=False):
         "deadline": None,
         "offline": offline,
     }
-    order = Order(encoded=encoded, new=new, sampling=Greedy(), **given)
+    order = Order(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
     return Work(order, Request(), None)
 
 
@@ -277,11 +277,11 @@ def test_lists_are_mapped_in_order_or_as_they_come(letters):
     ) == sorted(ordered)
     drawn = [
         answer.text
-        for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)
+        for answer in letters.map(prompts[:3], sampling=Sampling(temperature=1.0), key=7, **options)
     ]
     again = [
         answer.text
-        for answer in letters.map(prompts[:3], sampling=Temperature(1.0), key=7, **options)
+        for answer in letters.map(prompts[:3], sampling=Sampling(temperature=1.0), key=7, **options)
     ]
     assert drawn == again != ordered[:3]
 
@@ -413,7 +413,7 @@ def test_a_full_disk_refuses_documents_and_loses_none(tmp_path, monkeypatch):
 def test_keys_that_slots_cannot_hold_are_refused_at_once(letters):
     with pytest.raises(ValueError, match="key="):
         letters.submit(DOC, key=jax.random.key(0, impl="rbg"))
-    drawing, key = {"sampling": Temperature(1.0), "max_new_tokens": 5}, jax.random.key(3)
+    drawing, key = {"sampling": Sampling(temperature=1.0), "max_new_tokens": 5}, jax.random.key(3)
     request = letters.submit(DOC, key=key, **drawing)
     key.delete()
     assert request.result().text == letters.submit(DOC, key=3, **drawing).result().text
@@ -524,7 +524,7 @@ def counted(monkeypatch, slots, name):
 
 def test_answers_to_one_prompt_share_its_prefill(letters, monkeypatch):
     """More of them than slots, beside another prompt; with and without a document. Each as alone with its key."""
-    drawing = {"sampling": Temperature(1.0), "stop_at_eos": False}
+    drawing = {"sampling": Sampling(temperature=1.0), "stop_at_eos": False}
     document = letters.document(DOC)
     for on, prompts, name in (
         (None, [DOC, DOC[:9]], "prefilling"),
@@ -565,7 +565,11 @@ def test_a_shared_prefill_goes_on_for_those_who_want_it(letters):
     """In mid-prefill the first of three is cancelled, then in another all are."""
     with held(letters) as given_up:
         first = letters.submit(
-            DOC, key=[1, 2, 3], sampling=Temperature(1.0), max_new_tokens=6, stop_at_eos=False
+            DOC,
+            key=[1, 2, 3],
+            sampling=Sampling(temperature=1.0),
+            max_new_tokens=6,
+            stop_at_eos=False,
         )
         under_way(letters, 0)
         first.cancel()

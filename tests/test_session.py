@@ -181,10 +181,10 @@ def test_logits_behind_an_end_are_those_of_the_last_row(policy):
 
 def test_samples_need_a_key_and_another_key_is_another_sample():
     model = tiny.tiny(GQA)
-    plain, keyed, hot = Session(model), Session(model, key=3), jaxkv.Temperature(temperature=2.0)
+    plain, keyed, hot = Session(model), Session(model, key=3), jaxkv.Sampling(temperature=2.0)
     cache = plain.prefill(IDS)
     with pytest.raises(
-        ValueError, match=r"key=None: Temperature.* draws at random: give key=jax\.random\.key"
+        ValueError, match=r"key=None: Sampling.* draws at random: give key=jax\.random\.key"
     ):
         plain.draw(cache, 4, sampling=hot)
     same = [keyed.draw(cache, 12, sampling=hot)[1] for _ in range(2)]

@@ -20,7 +20,7 @@ def test_64_bits_and_ranks(name):
         options = {"max_new_tokens": 5, "stop_at_eos": False}
         cache = jaxkv.prefill(model, ids, policy=policy)
         first = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=cache, **options)
-        hot = jaxkv.TopK(k=5, temperature=0.7)
+        hot = jaxkv.Sampling(top_k=5, temperature=0.7)
         stream = jaxkv.generate(
             model,
             [[7], [8, 9]],

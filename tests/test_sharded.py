@@ -52,7 +52,7 @@ def test_the_whole_job(kv_heads):
 
 def test_tokens_drawn_from_logits_with_keys():
     """Random numbers count sequences over all groups of devices."""
-    of, sampling = model_of(4), jaxkv.Temperature(temperature=0.9)
+    of, sampling = model_of(4), jaxkv.Sampling(temperature=0.9)
     ids = prompts(6, (40, 40, 23, 31))
     options = {
         "policy": jaxkv.SnapKV(budget=BUDGET, window=8),

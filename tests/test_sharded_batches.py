@@ -54,7 +54,7 @@ def test_one_cache_for_three_questions():
 
 def test_ends_and_draws_of_a_filled_batch():
     """Sequences that have ended, and random draws: each sequence's keys are those of its own place."""
-    ids, sampling = prompts(6, (40, 31, 23)), jaxkv.Temperature(temperature=0.9)
+    ids, sampling = prompts(6, (40, 31, 23)), jaxkv.Sampling(temperature=0.9)
     out = []
     for model in (model_of(4), model_of(4).on(mesh_of(2, 2))):
         session = jaxkv.Session(model, jaxkv.SnapKV(budget=BUDGET, window=8))

@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv.cache.slots import insert, taken
 from jaxkv.engine.compress import finished
 from jaxkv.engine.slots import PARTS, Slots
-from jaxkv.sampling import Greedy, mixed
+from jaxkv.sampling import Sampling, mixed
 
 BUDGET = 20
 
@@ -151,7 +151,7 @@ def test_mixed_draws_what_each_sampler_draws():
     for at, sampler in enumerate(samplers):
         assert int(drawn[at]) == int(sampler(logits[at : at + 1], keys[at : at + 1])[0]), sampler
     with pytest.raises(TypeError, match="jaxkv's own samplers"):
-        mixed([Greedy(), lambda logits, keys: logits])
+        mixed([Sampling(temperature=0), lambda logits, keys: logits])
 
 
 def test_inserting_copies_sequences_where_their_letters_say():

@@ -46,10 +46,6 @@ _COMMANDS = {
         "planning add_plan_options print_plan NOTES",
     ),
     "eval": ("judge policies by tasks", "evaluating add_eval_options print_tasks NOTES"),
-    "analyze": (
-        "show what attention looks like",
-        "analysing add_analyze_options run_analyze ANALYZE_NOTES",
-    ),
     "models": ("list the named models", "listing add_json_option print_models"),
     "policies": (
         "list the policies: paper, parts, defaults, options",

@@ -15,16 +15,8 @@ from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.exporting import PLATFORMS, export
 from jaxkv.loading import load
-from jaxkv.sampling import MinP, Sampling, Temperature, TopK, TopP
+from jaxkv.sampling import Sampling
 from jaxkv.sharding.sizes import mesh_of
-
-# Samplers that can be exported besides Greedy; their numbers are arguments of the exported program.
-_SAMPLERS: dict[str, Sampling] = {
-    "temperature": Temperature(),
-    "top-k": TopK(k=40),
-    "top-p": TopP(p=0.95),
-    "min-p": MinP(p=0.1),
-}
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +48,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(PLATFORMS)} (default: cpu)",
     )
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
-    drawing = f"of {', '.join(_SAMPLERS)}, besides the likeliest token"
-    add("--sampling", default="", metavar="A,B", help=drawing)
+    drawing = "draw at random, too, with a temperature, top-k, top-p and min-p given where it runs"
+    add("--sampling", action="store_true", help=drawing)
     add(
         "--implementation",
         default="xla",
@@ -82,7 +74,6 @@ def run_export(options: argparse.Namespace) -> int:
     require_free(folder, "DIR")
     platforms = _names("--platforms", options.platforms, PLATFORMS)
     require(bool(platforms), "--platforms", options.platforms, f"give of {', '.join(PLATFORMS)}")
-    samplers = _names("--sampling", options.sampling, _SAMPLERS)
     lengths, batch = _counts("--lengths", options.lengths), _counts("--batch", options.batch)
     # Programs are exported for the mesh's number of devices on any platform; CPU devices stand in for them here.
     mesh = None if options.mesh is None else mesh_of(options.mesh, "cpu")
@@ -97,7 +88,7 @@ def run_export(options: argparse.Namespace) -> int:
         new=options.new,
         platforms=platforms,
         mesh=mesh,
-        sampling=[_SAMPLERS[name] for name in samplers],
+        sampling=Sampling() if options.sampling else (),
         implementation=implementation,
         weights=not options.no_weights,
     )

@@ -1,13 +1,15 @@
 """`jaxkv filters`: finds a model's filter layers in some texts, prints, draws and saves them."""
 
 import argparse
+import json
 import os
-import tempfile
 from pathlib import Path
 
-from jaxkv._drawing import drawing
+import numpy as np
+
+from jaxkv._drawing import drawing, saved, sheet
 from jaxkv._errors import require
-from jaxkv.analysis import FilterLayers, filter_layers
+from jaxkv.analysis import FilterLayers, draw_maps, filter_layers
 from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
 from jaxkv.cli.files import Target, read_long_text
 from jaxkv.cli.models import add_model_option, ids_of, require_model
@@ -15,6 +17,10 @@ from jaxkv.cli.numbers import argument, positive, whole
 from jaxkv.cli.streams import to_stdout
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
+from jaxkv.policies.reading import without_window
+
+# Most attended tokens of which a layer's choice is judged, as a share of those that a query sees.
+SHARE = 0.067
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
@@ -65,19 +71,23 @@ def print_filters(options: argparse.Namespace) -> int:
     enable_compilation_cache()
     params = load(options.model)
     ids = _ids(params, options, texts)
-    found = filter_layers(params, ids, m=options.m, most_whole=most)
+    found = filter_layers(params, ids, m=options.m, most_whole=most, share=SHARE)
+    whole = without_window(params.config.windows)
     if options.json:
-        to_stdout(found.to_json())
+        found_in = {"layers": whole, "mass": np.round(found.mass, 4).tolist()}
+        carried = round(found.carried, 4)
+        to_stdout(
+            json.dumps({"filters": found.filters, "carried": carried, "similarity": found_in})
+        )
     else:
         to_stdout(f"filter layers of {options.model}: {', '.join(map(str, found.filters))}")
-        share = f"{found.similarity.share:.1%} of the tokens"
         to_stdout(
-            f"what they choose ({share}) carries {found.carried:.1%} of the attention above them"
+            f"what they choose ({SHARE:.1%} of the tokens) carries {found.carried:.1%} of the attention above them"
         )
     if options.save:
         save_filter_layers(options.model, found.filters)
     if picture is not None:
-        picture.write(_drawn(found, _suffix(picture.name)))
+        picture.write(_drawn(found, whole, _suffix(picture.name)))
     return 0
 
 
@@ -123,12 +133,23 @@ def _suffix(name: str) -> str:
     return Path(name).suffix[1:].lower() or "png"
 
 
-def _drawn(found: FilterLayers, suffix: str) -> bytes:
+def _drawn(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
     """Bytes of an image file of the similarity map, with the filter layers marked."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"map.{suffix}"
-        found.similarity.picture(path, found.filters)
-        return path.read_bytes()
+    title = "share of attention on the top tokens"
+    figure = sheet(3.4, 2.9)
+    draw_maps(
+        figure,
+        {title: found.mass},
+        across="layer that reads",
+        down="layer that chooses",
+        label="share",
+    )
+    panel, ticks = figure.axes[0], range(0, len(whole), 1 + len(whole) // 10)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_ticks(ticks, labels=[whole[at] for at in ticks])
+    for layer in found.filters:
+        panel.axhline(whole.index(layer), color="#D55E00", linewidth=0.8, linestyle="--")
+    return saved(figure, suffix)
 
 
 def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -> list[list[int]]:

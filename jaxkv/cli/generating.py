@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.arguments import random_key
+from jaxkv.arguments import as_sampling, random_key
 from jaxkv.attention import named
 from jaxkv.cli.examples import EXAMPLES
 from jaxkv.cli.files import Target, read_text
@@ -28,7 +28,7 @@ from jaxkv.generation import generate
 from jaxkv.loading import load
 from jaxkv.policies import Method
 from jaxkv.results import Generation
-from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
+from jaxkv.sampling import Sampler
 
 GENERATE_NOTES = f"""\
 The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one
@@ -69,27 +69,18 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Adds options of sampling (--temperature, --top-k, --seed), --max-new-tokens and --stop to a parser."""
     share, count = argument(real), argument(positive)
-    group = parser.add_argument_group("drawing tokens")
-    add = group.add_argument
+    add = parser.add_argument_group("drawing tokens").add_argument
     add("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
     add("--stop", action="extend", nargs="+", metavar="S", help="strings that end it")
     add(
         "--temperature",
         type=share,
         metavar="T",
-        help="draw at random (default: the likeliest token)",
+        help="draw at random; 0 for the likeliest token (default: 0, or 1 with a cut)",
     )
-    cut = group.add_mutually_exclusive_group()
-    cut.add_argument("--top-k", type=count, metavar="K", help="among the K likeliest")
-    cut.add_argument(
-        "--top-p", type=share, metavar="P", help="among the likeliest that hold probability P"
-    )
-    cut.add_argument(
-        "--min-p",
-        type=share,
-        metavar="P",
-        help="among those at least P times as likely as the likeliest",
-    )
+    add("--top-k", type=count, metavar="K", help="among the K likeliest")
+    add("--top-p", type=share, metavar="P", help="among the likeliest that hold probability P")
+    add("--min-p", type=share, metavar="P", help="at least P times as likely as the likeliest")
     add(
         "--seed",
         type=argument(seed),
@@ -99,23 +90,10 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_from(options: argparse.Namespace) -> Sampling:
-    """Sampler by --temperature, --top-k, --top-p, --min-p; `Greedy` without any; ValueError for a temperature <= 0."""
-    heat = options.temperature
-    require(
-        heat is None or heat > 0,
-        "--temperature",
-        heat,
-        "give a positive number; leave it out for the likeliest",
-    )
-    temperature = 1.0 if heat is None else heat
-    if options.top_k is not None:
-        return TopK(k=options.top_k, temperature=temperature)
-    if options.top_p is not None:
-        return TopP(p=options.top_p, temperature=temperature)
-    if options.min_p is not None:
-        return MinP(p=options.min_p, temperature=temperature)
-    return Greedy() if heat is None else Temperature(temperature=heat)
+def sampling_from(options: argparse.Namespace) -> Sampler:
+    """Sampler by --temperature, --top-k, --top-p and --min-p; the likeliest tokens without any."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return as_sampling(None, **{name: getattr(options, name) for name in names})
 
 
 def require_text(flag: str, texts: Iterable[str]) -> None:
@@ -254,7 +232,7 @@ def json_text(record: Any, encoding: str, indent: int | None = None) -> str:
     return text
 
 
-def _record(model: str, policy: Method, sampling: Sampling, result: Generation) -> dict[str, Any]:
+def _record(model: str, policy: Method, sampling: Sampler, result: Generation) -> dict[str, Any]:
     """Dictionary for JSON of the answer: model, policy, sampler, text, token ids, reason of its end and stats."""
     stats = dataclasses.asdict(result.stats)
     stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second

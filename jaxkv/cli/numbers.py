@@ -102,20 +102,10 @@ def budget(text: str) -> int | float | str:
 
 def budgets(text: str) -> list[int | float | str]:
     """List of the budgets in `--budgets`, maybe empty: rows (int), shares (float) or bytes (text such as "64MB")."""
-    return _listed(text, budget)
-
-
-def row_budgets(text: str) -> list[int | float]:
-    """List of the comma-separated rows or shares in `--budgets`, maybe empty; ValueError for other words."""
-    return _listed(text, whole_or_real)
-
-
-def _listed(text: str, read: Callable[[str], Read]) -> list[Read]:
-    """List of the comma-separated words of `--budgets`, each parsed by `read`, whose ValueError is given the word."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         try:
-            found.append(read(word))
+            found.append(budget(word))
         except ValueError as error:
             raise ValueError(f"--budgets={word!r}: {error}") from None
     return found

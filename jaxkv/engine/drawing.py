@@ -16,7 +16,7 @@ from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampler
 from jaxkv.sharding.mesh import host, place
 
 
@@ -34,7 +34,7 @@ class Drawing:
         cache: KVCache,
         *,
         spec: Spec,
-        sampling: Sampling,
+        sampling: Sampler,
         eos: tuple[int, ...],
         key: PRNGKeyArray,
         new: int,

@@ -16,7 +16,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.decode import extend, step
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.sampling import Sampling, argument
+from jaxkv.sampling import Sampler, argument
 from jaxkv.sharding.collectives import count_of_all, first, gathered
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, settle_down
@@ -102,9 +102,7 @@ class Drawn(NamedTuple):
     fed: Int[Array, " B"]
 
 
-def drawn(
-    draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None
-) -> Drawn:
+def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampler, axes: Axes | None = None) -> Drawn:
     """Samples the next token of each sequence; returns `Drawn`; TypeError unless the sampler gives integers `[B]`."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
@@ -137,7 +135,7 @@ def decode(
     steps: int | Int[Array, ""],
     *,
     spec: Spec,
-    sampling: Sampling,
+    sampling: Sampler,
     size: int,
     idle: int | None = None,
     loader: Loader | None = None,
@@ -165,7 +163,7 @@ def loop_arguments(
     cache: Cache,
     draw: Draw,
     steps: int | Int[Array, ""],
-    sampling: Sampling,
+    sampling: Sampler,
     idle: int,
     *,
     spec: Spec,
@@ -219,7 +217,7 @@ def _decode_staged(
     loader: Loader,
     *,
     spec: Spec,
-    sampling: Sampling,
+    sampling: Sampler,
     size: int,
     idle: int,
 ) -> tuple[Cache, Draw, Int[Array, "B size"], Int[Array, ""]]:

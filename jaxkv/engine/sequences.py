@@ -10,7 +10,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv._errors import refusal
 from jaxkv.cache import Cache, KVCache
 from jaxkv.engine.loop import Draw
-from jaxkv.sampling import Mixed, Sampling, mixed
+from jaxkv.sampling import Mixed, Sampler, mixed
 from jaxkv.sharding.mesh import settle_down
 
 
@@ -41,7 +41,7 @@ class Paused:
 
 
 def sequences_of(
-    cache: KVCache, new: int, sampling: Sampling, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
+    cache: KVCache, new: int, sampling: Sampler, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> Sequences:
     """Makes `Sequences` for slots from a cache; all draw up to `new` tokens with the same sampler, key and end ids.
 

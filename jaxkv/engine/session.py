@@ -31,7 +31,7 @@ from jaxkv.engine.spec import implementations_for, spec_for
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sampling import Sampler, is_greedy
 from jaxkv.sharding.mesh import missing
 from jaxkv.text.prompts import Encoded, Prompt, encode
 
@@ -338,7 +338,7 @@ class Session:
         steps: int,
         *,
         new: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
@@ -350,7 +350,7 @@ class Session:
             steps: the most tokens to draw per sequence.
             new: tokens that this call and the following ones will draw together, so that they share programs; by
                 default `steps`.
-            sampling: how to draw; Greedy() if None.
+            sampling: how to draw; the likeliest tokens if None.
             eos: ids that end a sequence.
             key: random key or seed for the sampling, in place of the session's.
             donate: True gives the cache up, so that its own buffers are written.
@@ -391,7 +391,7 @@ class Session:
         cache: KVCache,
         *,
         new: int,
-        sampling: Sampling | None = None,
+        sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Drawing:
@@ -400,7 +400,7 @@ class Session:
         Args:
             cache: with logits; its buffers are given up.
             new: tokens that will be drawn.
-            sampling: how to draw; Greedy() if None.
+            sampling: how to draw; the likeliest tokens if None.
             eos: ids that end a sequence.
             key: random key or seed for the sampling, in place of the session's.
 
@@ -409,7 +409,7 @@ class Session:
         """
         self._check(np.zeros(cache.batch, np.int32), 0, cache)
         sampling, given = arguments.as_sampling(sampling), arguments.as_key(key)
-        keyed = isinstance(sampling, Greedy) or self._keyed or given is not None
+        keyed = is_greedy(sampling) or self._keyed or given is not None
         require(
             keyed, "key", key, f"{sampling} draws at random: give key=jax.random.key(0), or key=0"
         )

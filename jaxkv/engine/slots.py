@@ -28,7 +28,7 @@ from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slides, slot_shape
 from jaxkv.engine.spec import specialise
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampler
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
 
@@ -231,7 +231,7 @@ class Slots:
         cache: KVCache,
         *,
         max_new_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Paused:

@@ -21,7 +21,7 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.results import Generation
-from jaxkv.sampling import Greedy
+from jaxkv.sampling import GREEDY
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import encode, user_text
 from jaxkv.text.tokenizer import Text
@@ -211,7 +211,7 @@ class _Group(NamedTuple):
             encoded=encoded,
             cache=None,
             max_new_tokens=new,
-            sampling=Greedy(),
+            sampling=GREEDY,
             stops=(),
             stop_at_eos=True,
             interval=None,

@@ -28,7 +28,6 @@ class Names(NamedTuple):
 
     ends: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
-    sampling: tuple[str, ...] = ()
 
 
 def artefact(
@@ -38,12 +37,10 @@ def artefact(
     names: Names,
     platform: str,
     batch: int,
-    sampling: tuple[str, ...] = (),
 ) -> Artefact:
     """Traces and serialises a program by `jax.export`; returns `Artefact`: bytes, manifest entry, abstract results."""
     run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
-    names = names._replace(sampling=sampling)
     # Donated arrays come first; both groups are sorted by name, the fields of `asked` by their own names.
     order = sorted(range(len(leaves)), key=lambda at: (at >= donated, str(_keys(leaves[at][0])[0])))
     leaves = [leaves[at] for at in order]
@@ -119,8 +116,6 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
         return names.ends[keys[1]]
     if keys[0] == "blocks":
         return names.blocks[keys[1]][keys[2]]
-    if keys[0] == "sampling":
-        return f"sampling.{names.sampling[keys[1]]}"
     return ".".join(map(str, keys))
 
 

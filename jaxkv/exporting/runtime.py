@@ -13,18 +13,14 @@ import numpy as np
 
 TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers")
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
-# Numeric arguments of drawing, jaxkv's samplers' among them: type, exclusive lower and inclusive upper bound, remedy.
+# Numeric arguments of drawing: type, smallest and largest value, remedy.
 BOUNDS = {
-    "max_new_tokens": (int, 0, np.inf, "a whole number: draw at least 1 token"),
-    "seed": (int, -1, 2**32 - 1, f"a whole number in [0, {2**32})"),
-    "temperature": (
-        numbers.Real,
-        0,
-        np.inf,
-        "a positive number; sampling='Greedy' is the limit at 0",
-    ),
-    "p": (numbers.Real, 0, 1, "a share in (0, 1]"),
-    "k": (int, 0, 2**31 - 1, f"a whole number of tokens in [1, {2**31})"),
+    "max_new_tokens": (int, 1, np.inf, "a whole number: draw at least 1 token"),
+    "seed": (int, 0, 2**32 - 1, f"a whole number in [0, {2**32})"),
+    "temperature": (numbers.Real, 0, np.inf, "a number of 0 or more"),
+    "top_k": (int, 0, 2**31 - 1, f"a whole number of tokens in [0, {2**31}), 0 for all"),
+    "top_p": (numbers.Real, 5e-324, 1, "a probability in (0, 1]"),
+    "min_p": (numbers.Real, 0, 1, "a share in [0, 1]"),
 }
 # Immutable cache of `count` sequences: arrays by name, the (slots, batch) of its programs, tokens that still fit, the
 # turn of each conversation, and checksum and folder of the export.
@@ -345,7 +341,7 @@ class Model:
             fits = (
                 isinstance(out[name], kind)
                 and not isinstance(out[name], bool)
-                and low < out[name] <= high
+                and low <= out[name] <= high
             )
             need(fits, f"{name}={value!r}: give {remedy}")
         new, seed, eos = (
@@ -354,7 +350,7 @@ class Model:
             np.where(stop, self.said["eos"], -2),
         )
         as_32 = {
-            name: {"k": np.int32}.get(name, np.float32)(min(each, 1e300))
+            name: np.full(1, min(each, 1e300), {"top_k": np.int32}.get(name, np.float32))
             for name, each in out.items()
         }
         as_32 = {f"sampling.{name}": each for name, each in as_32.items()} | {

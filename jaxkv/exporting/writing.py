@@ -44,7 +44,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Greedy, Sampling, argument
+from jaxkv.sampling import GREEDY, Sampler, Sampling, argument, is_greedy
 
 FORMAT, VERSION = "jaxkv export", 4
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -69,7 +69,7 @@ def export(
     new: int = 256,
     platforms: str | Sequence[str] = "cpu",
     mesh: Mesh | None = None,
-    sampling: Sampling | Sequence[Sampling] = (),
+    sampling: Sampler | Sequence[Sampler] = (),
     implementation: Implementation | str = Implementation.XLA,
     weights: bool = True,
 ) -> Path:
@@ -88,8 +88,8 @@ def export(
         new: most tokens that can be drawn.
         platforms: of "cpu", "cuda", "rocm" and "tpu", each of which gets programs of its own.
         mesh: devices with the axes "data" and "model" to run on; as many, of any platform, are needed where it runs.
-        sampling: how tokens can be drawn besides Greedy(), which always is there: each is a program whose numbers are
-            arguments.
+        sampling: how tokens can be drawn besides the likeliest ones: each is a program, and the numbers of a `Sampling`
+            are its arguments, by default those given here.
         implementation: of attention: "xla", or "pallas", for which nothing is guaranteed.
         weights: write the weights, too; else the runtime is given them.
 
@@ -169,14 +169,15 @@ def _counts(name: str, given: Any) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
-def _samplings(given: Any) -> tuple[Sampling, ...]:
-    """Tuple of samplers to export: Greedy() and the given ones; ValueError for two of one class."""
+def _samplings(given: Any) -> dict[str, Sampler]:
+    """Samplers to export by name: "Greedy" and the given ones by class; ValueError for two of one name."""
     listed = given if isinstance(given, (list, tuple)) else (given,)
-    samplings = (Greedy(), *(as_sampling(each) for each in listed if type(each) is not Greedy))
-    names = {type(each).__name__ for each in samplings}
-    remedy = "give one of each class: its numbers are arguments where it runs"
-    require(len(names) == len(samplings), "sampling", list(samplings), remedy)
-    return samplings
+    chosen = [as_sampling(each) for each in listed]
+    found = {"Greedy": GREEDY} | {type(each).__name__: each for each in chosen}
+    remedy = "give one of each class, none greedy: numbers are arguments where it runs"
+    fine = len(found) == 1 + len(chosen) and not any(map(is_greedy, chosen))
+    require(fine, "sampling", chosen, remedy)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ class _Job:
     batches: tuple[int, ...]
     limits: Limits
     platforms: tuple[str, ...]
-    samplings: tuple[Sampling, ...]
+    samplings: dict[str, Sampler]
     implementation: Implementation
 
     @functools.cached_property
@@ -267,18 +268,12 @@ def _of_bucket(
         yield "question", made(programs.question, *weights, pools, cache, logits, tokens, count)
     if job.policy.composed.ongoing is not None:
         yield "again", made(programs.again, *weights, pools, cache, key)
-    for sampling in job.samplings:
+    for name, sampling in job.samplings.items():
         asked = programs.Asked(
             done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling)
         )
-        numbers_of = tuple(each.name for each in dataclasses.fields(_as_numbers(sampling)))  # type: ignore[arg-type]
-        drawn = made(programs.draw, *weights, pools, cache, logits, asked, sampling=numbers_of)
-        yield f"draw.{type(sampling).__name__}", drawn
-
-
-def _as_numbers(sampling: Any) -> Any:
-    """The sampler if its fields are arguments of the exported program; Greedy(), which has none, for users' classes."""
-    return sampling if type(sampling).__module__ == Greedy.__module__ else Greedy()
+        drawn = made(programs.draw, *weights, pools, cache, logits, asked)
+        yield f"draw.{name}", drawn
 
 
 def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
@@ -350,10 +345,8 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
         "room": job.limits.every_token,
         "grows": parts.ongoing is None or bool(parts.unlimited(config.windows).any()),
         "samplings": {
-            type(each).__name__: {}
-            if _as_numbers(each) is not each
-            else dataclasses.asdict(_as_numbers(each))
-            for each in job.samplings
+            name: dataclasses.asdict(each) if type(each) is Sampling and name != "Greedy" else {}
+            for name, each in job.samplings.items()
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],
         "programs": made.entries,

@@ -24,7 +24,7 @@ from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sampling import GREEDY, Sampler
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
 from jaxkv.sharding.record import Call, record, weigh
@@ -84,7 +84,7 @@ class Work:
     new: int = BLOCK
     sharding: Any = None
     implementation: Implementation = Implementation.PALLAS
-    sampling: Sampling = dataclasses.field(default_factory=Greedy)
+    sampling: Sampler = GREEDY
     ends: int = 1
 
     @property

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from jaxkv._checks import instance, static
 from jaxkv._errors import require
-from jaxkv._values import brief, normalise
+from jaxkv._values import as_real, brief, normalise
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, Share, Span, as_budget, as_spans, as_store, store_class
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
@@ -15,7 +15,6 @@ from jaxkv.policies.merger import Merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.scorer import Scorer
-from jaxkv.policies.words import by_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,17 @@ class Method:
     merge: Merger | None = None
     store: str | type[Store] = "dense"
     composed: Parts = dataclasses.field(init=False, repr=False)
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Makes a policy; TypeError, with the budget, for kvpress' compression ratio, which is the share removed."""
+        if "compression_ratio" in options:
+            removed = as_real(options["compression_ratio"])
+            # Rounded: in floats 1 - 0.9 is a little less than 0.1.
+            kept = "1 - compression_ratio" if removed is None else round(1 - removed, 9)
+            raise TypeError(
+                f"compression_ratio: the share removed. Give the share kept, budget={kept}."
+            )
+        return super().__new__(cls)
 
     paper: ClassVar[str] = ""
 
@@ -137,7 +147,6 @@ class Method:
         return self
 
 
-@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(Method):
     """Policy composed of parts given as fields: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.

@@ -9,16 +9,13 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.policies.policy import Method
-from jaxkv.policies.words import by_name
 
 # Classes by name, in order of registration.
 POLICIES: dict[str, type[Method]] = {}
 
 
 def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
-    """Class decorator that adds a policy to `POLICIES` by name, and makes its constructor take keywords only.
-
-    Positional and unknown arguments of its constructor are then refused with what to write instead.
+    """Class decorator that adds a policy to `POLICIES` by name.
 
     Args:
         cls: the class; a decorator's way of giving it.
@@ -41,7 +38,7 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
     require(same, "name", known, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
     # A notebook's cell that is run again makes its class anew.
     POLICIES[known] = cls
-    return by_name(cls)
+    return cls
 
 
 def _spelled(name: str) -> str:

@@ -27,7 +27,7 @@ from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.results import Completion
-from jaxkv.sampling import Sampling, mixed
+from jaxkv.sampling import Sampler, mixed
 from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_deadline, own_key, own_policy
@@ -38,7 +38,6 @@ from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import Order, Reading, Work
 from jaxkv.text.prompts import Prompt, encode
-from jaxkv.words import by_other_names
 
 # Most tokens of an answer where a request does not say.
 _USUAL_NEW = 128
@@ -65,7 +64,6 @@ class Engine:
         error: error that ended the engine; None while it can answer.
     """
 
-    @by_other_names
     @settled
     def __init__(
         self,
@@ -171,14 +169,13 @@ class Engine:
         self._thread.start()
         self._compiler.start()
 
-    @by_other_names
     @settled
     def submit(
         self,
         prompt: Prompt,
         *,
         max_new_tokens: int | np.integer | None = None,
-        sampling: Sampling | None = None,
+        sampling: Sampler | None = None,
         stop: str | Iterable[str] | None = (),
         stop_at_eos: bool = True,
         key: PRNGKeyArray | int | Sequence[PRNGKeyArray | int | None] | None = None,
@@ -193,7 +190,7 @@ class Engine:
         Args:
             prompt: text, chat messages or token ids; a question if `document` is given.
             max_new_tokens: the most tokens to draw; by default 128, or the engine's limit if that is lower.
-            sampling: how to draw; Greedy() if None.
+            sampling: how to draw, a `Sampling`; the likeliest tokens if None.
             stop: strings that end the answer and are left out of its text.
             stop_at_eos: True to end at the model's end-of-answer tokens.
             key: random key or seed, for sampling and policies that draw; a list for several answers (`Request.others`).

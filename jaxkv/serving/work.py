@@ -15,7 +15,7 @@ from jaxkv.engine.sequences import Paused
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Method
 from jaxkv.results import Answers
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Sampler
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.requests import Request, claimed
 from jaxkv.serving.stats import RequestStats
@@ -42,7 +42,7 @@ class Order:
 
     encoded: Encoded
     new: int
-    sampling: Sampling
+    sampling: Sampler
     key: PRNGKeyArray | None
     stops: tuple[str, ...]
     eos: tuple[int, ...]

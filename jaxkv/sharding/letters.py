@@ -45,7 +45,7 @@ def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
         elif isinstance(key, SequenceKey):
             hint, value = _item(hint, key.idx), value[key.idx]
         else:
-            # Keys of other kinds lead to a sampler's numbers, which have no letters.
+            # Keys of other kinds lead to what has no letters.
             return None
     return _dims(hint)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
+from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
@@ -19,11 +20,10 @@ from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 from jaxkv.text.tokenizer import Text
-from jaxkv.words import sampler_of
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -171,7 +171,7 @@ class JaxKVLM(TemplateLM):
         ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         key = self._key(ids[0])
         # A task may ask the same several times: answers drawn by chance differ by request, in whichever batch.
-        key = key if isinstance(sampling, Greedy) else seed_of(key, f"request {number}")
+        key = key if is_greedy(sampling) else seed_of(key, f"request {number}")
         lm, policy = self.params, self.policy
         out = generate(
             lm,
@@ -349,8 +349,8 @@ def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...],
     new = next(
         (int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), usual
     )
-    return (
-        stops,
-        new,
-        sampler_of(**{name: arguments[name] for name in _SAMPLING if name in arguments}),
-    )
+    given = {name: arguments.get(name) for name in _SAMPLING}
+    asked, heat = given.pop("do_sample"), given["temperature"]
+    numbers = {name: value for name, value in given.items() if value is not None}
+    random = heat not in (None, 0) if asked is None else _checks.flag("do_sample", asked)
+    return stops, new, Sampling(**numbers) if random else GREEDY
