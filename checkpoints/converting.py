@@ -18,6 +18,7 @@ import numpy as np
 from ._errors import refusal, require
 from .fetching import bar, fetch
 from .gguf_tokenizer import GgufTokenizer
+from .hub_config import completed
 from .json_files import read_json, write_json
 from .named_models import manifest, names
 from .orbax_files import (
@@ -252,7 +253,8 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
             each for pattern in _WEIGHTS for each in checkpoint.path.glob(pattern)
         }:
             shutil.copyfile(file, part / file.name)
-    write_json(part / "config.json", dict(checkpoint.config))
+    # Whole, so that a converted folder is loaded without transformers.
+    write_json(part / "config.json", completed(checkpoint.config))
     if isinstance(checkpoint.tokenizer_spec, GgufTokenizer):
         write_json(part / VOCABULARY, dataclasses.asdict(checkpoint.tokenizer_spec))
 

@@ -112,11 +112,10 @@ def _llama(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "mlp_bias": False,
     }
-    window = meta.get(f"{arch}.attention.sliding_window", kind=int)
-    if window:
-        own |= {"sliding_window": window, "use_sliding_window": True}
-        if arch != "llama":  # windows in all layers, not only above transformers' default of 28
-            own["max_window_layers"] = 0
+    window = meta.get(f"{arch}.attention.sliding_window", kind=int) or None
+    own |= {"sliding_window": window, "use_sliding_window": window is not None}
+    if window and arch != "llama":  # in all layers, not only above transformers' default of 28
+        own["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
     return own
 
 
