@@ -260,5 +260,5 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    """True if the dtype is floating-point, including bfloat16 and 8-bit floats."""
-    return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+    """True if the dtype is floating-point, including bfloat16."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
