@@ -389,7 +389,7 @@ def _checksum(array: np.ndarray) -> int:
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
     """`GgufTokenizer` read from its JSON file; ValueError for fields that it does not have."""
-    said = {
+    said: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in read_json(path).items()
     }
