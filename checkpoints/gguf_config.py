@@ -89,12 +89,10 @@ def read_config(
         "rope_scaling": _rope_scaling(meta, factors),
         "max_position_embeddings": meta.hyper("context_length"),
         "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
     }
-    if arch != "qwen2":  # its projections always carry biases
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
     config |= _OWN.get(arch, _llama)(meta, config)
-    if "model.layers.0.mlp.gate_proj.bias" in tensors:
-        config["mlp_bias"] = True
     ids = meta.ids()
     # Null where the file has none: keys left out mean the defaults of transformers' config class.
     config |= {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad")}
@@ -107,16 +105,14 @@ def _llama(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Config keys of a Llama, Mistral, Qwen2 or Qwen3 beside those of all architectures."""
     arch = meta.arch
     _refuse_experts(meta)
+    window = meta.get(f"{arch}.attention.sliding_window", kind=int) or None
     own = {
         "intermediate_size": meta.hyper("feed_forward_length"),
-        "hidden_act": "silu",
-        "mlp_bias": False,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
     }
-    window = meta.get(f"{arch}.attention.sliding_window", kind=int)
-    if window:
-        own |= {"sliding_window": window, "use_sliding_window": True}
-        if arch != "llama":  # windows in all layers, not only above transformers' default of 28
-            own["max_window_layers"] = 0
+    if window and arch != "llama":  # in all layers, not only above transformers' default of 28
+        own["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
     return own
 
 
@@ -140,7 +136,6 @@ def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     wide = layers == _WIDER[arch]
     own = {
         "intermediate_size": meta.hyper("feed_forward_length"),
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
         if wide
         else config["head_dim"],
@@ -169,9 +164,6 @@ def _gpt_oss(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": meta.hyper("expert_feed_forward_length"),
         "num_local_experts": meta.hyper("expert_count"),
         "num_experts_per_tok": meta.hyper("expert_used_count"),
-        "hidden_act": "silu",
-        # The file does not say.
-        "swiglu_limit": 7.0,
         "rope_scaling": scaling,
         "sliding_window": window,
         "layer_types": _layer_types(meta, config["num_hidden_layers"], 2, windows=window > 0),

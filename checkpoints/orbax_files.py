@@ -102,8 +102,7 @@ def open_converted(folder: Path) -> Converted | None:
     Raises:
         ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
     """
-    unfinished = folder.resolve().name.endswith(UNFINISHED) and (folder / TENSORS).is_dir()
-    if not (folder / MANIFEST).is_file() and not unfinished:
+    if not (folder / MANIFEST).is_file():
         foreign = [name for name in _ORBAX if (folder / name).exists()]
         remedy = (
             f"a folder of Orbax' without {MANIFEST}: give one that {WEIGHTS.writer} has written"
@@ -151,11 +150,8 @@ def require_whole(folder: Path, kind: Kind) -> None:
     remedy = f"give a folder that {kind.writer} has written"
     require(folder.exists(), "path", folder, f"no such folder: {remedy}")
     require(folder.is_dir(), "path", folder, f"a file: {remedy}")
-    onward = "; it goes on from here" if kind is WEIGHTS else ""
     unfinished = folder.resolve().name.endswith(UNFINISHED)
-    require(
-        not unfinished, "path", folder, f"it has not been written to its end: {kind.again}{onward}"
-    )
+    require(not unfinished, "path", folder, f"it has not been written to its end: {kind.again}")
     require((folder / MANIFEST).is_file(), "path", folder, f"no {MANIFEST} in it: {remedy}, whole")
 
 
@@ -391,37 +387,13 @@ def _checksum(array: np.ndarray) -> int:
     )
 
 
-_LISTS: dict[str, tuple[type, ...]] = {
-    "tokens": (str,),
-    "types": (int,),
-    "merges": (str,),
-    "scores": (int, float),
-}
-_IDS = ("bos", "eos", "eot", "pad", "unk")
-_TEXTS, _FLAGS = ("model", "pre", "chat_template"), ("add_bos", "add_space_prefix")
-
-
 def _read_vocabulary(path: Path) -> GgufTokenizer:
-    """`GgufTokenizer` read from its JSON file; ValueError if a field has another type than the vocabulary's."""
-    said = read_json(path)
-    tokens = said.get("tokens")
-    count = len(tokens) if isinstance(tokens, list) else 0
-
-    def sound(name: str, value: Any) -> bool:
-        if name in _LISTS:
-            return isinstance(value, list) and all(type(each) in _LISTS[name] for each in value)
-        if name in _IDS:
-            return value is None or type(value) is int and 0 <= value < count
-        kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_FLAGS, bool)}
-        return name in kinds and (
-            isinstance(value, kinds[name]) or value is None and name != "model"
-        )
-
-    wrong = [
-        name for name in {"model": None, "tokens": None} | said if not sound(name, said.get(name))
-    ]
-    require(not wrong, "file", path, f"{wrong[:3]} are not a vocabulary's; {WEIGHTS.again}")
-    fields: dict[str, Any] = {
-        name: tuple(value) if name in _LISTS else value for name, value in said.items()
+    """`GgufTokenizer` read from its JSON file; ValueError for fields that it does not have."""
+    said: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in read_json(path).items()
     }
-    return GgufTokenizer(**fields)
+    try:
+        return GgufTokenizer(**said)
+    except TypeError as error:
+        raise refusal("file", path, f"not a vocabulary ({error}); {WEIGHTS.again}") from error

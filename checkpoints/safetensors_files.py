@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +30,6 @@ _READ: dict[str, Any] = {
     "F32": np.float32,
     "F64": np.float64,
 }
-# 8-bit floats, which the library validates but cannot read as numpy arrays.
-_EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -43,41 +38,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Dict of a safetensors file's `StoredTensor`s by name, in file order, from its validated header.
 
     Raises:
-        ValueError: where the file is missing, truncated or corrupt, or names a tensor twice.
+        ValueError: where the file is missing, truncated or corrupt, or a dtype is not read.
     """
     require(path.is_file(), "file", path, f"no such file; {AGAIN}")
-    try:
-        with safetensors.safe_open(path, "np"):
-            pass
-    except (safetensors.SafetensorError, OSError) as error:
-        remedy = (
-            f"{path.stat().st_size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
-        )
-        raise refusal("file", path, remedy) from error
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = collections.Counter(name for name, _ in pairs)
-        twice = [name for name, count in counts.items() if count > 1]
-        require(not twice, "file", path, f"its header names {twice[:3]} more than once; {AGAIN}")
-        return dict(pairs)
-
-    # If two tensors have the same name, the library silently takes the last one.
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length), object_pairs_hook=unique)
-    header.pop("__metadata__", None)
-    readable = ", ".join(sorted(_READ | _EIGHT_BITS.keys()))
     tensors = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        kind, shape = entry["dtype"], tuple(entry["shape"])
-        known = kind in _READ or kind in _EIGHT_BITS
-        require(known, f"{path.name}:{name}.dtype", kind, f"readable dtypes: {readable}")
-        if kind in _READ:
-            dtype, read = np.dtype(_READ[kind]), functools.partial(_read, path, name)
-        else:
-            dtype, offset = np.dtype(_EIGHT_BITS[kind]), 8 + length + entry["data_offsets"][0]
-            read = functools.partial(_read_eight_bits, path, dtype, shape, offset)
-        tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read)
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            for name in file.offset_keys():
+                part = file.get_slice(name)
+                kind, shape = part.get_dtype(), tuple(part.get_shape())
+                remedy = f"readable dtypes: {', '.join(sorted(_READ))}"
+                require(kind in _READ, f"{path.name}:{name}.dtype", kind, remedy)
+                read = functools.partial(_read, path, name)
+                tensors[name] = StoredTensor(shape=shape, dtype=np.dtype(_READ[kind]), read=read)
+    except (safetensors.SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        remedy = f"{size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
+        raise refusal("file", path, remedy) from error
     return tensors
 
 
@@ -86,13 +63,6 @@ def _read(path: Path, name: str, index: Index) -> np.ndarray:
     # Opened for each tensor: an open mapping keeps all pages that were read in the process' memory.
     with safetensors.safe_open(path, "np") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
-
-
-def _read_eight_bits(
-    path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, index: Index
-) -> np.ndarray:
-    """Reads part `index` of a tensor of 8-bit floats, which the safetensors library cannot return as numpy."""
-    return np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)[index]
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -6,40 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._errors import require
+from .hub_config import IGNORED
 from .tensor import StoredTensor
 
 # Model type with images -> model type and class of the text model in it.
 _TEXT_MODELS = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}
-# Top-level keys that are ignored: of vision, of training, of the file itself. None changes the output for text.
-_HARMLESS = {
-    "architectures",
-    "boi_token_index",
-    "bos_token_id",
-    "dtype",
-    "eoi_token_index",
-    "image_token_id",
-    "image_token_index",
-    "initializer_range",
-    "mm_tokens_per_image",
-    "model_type",
-    "pad_token_id",
-    "text_config",
-    "torch_dtype",
-    "transformers_version",
-    "vision_config",
-}
+# Top-level keys that are ignored, of vision.
+_HARMLESS = set(
+    """boi_token_index bos_token_id eoi_token_index image_token_id image_token_index mm_tokens_per_image
+    text_config vision_config""".split()
+)
 # Top-level keys that hold for the text model.
 _SHARED = ("eos_token_id", "quantization_config", "tie_word_embeddings")
-# Sizes by default of transformers' class of the text model's config, for keys that are left out.
-_SIZES = {
-    "gemma3_text": {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 26,
-        "vocab_size": 262_208,
-    }
-}
 # Prefixes of tensor names in a checkpoint with images (of transformers 4, 4, 5), and in one of text alone.
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -81,7 +59,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     require(
         own == text[0], "text_config.model_type", own, f"the text model of a {kind} is a {text[0]}"
     )
-    unknown = sorted(map(str, set(config) - _HARMLESS - set(_SHARED)))
+    unknown = sorted(map(str, set(config) - IGNORED - _HARMLESS - set(_SHARED)))
     require(
         not unknown,
         "config",
@@ -89,7 +67,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         "these keys are not supported; remove them only if they change nothing",
     )
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    return {**_SIZES[text[0]], **given, **shared, "model_type": text[0], "architectures": [text[1]]}
+    return {**given, **shared, "model_type": text[0], "architectures": [text[1]]}
 
 
 def text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-
-# Names of files that are being written.
-_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
@@ -72,10 +68,3 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(number)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Deletes temporary files left by interrupted `write_whole` calls in a folder with no other writer."""
-    for path in folder.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            path.unlink()

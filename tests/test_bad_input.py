@@ -116,20 +116,9 @@ LLM_COMPRESSOR = {
 @pytest.mark.parametrize(
     "file, given, named",
     [
-        (
-            "hf_quant_config.json",
-            {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
-            "modelopt, NVFP4",
-        ),
-        (
-            "hf_quant_config.json",
-            {"quantization": MODELOPT | {"quant_algo": "FP8"}},
-            "modelopt, FP8",
-        ),
+        ("hf_quant_config.json", {"quantization": MODELOPT}, "modelopt"),
         ("hf_quant_config.json", {}, "modelopt"),
-        ("config.json", {"quant_method": "modelopt", **MODELOPT}, "modelopt, NVFP4"),
-        ("config.json", LLM_COMPRESSOR, "compressed-tensors, nvfp4-pack-quantized"),
-        ("config.json", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ("config.json", LLM_COMPRESSOR, "compressed-tensors"),
         ("config.json", {"odd": EXCLUDED}, "odd"),
     ],
 )
@@ -138,11 +127,8 @@ def test_quantised_checkpoints_are_named_as_such(tmp_path, file, given, named):
     copy = folder(tmp_path, config={"quantization_config": given} if inside else None)
     if not inside:
         (copy / file).write_text(json.dumps(given))
-    said = (
-        f"^quantization_config=.*{named}.{{0,300}}: quantised weights are not supported: .{{0,60}}$"
-    )
     for use in (jaxkv.load, lambda path: jaxkv.plan(path, gpus="h100x1", context=64)):
-        with refused(said):
+        with refused(f"^quantization_config=.*{named}"):
             use(copy)
 
 
@@ -152,59 +138,6 @@ def test_a_quantised_cache_alone_leaves_the_weights_as_they_are(tmp_path):
         json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
     )
     assert jaxkv.load(copy).config.layers
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        ({"attention_sinks": 4}, r"config=\['attention_sinks'\].*not supported"),
-        (
-            {"sliding_window": 0, "model_type": "mistral"},
-            "sliding_window=0: give an integer from 1",
-        ),
-        (
-            {"sliding_window": 64, "use_sliding_window": True},
-            "sliding_window=64: no llama has windows",
-        ),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types=.*give as many as num_hidden",
-        ),
-        ({"model_type": "gpt2"}, "model_type='gpt2': jaxkv builds cohere, .*smollm3"),
-        ({"num_local_experts": 8}, r"config=\['num_local_experts'\]"),
-        (
-            {"rope_parameters": {"rope_type": "longrope"}},
-            r"rope_scaling\.short_factor=None: .*'longrope' needs it",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "proportional"}},
-            "rope_type='proportional': jaxkv builds default, dynamic",
-        ),
-        (
-            {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
-            r"rope_scaling\.factor=None: .*'dynamic' needs",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear"}},
-            r"rope_scaling\.factor=None: .*'linear' needs it",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}},
-            r"rope_scaling=\['odd'\].*not supp",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu': jaxkv builds .* with silu"),
-        (
-            {"quantization_config": {"bits": 4}},
-            "quantization_config=.*unquantised weights, or a GGUF",
-        ),
-        ({"num_attention_heads": 5}, "heads=5: give a multiple of kv_heads=2"),
-        ({"vocab_size": None}, "vocab_size=None: the model's config must give it"),
-        ({"num_hidden_layers": 0}, "layers=0: give an integer from 1"),
-    ],
-)
-def test_configs_that_are_not_built(tmp_path, config, message):
-    with refused(message):
-        jaxkv.load(folder(tmp_path, config=config))
 
 
 def holed(name, value):

@@ -1,15 +1,34 @@
-"""A model's config: how long an error is, ids that mean none, numbers that are equal."""
+"""A model's config: every key is honoured, changes nothing, or is refused by name; transformers knows the others."""
 
+import copy
 import json
+import logging
+import math
+import shutil
 from pathlib import Path
 
 import pytest
+from test_families import (
+    COMMAND_R,
+    FALCON_7B,
+    FALCON_40B,
+    GEMMA_7B,
+    MIXTRAL,
+    PHI_4,
+    QWEN3_30B,
+    SMOLLM3_3B,
+)
+from test_packaging import run
 
+from jaxkv.checkpoints.hub_config import FAMILIES
+from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.config import ModelConfig
+from jaxkv.planning.catalog import catalog
 
 MODELS = Path(__file__).parent / "golden" / "models"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA_2, QWEN = catalog()["gemma-2-2b"].raw, catalog()["qwen2.5-0.5b"].raw
 
 
 def config(name="llama_gqa", **keys):
@@ -17,8 +36,8 @@ def config(name="llama_gqa", **keys):
 
 
 def test_an_error_is_of_bounded_length():
-    with pytest.raises(ValueError, match="not supported") as caught:
-        ModelConfig.from_hf(config(**{f"key{index}": 1 for index in range(100_000)}))
+    with pytest.raises(ValueError, match="key0=") as caught:
+        ModelConfig.from_hf(config(**{f"key{index}": "1" * 100_000 for index in range(9)}))
     assert len(str(caught.value)) < 1200
 
 
@@ -34,3 +53,153 @@ def test_whole_numbers_serve_as_reals():
         for theta in (500_000, 5e5)
     )
     assert repr(whole) == repr(real)
+
+
+def test_what_transformers_need_not_be_told_need_not_be_told_here():
+    """Of every family: keys are left out one by one, and all at once but those that transformers has otherwise."""
+    from transformers import AutoConfig
+
+    def theirs(raw):
+        return AutoConfig.for_model(**copy.deepcopy(raw)).to_dict()
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    seen = set()
+    for file in sorted(MODELS.glob("*/config.json")):
+        raw = dict(text_config(json.loads(file.read_text("utf-8"))))
+        whole, least = theirs(raw), dict(raw)
+        for key in raw.keys() - {"model_type", "rope_scaling", "rope_parameters"}:
+            less = {other: value for other, value in least.items() if other != key}
+            try:
+                least = less if theirs(less) == whole else least
+            except Exception:  # noqa: BLE001 - sizes that do not fit one another
+                continue
+        assert ModelConfig.from_hf(least) == ModelConfig.from_hf(raw), file.parent.name
+        seen.add(raw["model_type"])
+    assert seen == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(
+    "family, keys, name, value",
+    [
+        ("mistral", {}, "windows", (4096, 4096)),
+        ("mistral", {"sliding_window": None}, "windows", (None, None)),
+        ("llama", {"num_key_value_heads": None}, "kv_heads", 32),
+        ("glm4", {}, "eos", (151_329, 151_336, 151_338)),
+        ("smollm3", {"no_rope_layer_interval": 2}, "layers", 2),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, "windows", (None, 4096)),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "windows", (64, 64)),
+        ("llama", {"sliding_window": 64, "use_sliding_window": False}, "windows", (None, None)),
+        ("gemma", {"hidden_act": "gelu"}, "tanh_gelu", True),
+    ],
+)
+def test_what_is_left_out(family, keys, name, value):
+    sizes = {"vocab_size": 400, "hidden_size": 1024, "num_hidden_layers": 2}
+    read = ModelConfig.from_hf({"model_type": family, "num_attention_heads": 32, **sizes, **keys})
+    assert getattr(read, name) == value
+
+
+def test_keys_that_change_nothing():
+    """Qwen3-Coder's published config has them beside Qwen3's."""
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert ModelConfig.from_hf(QWEN3_30B | coder) == ModelConfig.from_hf(QWEN3_30B)
+    plain = ModelConfig.from_hf(config())
+    for keys in ({"qkv_bias": None}, {"use_bidirectional_attention": False}, {"temperature": 3}):
+        assert ModelConfig.from_hf(config(**keys)) == plain
+
+
+REFUSED = [
+    *(
+        (None, {key: value})
+        for key in ("hidden_size", "vocab_size")
+        for value in (0, "4", 4.0, True, [4], 2**31)
+    ),
+    *((None, {"rms_norm_eps": value}) for value in (0, math.nan, math.inf, "1e-5", True, 10**400)),
+    (None, {"tie_word_embeddings": "false"}),
+    (None, {"attention_bias": 1}),
+    (None, {"hidden_act": ["silu"]}),
+    (None, {"layer_types": 3}),
+    (None, {"layer_types": ["full_attention"]}),
+    (None, {"sliding_window": 64}),
+    (None, {"use_sliding_window": "no"}),
+    (None, {"eos_token_id": [2, 2**40]}),
+    (None, {"bos_token_id": 1.0}),
+    (None, {"partial_rotary_factor": 0.5}),
+    (None, {"rope_scaling": [1]}),
+    (None, {"quantization_config": {"quant_method": "awq"}}),
+    (None, {"attention_chunk_size": 8}),
+    (None, {"mlp_bias": True, "model_type": "mistral"}),
+    (COMMAND_R, {"logit_scale": 0}),
+    (FALCON_7B, {"alibi": True}),
+    (FALCON_7B, {"activation": "relu"}),
+    (FALCON_7B, {"head_dim": 64}),
+    (FALCON_7B, {"apply_residual_connection_post_layernorm": True}),
+    (FALCON_7B, {"num_ln_in_parallel_attn": 2}),
+    (FALCON_40B, {"parallel_attn": False}),
+    (FALCON_7B, {"num_kv_heads": 1, "multi_query": False}),
+    (GEMMA_7B, {"hidden_activation": "gelu"}),
+    (GEMMA_7B, {"use_bidirectional_attention": True}),
+    (GEMMA_2, {"attn_logit_softcapping": 0.0}),
+    (GEMMA_2, {"sliding_window": None}),
+    (MIXTRAL, {"sliding_window": 0}),
+    (MIXTRAL, {"num_local_experts": 0}),
+    (QWEN3_30B, {"decoder_sparse_step": 2}),
+    (QWEN3_30B, {"mlp_only_layers": [0]}),
+    (QWEN3_30B, {"norm_topk_prob": 1}),
+    (QWEN3_30B, {"shared_expert_intermediate_size": 8}),
+    (QWEN, {"use_sliding_window": 1}),
+    (PHI_4, {"layer_types": ["sliding_attention"] * 40}),
+    (SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True}),
+    (SMOLLM3_3B, {"no_rope_layers": [1, 0]}),
+    (SMOLLM3_3B, {"no_rope_layers": [2] * 36}),
+    *(
+        (None, {"model_type": kind})
+        for kind in (["llama"], "gpt2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+    ),
+]
+
+
+@pytest.mark.parametrize("published, keys", REFUSED)
+def test_what_is_not_built(published, keys):
+    # Or by transformers, where a config leaves others out.
+    with pytest.raises(ValueError, match=rf"(^{next(iter(keys))}=|'{next(iter(keys))}')"):
+        ModelConfig.from_hf((published or config()) | keys)
+
+
+@pytest.mark.parametrize(
+    "keys, name",
+    [
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor"),
+        ({"rope_type": "linear"}, "rope_scaling.factor"),
+        ({"rope_type": ["yarn"]}, "rope_type"),
+        ({"rope_type": "default", "factor": 2.0}, "rope_scaling"),
+        (YARN | {"truncate": "no"}, "rope_scaling.truncate"),
+        (YARN | {"mscale": 1.0}, "rope_scaling.mscale"),
+        (YARN | {"beta_fast": -1}, "rope_scaling.beta_fast"),
+        (YARN | {"original_max_position_embeddings": 0}, "rope_scaling.original_max_position"),
+        (LLAMA3 | {"low_freq_factor": None}, "rope_scaling.low_freq_factor"),
+    ],
+)
+def test_rotations_that_are_not_built(keys, name):
+    with pytest.raises(ValueError, match=f"^{name}"):
+        ModelConfig.from_hf(config(rope_parameters={"rope_theta": 1e4} | keys))
+
+
+def test_deepseeks_relatives_say_what_it_says():
+    told = set()
+    for kind in ("deepseek_v3", "deepseek_v32", "kimi_k2"):
+        with pytest.raises(ValueError, match="latent") as caught:
+            ModelConfig.from_hf({"model_type": kind})
+        told.add(str(caught.value).replace(kind, ""))
+    assert len(told) == 1
+
+
+def test_packaged_models_and_converted_folders_are_loaded_without_transformers(tmp_path):
+    late = "assert 'transformers' not in sys.modules\n"
+    run(tmp_path, f"import sys, jaxkv\njaxkv.load('tiny-retrieval')\n{late}")
+    less = {key: value for key, value in config("llama_mqa").items() if key != "mlp_bias"}
+    folder = tmp_path / "less"
+    shutil.copytree(MODELS / "llama_mqa", folder)
+    (folder / "config.json").write_text(json.dumps(less), "utf-8")
+    run(tmp_path, f"from jaxkv.checkpoints import convert\nconvert({str(folder)!r}, 'whole')\n")
+    run(tmp_path, f"import sys, jaxkv\njaxkv.load('whole')\n{late}")

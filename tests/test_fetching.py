@@ -53,14 +53,9 @@ def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
     assert hashlib.sha256(fetch("tiny").read_bytes()).hexdigest() == cache.source.sha256
     path.write_bytes(b"short")
     assert fetch("tiny").stat().st_size == cache.source.bytes
-    assert sorted(each.name for each in path.parent.iterdir()) == [
-        "tiny.gguf",
-        "tiny.gguf.stamp.json",
-    ]
-    # Nothing is fetched any more, with or without the stamp.
+    assert [each.name for each in path.parent.iterdir()] == ["tiny.gguf"]
+    # Nothing is fetched any more.
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert fetch("tiny") == path
-    (path.parent / "tiny.gguf.stamp.json").write_text("{")
     assert fetch("tiny") == path
 
 

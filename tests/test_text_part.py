@@ -105,24 +105,16 @@ def test_a_prompt_of_text_fits_a_plan(tmp_path):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (
-            {"top": {"text_config": None}},
-            "text_config=None: a gemma3 has the keys of its text model here",
-        ),
-        ({"top": {"text_config": [1]}}, r"text_config=\[1\]: a gemma3 has the keys"),
-        (
-            {"text": {"model_type": "gemma2"}},
-            "text_config.model_type='gemma2': the text model of a gemma3",
-        ),
-        ({"top": {"audio_config": {}}}, r"config=\['audio_config'\]: these keys are not supported"),
-        ({"text": {"attn_logit_softcapping": 0.0}}, "attn_logit_softcapping=0.0: give a positive"),
+        ({"top": {"text_config": None}}, "^text_config="),
+        ({"text": {"model_type": "gemma2"}}, "^text_config.model_type="),
+        ({"top": {"audio_config": {}}}, "audio_config"),
         (
             {"renamed": lambda name: name.replace("vision_tower", "audio_tower")},
-            "weights=.*audio_tower.*no place",
+            "^weights=.*audio_tower",
         ),
         (
             {"renamed": lambda name: name.replace("language_model.model.norm", "norm")},
-            "lacks these tensors",
+            "^weights=",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv.checkpoints.text_part import text_config
-from jaxkv.models.hub_keys import read
+from jaxkv.models.hub import read
 from jaxkv.models.values import (
     Experts,
     LayerSpec,
@@ -271,7 +271,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Builds a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
 
-        A key that is left out means the default of transformers' config class of the family; sizes have to be given.
+        A key that is left out means what transformers' config class of the family makes of it.
 
         Args:
             config: the parsed JSON; of a model that also takes images, its text model is built.

@@ -1,0 +1,237 @@
+"""Reads a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxkv._checks import flag, whole
+from jaxkv._errors import require
+from jaxkv.checkpoints.hub_config import FAMILIES, LAYER_TYPES, completed, rotations
+from jaxkv.models.hub_rope import read_rope
+from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope, positive
+
+# Switches of each family that no key of its config changes.
+_GEMMA = {"norm_offset": True, "tanh_gelu": True}
+_COHERE = {
+    "interleaved": True,
+    "layer_norm": True,
+    "norm_bias": False,
+    "parallel": True,
+    "shared_norm": True,
+}
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "cohere": _COHERE,
+    "cohere2": _COHERE,
+    "falcon": {"layer_norm": True, "gated": False},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA | {"norms": "both"},
+    "gemma3_text": _GEMMA | {"norms": "both", "qk_norm": True},
+    "glm4": {"interleaved": True, "norms": "both", "out_bias": False},
+    "gpt_oss": {"sink_logits": True},
+    "olmo2": {"norms": "after", "qk_norm_wide": True},
+    "olmo3": {"norms": "after", "qk_norm_wide": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+}
+# A family's own names of keys, by Llama's names.
+_NAMES = {
+    "cohere": {"rms_norm_eps": "layer_norm_eps"},
+    "cohere2": {"rms_norm_eps": "layer_norm_eps"},
+    "falcon": {
+        "attention_bias": "bias",
+        "intermediate_size": "ffn_hidden_size",
+        "mlp_bias": "bias",
+        "num_key_value_heads": "num_kv_heads",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    "qwen3_moe": {"intermediate_size": "moe_intermediate_size"},
+}
+
+
+def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values."""
+    config = completed(raw)
+    kind = config["model_type"]
+    names, keys = _NAMES.get(kind, {}), FAMILIES[kind].read.split()
+
+    def of(check: Callable[[str, Any], Any], key: str) -> Any:
+        """Value of a key by Llama's name."""
+        name = names.get(key, key)
+        return check(name, config.get(name))
+
+    def has(key: str) -> bool:
+        """True if the family has such biases or norms, and the config says so."""
+        return names.get(key, key) in keys and of(flag, key)
+
+    embed, heads, layers = (
+        of(whole, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    # Command R's files give its context by another key.
+    longest = max(
+        whole(key, config[key])
+        for key in ("max_position_embeddings", "model_max_length")
+        if key in config
+    )
+    fields = {
+        "vocab": of(whole, "vocab_size"),
+        "layers": layers,
+        "embed": embed,
+        "hidden": of(whole, "intermediate_size"),
+        "heads": heads,
+        "kv_heads": of(whole, "num_key_value_heads"),
+        "head_dim": whole("head_dim", config.get("head_dim", embed // heads)),
+        "norm_eps": of(positive, "rms_norm_eps"),
+        "max_positions": longest,
+        "tied": of(flag, "tie_word_embeddings"),
+        "qkv_bias": has("attention_bias"),
+        "out_bias": has("attention_bias"),
+        "mlp_bias": has("mlp_bias"),
+        "qk_layer_norm": has("use_qk_norm"),
+        "bos": next(iter(of(_ids, "bos_token_id")), None),
+        "eos": of(_ids, "eos_token_id"),
+        "experts": _experts(config),
+    }
+    fields |= _SWITCHES.get(kind, {}) | _scales(config)
+    if kind == "falcon":
+        fields |= _falcon(config, heads, fields["kv_heads"])
+    return fields | _layers(config, layers, longest)
+
+
+def _ids(key: str, value: Any) -> tuple[int, ...]:
+    """Token ids of a key that holds one id, several, or null, as a tuple without -1; ValueError for others."""
+    values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return tuple(whole(key, each, least=0) for each in values if each != -1)
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    """A config's mixture of experts, if it has one."""
+    count = next((key for key in ("num_experts", "num_local_experts") if key in config), None)
+    if count is None:
+        return None
+    more: dict[str, Any] = {}
+    if config["model_type"] == "gpt_oss":
+        more = {"bias": True, "limit": positive("swiglu_limit", config.get("swiglu_limit", 7.0))}
+    if "norm_topk_prob" in config:
+        more = {"normalised": flag("norm_topk_prob", config["norm_topk_prob"])}
+    chosen = whole("num_experts_per_tok", config["num_experts_per_tok"])
+    return Experts(count=whole(count, config[count]), chosen=chosen, **more)
+
+
+def _scales(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`ModelConfig` fields of the scales of embeddings, of what blocks add, and of logits; and of the logits' cap."""
+    found: dict[str, Any] = {}
+    if config["model_type"].startswith("gemma"):
+        found["embedding_scale"] = math.sqrt(config["hidden_size"])
+    for key, name in (
+        ("embedding_multiplier", "embedding_scale"),
+        ("logit_scale", "logit_scale"),
+        ("logits_scaling", "logit_scale"),
+        ("residual_multiplier", "residual_scale"),
+    ):
+        if key in config:
+            value = positive(key, config[key])
+            found[name] = 1 / value if key == "logits_scaling" else value
+    found["logit_softcap"] = _cap(config, "final_logit_softcapping")
+    return found
+
+
+def _cap(config: Mapping[str, Any], key: str) -> float | None:
+    """Cap of logits of a key, None without."""
+    return None if config.get(key) is None else positive(key, config[key])
+
+
+def _falcon(config: Mapping[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
+    """`ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
+    groups, one, parallel = (
+        flag(key, config[key])
+        for key in ("new_decoder_architecture", "multi_query", "parallel_attn")
+    )
+    remedy = "blocks of new_decoder_architecture=true are: give true"
+    require(parallel or not groups, "parallel_attn", parallel, remedy)
+    norms = config.get("num_ln_in_parallel_attn", 2 if groups else 1)
+    remedy = "give 1, or 2 with new_decoder_architecture=true, or leave it out"
+    require(norms == 1 or (norms == 2 and groups), "num_ln_in_parallel_attn", norms, remedy)
+    remedy = f"only new_decoder_architecture=true has heads that share keys in groups: give {heads}"
+    require(groups or one or kv_heads == heads, "num_kv_heads", kv_heads, remedy)
+    return {
+        "kv_heads": 1 if one and not groups else kv_heads,
+        "parallel": parallel,
+        "shared_norm": parallel and norms == 1,
+    }
+
+
+def _layers(config: Mapping[str, Any], layers: int, longest: int) -> dict[str, Any]:
+    """`ModelConfig` field `rope`, or `kinds` where layers differ, or their attention has a scale, window or cap."""
+    kind = config["model_type"]
+    local, whole_prompt = (read_rope(each, config, longest) for each in rotations(config))
+    widths, sliding = _windows(config, layers, longest)
+    ropes = [local if each else whole_prompt for each in sliding]
+    if kind in ("cohere2", "smollm3"):
+        rotated = sliding if kind == "cohere2" else _rotated(config["no_rope_layers"], layers)
+        ropes = [rope if each else NoRope() for rope, each in zip(ropes, rotated, strict=True)]
+    scale, softcap = None, _cap(config, "attn_logit_softcapping")
+    if "attention_multiplier" in config:
+        scale = positive("attention_multiplier", config["attention_multiplier"])
+    if "query_pre_attn_scalar" in config:
+        scale = positive("query_pre_attn_scalar", config["query_pre_attn_scalar"]) ** -0.5
+    specs = [
+        LayerSpec(rope=rope, window=width, scale=scale, softcap=softcap)
+        for rope, width in zip(ropes, widths, strict=True)
+    ]
+    if set(specs) == {LayerSpec(rope=whole_prompt)}:
+        return {"rope": whole_prompt}
+    return {"rope": Rope(), "kinds": _period(specs)}
+
+
+def _rotated(given: Any, layers: int) -> list[bool]:
+    """Mask of the layers of a SmolLM3 that have a rotary embedding."""
+    sound = isinstance(given, (list, tuple)) and all(each in (0, 1) for each in given)
+    remedy = f"give a 1 for each of {layers} layers with rotary embeddings, a 0 for each without"
+    require(sound and len(given) >= layers, "no_rope_layers", given, remedy)
+    return [each == 1 for each in given[:layers]]
+
+
+def _windows(
+    config: Mapping[str, Any], layers: int, longest: int
+) -> tuple[list[int | None], list[bool]]:
+    """Width of each layer's window in tokens, None for none; and mask of the layers that are of the type with windows.
+
+    A window as wide as the model's positions leaves nothing out, and counts as none; ValueError for unknown types.
+    """
+    kind, keys = config["model_type"], FAMILIES[config["model_type"]].read.split()
+    windowed = kind.startswith("qwen") or "sliding_window" in keys
+    typed = "layer_types" in keys or kind in ("qwen2", "qwen3")
+    types, width = config.get("layer_types"), config.get("sliding_window")
+    sound = types is None or (
+        isinstance(types, (list, tuple))
+        and len(types) == layers
+        and all(each in LAYER_TYPES[1:] or (typed and each in LAYER_TYPES) for each in types)
+    )
+    remedy = f"give {' or '.join(LAYER_TYPES)} for each of {layers} layers, if a {kind} has windows"
+    require(sound, "layer_types", types, remedy)
+    used = flag("use_sliding_window", config.get("use_sliding_window", True))
+    # Classes that have windows without the switch ignore it.
+    width = width if used or (windowed and "use_sliding_window" not in keys) else None
+    width = None if width is None else whole("sliding_window", width)
+    # transformers' caches still drop rows beyond a window that the family's class does not have.
+    remedy = f"no {kind} has windows in transformers: give null, or use_sliding_window=false"
+    require(windowed or width is None or width >= longest, "sliding_window", width, remedy)
+    sliding = [windowed and width is not None] * layers
+    if typed and types is not None:
+        sliding = [each == LAYER_TYPES[0] for each in types]
+    remedy = f"layers of type {LAYER_TYPES[0]} need a width"
+    require(width is not None or not any(sliding), "sliding_window", width, remedy)
+    narrow = None if width is None or width >= longest else width
+    return [narrow if each else None for each in sliding], sliding
+
+
+def _period(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Shortest tuple of specs that, repeated in turn, gives those of all layers."""
+    count = len(specs)
+    period = next(
+        n for n in range(1, count + 1) if all(specs[at] == specs[at % n] for at in range(count))
+    )
+    return tuple(specs[:period])
