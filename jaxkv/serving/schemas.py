@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxkv.sampling import Sampling
 from jaxkv.text.prompts import Prompt
-from jaxkv.words import sampler_of
 
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
 # Fields that OpenAI, vLLM and their clients have, by the values that ask for nothing; null is always one of them.
@@ -121,9 +120,9 @@ class Completion(Body):
     budget: Budget | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -138,8 +137,8 @@ class Completion(Body):
 
     @property
     def sampling(self) -> Sampling:
-        """How to draw; ValueError for two cuts."""
-        return sampler_of(
+        """The body's temperature and cuts."""
+        return Sampling(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
 
