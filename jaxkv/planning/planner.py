@@ -392,7 +392,7 @@ def _unmeasured(setting: Setting | HostSetting) -> str:
     if parts.store is Dense:
         return ""
     if not here and parts.read_as_stored(setting.config.head_dim):
-        # Keys and values in 4 bits have a kernel, as yet only by the compiler and the performance model.
+        # Keys and values in 4 bits have a kernel, as yet only compiled.
         return "" if parts.store is Int8 else "attention over rows in 4 bits has not been measured"
     return "each step decodes these rows, no kernel reads them as they are stored"
 
