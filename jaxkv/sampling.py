@@ -83,11 +83,13 @@ class _Compiled:
         return self.draw(logits, keys)
 
 
-def argument(sampling: Sampler) -> Any:
+def argument(sampling: Any) -> Any:
     """A sampler as a pytree for jitted functions: of a `Sampling` that is not greedy its numbers, else static."""
-    if type(sampling) is not Sampling:
-        return _Compiled(sampling)
-    return _Compiled(likeliest) if is_greedy(sampling) else _numbers([sampling])
+    if isinstance(sampling, Mixed):
+        return sampling
+    if type(sampling) is not Sampling or is_greedy(sampling):
+        return _Compiled(likeliest if is_greedy(sampling) else sampling)
+    return _numbers([sampling])
 
 
 # Tokens of a block of the vocabulary: about the square root of usual sizes.

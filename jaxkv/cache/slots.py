@@ -14,7 +14,7 @@ from jaxkv.sharding.mesh import Axes, lettered
 
 def _batch_axes(tree: Any) -> list[int]:
     """List with the index of the batch axis B of each leaf, read from the fields' jaxtyping annotations."""
-    return [letters.split().index("B") for _, letters, _ in lettered(tree)]
+    return [letters.replace("#", "").split().index("B") for _, letters, _ in lettered(tree)]
 
 
 @program(static=("axes",), donate=("running",))
