@@ -137,21 +137,6 @@ def test_draws_follow_the_seed(client, seed):
         assert found["usage"]["completion_tokens"] == 27 and found["usage"]["prompt_tokens"] == 47
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_answers_prefill_each_prompt_once(engine, client, monkeypatch, stream):
-    prefilled, prefilling = [], engine._slots.prefilling
-    monkeypatch.setattr(
-        engine._slots, "prefilling", lambda *a, **o: prefilled.append(a) or prefilling(*a, **o)
-    )
-    body = {"prompt": ids(3, 9, 14), "n": 3, "max_tokens": 9, "seed": 7, "stream": stream}
-    response = client.post(TEXTS, json=body)
-    if not stream:
-        assert (
-            len(response.json()["choices"]) == 6 and response.json()["usage"]["prompt_tokens"] == 23
-        )
-    assert response.status_code == 200 and len(prefilled) == 2
-
-
 @pytest.mark.parametrize(
     ("path", "asked"), [(TEXTS, {"prompt": ids(3, 9, 14)}), (CHATS, {"messages": CHAT, "n": 2})]
 )

@@ -10,7 +10,6 @@ import engine_runs
 import jax
 import lettered
 import meshes
-import numpy as np
 import pytest
 import slot_runs as runs
 import tiny
@@ -255,18 +254,6 @@ def test_event_loops_read_requests(letters):
         assert text == completion.text and len(completion.tokens) == 9
 
 
-def test_threads_submit_at_once():
-    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **LIMITS) as engine:
-        prompts = ids(3, *range(10, 26))
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            ask = lambda prompt: engine.submit(prompt, max_new_tokens=6, stop_at_eos=False).result()  # noqa: E731
-            answers = list(pool.map(ask, prompts))
-    alone = jaxkv.generate(
-        lettered.tiny(), prompts, policy=POLICY, max_new_tokens=6, stop_at_eos=False
-    ).tokens
-    assert [answer.tokens.tolist() for answer in answers] == [tokens.tolist() for tokens in alone]
-
-
 def test_lists_are_mapped_in_order_or_as_they_come(letters):
     prompts = ids(4, *range(8, 20))
     options = {"max_new_tokens": 5, "stop_at_eos": False}
@@ -284,25 +271,6 @@ def test_lists_are_mapped_in_order_or_as_they_come(letters):
         for answer in letters.map(prompts[:3], sampling=Sampling(temperature=1.0), key=7, **options)
     ]
     assert drawn == again != ordered[:3]
-
-
-def test_documents_are_compressed_once_and_asked_by_many(letters):
-    document = letters.document(DOC)
-    cache = jaxkv.prefill(lettered.tiny(), DOC, policy=POLICY)
-    assert document.tokens == int(cache.seen[0]) and document.rows == pytest.approx(
-        float(np.mean(cache.kept))
-    )
-    options = {"max_new_tokens": 12, "stop_at_eos": False}
-    questions = ["what?", "where is it?", "who"]
-    requests = [letters.submit(question, document=document, **options) for question in questions]
-    for question, request in zip(questions, requests, strict=True):
-        assert (
-            request.result().text
-            == jaxkv.generate(lettered.tiny(), question, cache=cache, **options).text
-        )
-    letters.documents.remove(document.id)
-    with pytest.raises(ValueError, match="document"):
-        letters.submit("what?", document=document)
 
 
 def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
@@ -490,24 +458,6 @@ def test_cancelled_documents_leave_the_queue_and_the_device(letters):
     kept = letters.submit_document(DOC)
     assert kept.result(60) in letters.documents.all() and not kept.cancel()
     letters.documents.remove(kept.result().id)
-
-
-def test_futures_of_requests_cancel_them(letters):
-    """In mid-prefill; whoever iterates over the text or waits for the future is told."""
-    with held(letters) as given_up:
-        request = letters.submit(DOC, max_new_tokens=40)
-        under_way(letters, 0)
-        assert (
-            request.future.cancel()
-            and request.cancelled
-            and request.done
-            and "cancelled" in repr(request)
-        )
-        with pytest.raises(concurrent.futures.CancelledError):
-            list(request)
-        assert given_up.wait(60)
-        assert concurrent.futures.wait([request.future], timeout=60).done
-    assert letters.submit(DOC, max_new_tokens=2).result(60) and request.stats is None
 
 
 def counted(monkeypatch, slots, name):

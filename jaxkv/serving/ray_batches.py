@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,8 +26,9 @@ class Worker:
         self._batch = Batch(recipe.made(), name=name)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Answers some lines at once."""
-        return {"answered": list(self._batch.answers(batch["item"]))}
+        """Answers some lines at once; lines and answers are pickled."""
+        lines = [pickle.loads(each) for each in batch["item"]]
+        return {"answered": [pickle.dumps(each) for each in self._batch.answers(lines)]}
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def cluster_answers(
         count = _workers(gpus) if workers is None else workers
 
         def answers(lines: Iterable[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
-            items = list(lines)
+            items = [pickle.dumps(line) for line in lines]
             data = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / _LINES))
             actors = ray.data.ActorPoolStrategy(
                 size=count, enable_true_multi_threading=True, max_concurrent_calls_per_actor=_BLOCKS
@@ -66,7 +68,7 @@ def cluster_answers(
             )
             try:
                 for row in done.iter_rows():
-                    yield row["answered"]
+                    yield pickle.loads(row["answered"])
             except ray.exceptions.RayError as error:
                 said = f"--ray: a worker failed: {type(error).__name__}"
                 raise OSError(f"{said}; the same command goes on from here") from error
