@@ -110,7 +110,7 @@ def compile_for(device, function, *shapes, donate=()):
 
 def ptxas_report(device, dump):
     """Registers, static shared memory, spills and Hopper's instructions of every kernel in the PTX that was dumped."""
-    from jaxkv.planning.ptxas import kernels
+    from benchmarks.ptxas import kernels
 
     rows = []
     for each in kernels(dump, gpu(device).architecture, _ptxas()):
@@ -126,7 +126,7 @@ def ptxas_report(device, dump):
 
 
 def _ptxas():
-    from jaxkv.planning.ptxas import ptxas
+    from benchmarks.ptxas import ptxas
 
     if not (found := ptxas()):
         raise SystemExit(

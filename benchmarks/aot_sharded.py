@@ -25,7 +25,7 @@ from pathlib import Path
 
 import aot
 
-from jaxkv.planning import hlo
+from benchmarks import hlo
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "aot_sharded.json"
@@ -144,7 +144,10 @@ def measure(row):
         "peak": made.peak,
         "aliased": hlo.aliased(text),
         "copies": hlo.copies(text, set(local)),
-        "sent": [[each.kind, each.arrays, each.count] for each in made.sent],
+        "sent": [
+            [kind, hlo.shown(arrays), count]
+            for (kind, arrays), count in sorted(hlo.collectives(text).items())
+        ],
         "trace_seconds": round(made.trace_seconds, 1),
         "compile_seconds": round(made.compile_seconds, 1),
     }

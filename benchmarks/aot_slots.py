@@ -57,7 +57,7 @@ def sharded_of(policy, slots):
     """The 70B loop's figures, as `aot_sharded.measure` has them."""
     import jax
 
-    from jaxkv.planning import hlo
+    from benchmarks import hlo
     from jaxkv.planning.planner import known_model, setting_of
     from jaxkv.planning.programs import traced_loop
     from jaxkv.planning.setting import Asked

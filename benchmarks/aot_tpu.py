@@ -34,10 +34,9 @@ import shapes
 from aot_tpu_kernels import Mesh, Row, compiled, kernel_rows, mesh_of, with_spills
 
 import jaxkv
-from benchmarks import plan_cells, record
+from benchmarks import hlo, plan_cells, record
 from jaxkv.attention import Implementation
 from jaxkv.cache.quantised import STORES
-from jaxkv.planning import hlo
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.tpus import tpus

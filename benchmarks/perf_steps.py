@@ -20,7 +20,7 @@ import perf_decode
 import perf_gpu
 import perf_sass
 
-from jaxkv.planning import hlo
+from benchmarks import hlo
 
 BUDGET, NEW, GROUP, DIM, HEADS = 1024, aot_sharded.NEW, 4, 128, 8
 # Launches a layer that a policy's step may take.

@@ -25,10 +25,10 @@ Rules:
 import collections
 import re
 
+from benchmarks import hlo
 from jaxkv.pallas_kernels.tpu_codes import CODED_BLOCK
 from jaxkv.pallas_kernels.tpu_prefill import KEYS, QUERIES
 from jaxkv.pallas_kernels.tpu_rows import BLOCK, CHUNK
-from jaxkv.planning import hlo
 from jaxkv.planning.tpus import tpus
 
 DEVICE = "v6e"
