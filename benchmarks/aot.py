@@ -29,8 +29,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from benchmarks import hlo, ptxas
 from benchmarks.aot_cases import Kernel, arguments, cases
-from jaxkv.planning import hlo, ptxas
 from jaxkv.planning.named import accelerator_named
 from jaxkv.planning.programs import prefill_calls, traced_loop
 from jaxkv.planning.worker import compiled_program, on_devices
@@ -95,14 +95,14 @@ def compile_program(case):
         wrong.append(f"{size - made.aliased:,} bytes are not written in place")
     if serial > case.loops and not case.prefill:
         wrong.append(f"{serial} loops within the loop over tokens")
-    if any(
-        setting.config.head_dim in sizes
-        for each in made.sent
-        for _, sizes in hlo.arrays_in(each.arrays)
-    ):
+    sent = hlo.collectives(text)
+    if any(setting.config.head_dim in sizes for _, arrays in sent for _, sizes in arrays):
         wrong.append("keys or values travel")
     told = f"{size / 1e9:.2f} GB written, {made.temporaries / 1e6:.1f} MB beside, peak {made.peak / 1e9:.2f} GB"
-    return told + "".join(f", {each}" for each in made.sent), wrong
+    return told + "".join(
+        f", {count} x {kind} of {hlo.shown(arrays)}"
+        for (kind, arrays), count in sorted(sent.items())
+    ), wrong
 
 
 def on_one(leaf, letters, axes):

@@ -436,7 +436,7 @@ def test_o6_bytes_alone_allow_less_than_the_speed_that_was_measured():
     ]
     # Weights are estimated at a lower rate than rows.
     full_step, step = (
-        each.weights * speed.WEIGHTS[None] / speed.COPY + each.rows for each in speeds
+        each.weights * speed.WEIGHTS[None] / speed.ROWS + each.rows for each in speeds
     )
     # Filters read their keys once more for their scores.
     again = 3 * tokens * TOKEN / 64

@@ -1,10 +1,7 @@
 """Plans of settings whose GPUs are not there, against arithmetic written anew, and against themselves."""
 
-import contextlib
 import dataclasses
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +13,16 @@ from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning import sizes
 from jaxkv.planning.catalog import Known, catalog, model_named, scaled
+from jaxkv.planning.compiled import CompiledPlan, CompiledProgram
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.named import accelerator_named, accelerators, accelerators_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Setting, tokens_of
 from jaxkv.planning.sizes import sizes_of, weights_of
+from jaxkv.planning.speed import estimate
 from jaxkv.planning.tpus import tpus
 from jaxkv.sharding.parameters import abstract_mesh
 
-ROOT = Path(__file__).parent.parent
 CONTEXT = 131072
 POLICIES = {
     "full": jaxkv.FullKV(),
@@ -112,21 +110,40 @@ def test_peaks_by_hand():
     )
 
 
+# Bytes at the peak of prefill and of decoding that XLA found for GPUs that were not there (commit fcfce720).
+COMPILED = [
+    ("llama-3.1-8b", "FullKV", "h100", 1, 1, 8192, 17622746736, 17180284654),
+    ("llama-3.1-8b", "SnapKV", "h100", 1, 8, 32768, 25914780584, 18506952300),
+    ("llama-3.1-8b", "AdaKV", "a100x2", 1, 4, 32768, 11297990792, 8914949156),
+    ("mistral-7b-v0.3", "H2O", "h100", 1, 4, 32768, 19346262416, 15592274068),
+    ("qwen2.5-7b", "D2O", "a100", 1, 1, 32768, 17864053484, 15355963318),
+    ("llama-3.1-8b", "PyramidKV", "l4", 1, 1, 8192, 16877423216, 16368687854),
+    ("llama-3.1-70b", "FullKV", "h100x8", 1, 4, 131072, 49879525256, 39329250468),
+    ("llama-3.1-70b", "AdaKV", "h100x8", 1, 4, 131072, 29272811656, 18193890468),
+    ("llama-3.1-70b", "OmniKV", "h100x8", 1, 4, 131072, 49879525256, 39346724892),
+    ("llama-3.1-70b", "D2O", "h200x8", 1, 4, 131072, 50274848384, 17987155292),
+    ("llama-3.1-70b", "H2O", "h100x8", 1, 1, 65536, 19194930408, 17729196846),
+    ("llama-3.1-8b", "SnapKV", "h100x8", 2, 8, 65536, 7835871368, 4323524644),
+    ("qwen2.5-72b", "SnapKV", "h200x8", 1, 4, 32768, 21324056720, 18623820452),
+    ("llama-3.1-405b", "AdaKV", "h100x16", 1, 4, 131072, 71805913480, 52137560980),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "gpu", "gpus", "policy", "batch", "context", "prefill", "decode"),
-    [
-        ("llama-3.1-8b", "h100", 1, "snapkv", 8, 32768, 25914780584, 18506952300),
-        ("mistral-7b-v0.3", "h100", 1, "h2o", 4, 32768, 19346262416, 15592274068),
-        ("llama-3.1-70b", "h100", 8, "adakv", 4, 131072, 29272811656, 18193890468),
-        ("llama-3.1-70b", "h200", 8, "d2o", 4, 131072, 50274848384, 17987155292),
-        ("llama-3.1-70b", "h100", 8, "omnikv", 4, 131072, 49879525256, 39346724892),
-    ],
+    "name, policy, gpus, data, batch, context, prefill, decode", COMPILED, ids=str
 )
-def test_the_compilers_figures(name, gpu, gpus, policy, batch, context, prefill, decode):
-    """Within 1% of the peaks that XLA found for GPUs that are not there (`jaxkv plan --compile` at 2c6299e)."""
-    found = sizes_of(setting(name, policy, gpus, gpu, batch=batch, context=context))
+def test_the_compilers_figures(name, policy, gpus, data, batch, context, prefill, decode):
+    """Within 1%; without the weights within 6% of prefill's rest."""
+    gpu, count = accelerators_named(gpus)
+    options = {} if policy == "FullKV" else {"budget": 2048}
+    options |= {"filter_layers": (5, 20, 45)} if policy == "OmniKV" else {}
+    policy = getattr(jaxkv, policy)(**options)
+    where = {"gpus": count, "gpu": gpu.name, "data": data, "batch": batch, "context": context}
+    found = sizes_of(setting(name, policy, **where))
     assert found.prefill_peak == pytest.approx(prefill, rel=0.01)
     assert found.decode_peak == pytest.approx(decode, rel=0.01)
+    beside = prefill - found.weights
+    assert found.prefill_peak - found.weights == pytest.approx(beside, rel=0.06)
 
 
 def test_long_answers_grow():
@@ -158,7 +175,7 @@ def test_what_waits_in_host_memory():
 def test_more_is_never_less(name, policy, batch, context, budget, mesh):
     gpus, data = mesh
     if name == "falcon-7b":
-        # 71 heads are split over one device or all; it has 2,048 positions.
+        # 71 heads are split over one device or all.
         gpus, context = data, min(context, 1000)
     if policy != "full":
         policy = dataclasses.replace(POLICIES[policy], budget=budget)
@@ -221,26 +238,25 @@ def test_the_largest_fits_and_the_next_does_not(policy):
 
 
 def test_remedies_would_do():
-    """A budget, a policy where all rows are kept, narrow weights, more GPUs, in that order, by the same arithmetic."""
+    """A budget, SnapKV's where all rows are kept, narrow weights, more GPUs, in that order, by the same arithmetic."""
     whole = plan("llama-3.1-405b", gpus="h100x16", context=CONTEXT, batch=4)
-    assert not whole.fits and [each.about for each in whole.remedies] == [
-        "SnapKV(budget=2048)",
-        "weights in 8 bits",
-        "h100x32",
-    ]
     many = plan("llama-3.1-8b", gpus="l4", context=8192, batch=24, policy=jaxkv.AdaKV(budget=2048))
-    assert not many.fits and many.remedies[0].about.startswith("a budget of ")
-    assert not any("SnapKV" in each.about for each in many.remedies)
-    assert many.remedies[0].setting.policy.composed.budget.value < 2048
+    assert not whole.fits and not many.fits
+    budget, weights, more = (each.setting for each in whole.remedies)
+    assert budget.policy == jaxkv.SnapKV(budget=2048) and weights.weights == "int8"
+    assert more.gpus == 32
+    smaller = many.remedies[0].setting.policy
+    assert isinstance(smaller, jaxkv.AdaKV) and smaller.composed.budget.value < 2048
     for each in (*whole.remedies, *many.remedies):
         assert fits(each.setting) and each.peak == sizes_of(each.setting).peak
-    nothing = plan("llama-3.1-405b", gpus="l4", context=CONTEXT)
-    assert not nothing.remedies and "nothing that was tried would fit" in str(nothing)
+    assert not plan("llama-3.1-405b", gpus="l4", context=CONTEXT).remedies
     # Neither prompts nor a budget of few tokens are a budget that others could have.
     for few in (None, jaxkv.StreamingLLM(budget=8)):
         found = plan("llama-3.1-70b", gpus="h100", context=4, policy=few).remedies
-        assert [each.about for each in found] == ["weights in 8 bits", "h100x2"]
-    assert plan("llama-3.1-70b", context=CONTEXT, batch=4, policy="snapkv").remedies == ()
+        assert [(each.setting.weights, each.setting.gpus) for each in found] == [
+            ("int8", 1),
+            (None, 2),
+        ]
 
 
 def test_models_come_in_many_ways(model):
@@ -252,7 +268,7 @@ def test_models_come_in_many_ways(model):
     assert plan(named.setting.config, **of).weights == named.weights
     assert plan(model, gpus="l4", context=64, dtype="float32").weights == model.nbytes
     assumed = plan("llama-3.1-8b", **of, policy=jaxkv.OmniKV(budget=64))
-    assert assumed.setting.policy.filter_layers == (2, 8, 18) and "are assumed" in assumed.notes[0]
+    assert assumed.setting.policy.filter_layers == (2, 8, 18) and len(assumed.notes) == 1
 
 
 @pytest.fixture(scope="module")
@@ -264,9 +280,7 @@ def model():
 
 def test_positions_are_stretched_by_yarn():
     here = {"gpus": "h200x1", "context": 65536}
-    with pytest.raises(
-        ValueError, match=r"context=65536: qwen3-32b .* 40960 positions: .*--rope-scaling yarn:2"
-    ):
+    with pytest.raises(ValueError, match="^context="):
         jaxkv.plan("qwen3-32b", **here)
     planned = [jaxkv.plan("qwen3-32b", rope_scaling=each, **here) for each in ("yarn:2", "yarn:4")]
     assert planned[0].cache == planned[1].cache > 0 and planned[1].fits
@@ -280,18 +294,16 @@ def test_positions_are_stretched_by_yarn():
 
 
 @pytest.mark.parametrize(
-    "given",
-    ("yarn", "yarn:", "yarn:0", "yarn:0.5", "yarn:1e9", "yarn:-2", "yarn:nan", "linear:4", "4", ""),
+    "model, given",
+    [
+        *(("qwen3-32b", each) for each in ("yarn", "yarn:0", "yarn:0.5", "linear:4", "")),
+        ("llama-3.1-8b", "yarn:2"),
+        ("gemma-3-12b", "yarn:2"),
+    ],
 )
-def test_other_scalings_are_not_supported(given):
-    with pytest.raises(ValueError, match="^rope_scaling=.*: give "):
-        jaxkv.plan("qwen3-32b", gpus="h200x1", context=4096, rope_scaling=given)
-
-
-@pytest.mark.parametrize("model", ("llama-3.1-8b", "gemma-3-12b"))
-def test_models_with_a_scaling_of_their_own_keep_it(model):
-    with pytest.raises(ValueError, match="rope_scaling='yarn:2'"):
-        jaxkv.plan(model, gpus="h200x1", context=4096, rope_scaling="yarn:2")
+def test_other_scalings_are_not_supported(model, given):
+    with pytest.raises(ValueError, match="^rope_scaling="):
+        jaxkv.plan(model, gpus="h200x1", context=4096, rope_scaling=given)
 
 
 def test_gpus_have_what_a_compiler_asks_for():
@@ -331,26 +343,16 @@ def test_tpus_are_planned_for_as_gpus_are():
         "v6e:4x4",
         "tpu7x:2x2x1",
     )
-    with pytest.raises(ValueError, match="gpus='v6ex257': the largest slice has 256"):
+    with pytest.raises(ValueError, match="^gpus="):
         v6e.slice_of(257)
     found = plan(
         "llama-3.1-8b", gpus="v6e x1", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024)
     )
-    assert found.fits and found.setting.memory == 32 * 10**9 and found.speed.launches == 0
-    text = str(found)
-    assert "on 1 x v6e" in text and "to spare on each TPU" in text and "no TPU was measured" in text
+    assert found.fits and found.setting.gpu.memory == 32 * 10**9 and found.speed.step > 0
     small = plan(
         "llama-3.1-8b", gpus="v5e", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024)
     )
-    assert (
-        not small.fits
-        and "on each TPU" in str(small)
-        and "v5ex2" in [each.about for each in small.remedies]
-    )
-    with pytest.raises(
-        ValueError, match="no such GPU or TPU; known ones: .*v6e, tpu7x; did you mean"
-    ):
-        plan("llama-3.1-8b", gpus="v6", context=4096)
+    assert not small.fits and [each.setting.gpus for each in small.remedies][-1] == 2
 
 
 def test_copies_in_other_tiles_are_counted():
@@ -381,23 +383,69 @@ def test_budgets_that_no_short_prompt_has_are_left_out():
     assert np.isfinite(found.speed.step) and found.speed.tokens > 0
 
 
-@pytest.mark.parametrize("kind", ("seed_oss", "stablelm"))
-def test_types_that_are_not_supported_are_planned_as_llamas_of_their_size(kind, tmp_path):
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-    }
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 8192}
-    given = {"gpus": "h100x1", "context": 4096, "policy": jaxkv.SnapKV(budget=256)}
-    plans = []
-    for name, more in (("llama", {}), (kind, {"a_key_of_its_own": 1})):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"model_type": name} | sizes | more))
-        with contextlib.nullcontext() if name == "llama" else pytest.warns(UserWarning, match=kind):
-            plans.append(jaxkv.plan(folder, **given))
-    assert plans[0].sizes == plans[1].sizes
-    with pytest.raises(ValueError, match=kind):
-        jaxkv.load(tmp_path / kind)
+def test_numbers_as_people_write_them():
+    found = [tokens_of(each) for each in ("131072", "131_072", "128K", "0.5K", "1M", " 32 K ", 7)]
+    assert found == [131072, 131072, 131072, 512, 1 << 20, 32768, 7]
+    for written in ("4xh100", "h100x4", "h100:4", "4 h100", "4:H100", "4 x h100"):
+        assert accelerators_named(written) == (gpus()["h100"], 4)
+    for written in ("2xrtx4090", "rtx4090x2"):
+        assert accelerators_named(written) == (gpus()["rtx4090"], 2)
+
+
+def test_an_engine_is_planned():
+    """Slots fill the memory beside one prefill; a request costs its prefill and its share of all slots' steps."""
+    asked = {"gpus": "h200x1", "context": 32768, "serve": True}
+    policy = jaxkv.SnapKV(budget=1024)
+    found = plan("llama-3.1-8b", policy=policy, **asked)
+    made, one = found.served, found.speed
+    every = dataclasses.replace(found.setting, batch=made.slots)
+    step = estimate(every).step
+    # 32 layers and 8 kv heads of 1024 rows and 256 new ones, rounded up; positions are 4 bytes a row.
+    slot = 32 * 8 * (1024 + 256) * (2 * 128 * 2 + 4)
+    assert slot <= made.slot_bytes <= 1.02 * slot
+    beside = found.weights + found.sizes.prefill + sizes_of(every).decode
+    held = (made.slots + made.slots // 4) * made.slot_bytes
+    assert 0.99 * found.setting.gpu.memory < beside + held <= found.setting.gpu.memory
+    seconds = one.prefill + 256 * step / made.slots
+    assert made.requests == pytest.approx(3600 / seconds)
+    assert made.pause == pytest.approx(2 * one.prefill / 32 + step)
+    # Ten questions of each prompt share its prefill; two groups have room for the prompts that wait for both.
+    shared = plan("llama-3.1-8b", policy=policy, questions=10, **asked).served
+    assert shared.slots == made.slots and shared.requests > 2 * made.requests
+    both = plan("llama-3.1-8b", policy=policy, **asked | {"gpus": "h200x2", "mesh": "2x1"}).served
+    assert 2 * made.slots * 1.25 / 1.5 == pytest.approx(both.slots, rel=0.01)
+    full = plan("llama-3.1-8b", **asked).served
+    assert full.slots < made.slots / 20 and full.requests < made.requests
+    assert isinstance(plan("llama-3.1-8b", policy="brutaloffload", **asked).served, str)
+    large = asked | {"gpus": "h100", "context": "128K"}
+    assert plan("llama-3.1-70b", **large).served.slots == 0
+
+
+def test_a_process_on_this_machine():
+    """SmolLM2 with 256 rows of a prompt of 4096 tokens: what it took when it was measured, or up to a third more."""
+    asked = {"gpus": "cpu", "context": 4096, "policy": jaxkv.AdaKV(budget=256)}
+    found = plan("smollm2-135m", **asked)
+    assert found.setting.dtype == "float32" and found.weights == 4 * 134_515_008
+    assert 1.1e9 < found.prefill_peak < 1.5e9 and found.sizes.process > found.cache
+    assert found.speed is None and found.silent and found.fits
+    short = dataclasses.replace(found.setting.gpu, memory=10**9)
+    assert not fits(found.setting, gpu=short)
+    # A head of 4 GB is read in float32 beside what is kept of it.
+    large = plan("llama-3.1-8b", **asked | {"dtype": "bfloat16"})
+    assert large.prefill_peak >= large.weights + 6 * 128_256 * 4096
+
+
+def test_a_plan_of_the_compilers():
+    """Peaks of both stand in the report, with what they are off by."""
+    made = plan("llama-3.1-8b", gpus="h100", context=8192)
+    program = {"arguments": made.weights, "outputs": 10**9, "aliased": 5 * 10**8}
+    decode, layer = (
+        CompiledProgram(name=name, temporaries=10**8, beside=beside, **program)
+        for name, beside in (("decode", 0), ("layer", 10**9))
+    )
+    assert layer.peak == decode.peak + 10**9 == made.weights + 16 * 10**8
+    given = {"weights": made.weights, "jaxlib": "0.10.2", "seconds": 12.0}
+    compiled = CompiledPlan(decode=decode, prefill=layer, programs=(decode, layer), **given)
+    made = dataclasses.replace(made, compiled=compiled)
+    assert made.as_dict()["compiled"]["prefill_peak_bytes"] == layer.peak
+    assert f"{layer.peak / 1e9:.2f} GB by the compiler" in str(made)

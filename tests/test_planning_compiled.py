@@ -9,12 +9,12 @@ import pytest
 import tiny
 
 import jaxkv
+from benchmarks.ptxas import said
 from jaxkv.attention import Implementation
 from jaxkv.models.values import LayerSpec, NoRope
 from jaxkv.planning import compiled
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.programs import SMALL, Work, abstract_model
-from jaxkv.planning.ptxas import said
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.tpus import tpus
 from jaxkv.sharding.door import Door
@@ -120,32 +120,14 @@ def test_what_is_missing_is_said(monkeypatch):
         model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpus()["h100"], context=TOKENS
     )
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ImportError, match=r"none is installed.*pip install --no-deps jax-cuda13-plugin==0\.\d+"
-    ):
-        compiled.compile_plan(setting)
-    there = dataclasses.replace(setting, gpu=tpus()["v6e"])
-    with pytest.raises(
-        ImportError, match=r"for TPUs, and none is installed.*pip install 'jax\[tpu\]==0\.\d+"
-    ):
-        compiled.compile_plan(there)
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(
-        compiled.importlib.metadata, "version", lambda name: "1.0" if "plugin" in name else "2.0"
-    )
-    with pytest.raises(ImportError, match=r"the one here is 1\.0.*jax-cuda13-pjrt==2\.0"):
-        compiled.compile_plan(setting)
-    monkeypatch.setattr(compiled.importlib.metadata, "version", lambda name: "1.0")
-    refused = {"prefill_ratio": 4, "offload": True}
-    for option, value in refused.items():
-        policy = jaxkv.OmniKV(budget=BUDGET, filter_layers=(0,), **{option: value})
-        away = Setting(
-            model="tiny", config=SHAPE, policy=policy, gpu=gpus()["h100"], context=TOKENS
-        )
-        with pytest.raises(
-            ValueError, match=f"are not compiled: plan without the compiler, or leave {option} out"
-        ):
-            compiled.compile_plan(away)
+    for kind in (gpus()["h100"], tpus()["v6e"]):
+        with pytest.raises(ImportError, match="pip install "):
+            compiled.compile_plan(dataclasses.replace(setting, gpu=kind))
+    monkeypatch.setattr(compiled, "plugin", lambda gpu: "1.0")
+    for options in ({"prefill_ratio": 4}, {"offload": True}):
+        policy = jaxkv.OmniKV(budget=BUDGET, filter_layers=(0,), **options)
+        with pytest.raises(ValueError, match="^policy="):
+            compiled.compile_plan(dataclasses.replace(setting, policy=policy))
 
 
 @pytest.mark.parametrize("kind", ["h100", "v6e"])
@@ -164,9 +146,8 @@ def test_libtpu_is_opened_beside_another_process(monkeypatch, kind):
 
     monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
     monkeypatch.setattr(compiled, "plugin", lambda gpu: "1.0")
-    monkeypatch.setattr(compiled, "ptxas", lambda: None)
     monkeypatch.setattr(compiled.subprocess, "run", run)
-    with pytest.raises(RuntimeError, match="the process that compiles ended with 1: no word of it"):
+    with pytest.raises(RuntimeError, match="no word of it"):
         compiled.compile_plan(setting)
     expected = ("1", "cpu") if kind == "v6e" else (None, None)
     assert (asked[0].get("ALLOW_MULTIPLE_LIBTPU_LOAD"), asked[0].get("JAX_PLATFORMS")) == expected
@@ -193,36 +174,3 @@ def test_what_ptxas_says():
         20,
     )
     assert (second.name, second.registers, second.shared, second.spills) == ("fusion_1", 12, 0, 0)
-
-
-def test_what_is_printed_of_a_plan():
-    sent = compiled.Sent(kind="all-reduce", arrays="f32[4,1,8192]", bytes=4 * 8192 * 4, count=160)
-    program = {
-        "arguments": 10**9,
-        "outputs": 3 * 10**8,
-        "aliased": 2 * 10**8,
-        "temporaries": 5 * 10**7,
-    }
-    decode = compiled.CompiledProgram(name="decode", sent=(sent,), **program)
-    layer = compiled.CompiledProgram(name="layer", beside=10**9, **program)
-    assert (decode.peak, layer.peak) == (1_150_000_000, 2_150_000_000)
-    given = {"programs": (decode, layer), "weights": 9 * 10**8, "jaxlib": "0.10.2", "seconds": 12.0}
-    spilled = compiled.CompiledPlan(
-        decode=decode, prefill=layer, kernels=7, spills=(("flash", 1300),), **given
-    )
-    text = str(spilled)
-    assert "nothing has run on a GPU" in text and "prefill, at its layer: peak 2.15 GB" in text
-    assert (
-        "160 x all-reduce f32[4,1,8192]" in text
-        and "1 of 7 kernels" in text
-        and "flash spills 1,300 bytes" in text
-    )
-    there = str(
-        compiled.CompiledPlan(
-            decode=decode, prefill=layer, kernels=None, spills=(), word="TPU", **given
-        )
-    )
-    assert "nothing has run on a TPU" in there and "spills" not in there
-    assert "nobody has looked" in str(
-        compiled.CompiledPlan(decode=decode, prefill=layer, kernels=None, spills=(), **given)
-    )

@@ -7,26 +7,24 @@ from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.cli.files import Target
 from jaxkv.cli.models import add_weights_option, require_model
-from jaxkv.cli.numbers import argument, natural, positive, real
+from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture
-from jaxkv.planning.catalog import scaled
 from jaxkv.planning.comparison import compared
 from jaxkv.planning.compiled import plugin
-from jaxkv.planning.named import accelerators
-from jaxkv.planning.planner import known_model, planned, require_price, setting_of
-from jaxkv.planning.plans import MachinePlan, Plan
-from jaxkv.planning.quality import qualities
-from jaxkv.planning.setting import Asked, Setting, tokens_of
+from jaxkv.planning.named import accelerators, accelerators_named
+from jaxkv.planning.planner import plan
+from jaxkv.planning.plans import Plan
+from jaxkv.planning.setting import tokens_of
 from jaxkv.policies import Method
 
 NOTES = """\
 Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
 decode step compute with, for one GPU. --compile asks XLA's own compiler for GPUs that are not there, in some minutes.
-Tokens per second and requests an hour are estimates with the rates that one H200 reached, for TPUs, too; with
---gpus cpu they follow from rates that are measured on this machine in some seconds.
+Seconds of prefill, tokens per second and requests an hour are estimates with the rates that one H200 reached, for TPUs,
+too; --gpus cpu has none.
 
 examples:
   does it fit, how much more would, and what would make it fit:
@@ -42,10 +40,6 @@ examples:
 
   how many requests `jaxkv serve` answers, by policy:
     jaxkv plan --model llama-3.1-8b --gpus h200x1 --context 32K --budget 1024 --compare full,adakv --serve
-
-  what requests cost, and what they are worth, by the evaluation in the folder found:
-    jaxkv plan --model llama-3.1-8b --gpus 2xh100 --context 32K --batch 8 --budget 1024 \\
-        --compare full,snapkv,adakv --price 2.5 --quality found
 """
 
 
@@ -89,20 +83,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--serve",
         action="store_true",
-        help="an engine, too: slots that fit, and such prompts answered a second",
-    )
-    add(
-        "--price",
-        type=argument(real),
-        metavar="X",
-        help="of a GPU for an hour: prices of requests and of tokens",
+        help="an engine, too: slots that fit, and such prompts answered an hour",
     )
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--quality",
-        metavar="FOLDER",
-        help="scores beside bytes: the --out of `jaxkv eval`, for the same policies",
-    )
     compare = "policies, with commas between them: a table, a row each; options go behind a name: 'snapkv --store int8'"
     add("--compare", metavar="NAMES", help=compare)
     add(
@@ -137,54 +120,18 @@ def print_plan(options: argparse.Namespace) -> int:
     else:
         to_stdout(str(plans[0]))
     if target is not None:
-        target.write(
-            picture.drawn(
-                [each for each in plans if isinstance(each, Plan)], picture.kind_of(target.name)
-            )
-        )
+        target.write(picture.drawn(plans, picture.kind_of(target.name)))
     return 0
 
 
-def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
-    """List of each policy's plan (memory, speed, price), with XLA's figures under --compile; checks settings first."""
-    known = scaled(known_model(options.model), options.rope_scaling)
-    asked = [
-        setting_of(
-            known,
-            options.gpus,
-            options.mesh,
-            Asked(
-                policy=each,
-                context=options.context,
-                batch=options.batch,
-                new=options.new,
-                questions=options.questions,
-                dtype=options.dtype,
-                weights=options.weights,
-            ),
-        )
-        for each in policies
-    ]
-    require_price(options.price)
-    first = asked[0][0]
-    here = not isinstance(first, Setting)
-    for flag, given in (("--plot", options.plot), ("--compile", options.compile)):
-        require(not (here and given), flag, given, "it is for GPUs and TPUs: leave it out")
-    if options.compile and isinstance(first, Setting):
-        plugin(first.gpu)
+def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan]:
+    """List of each policy's plan (memory, speed), with XLA's figures under --compile."""
+    if options.compile:
+        plugin(accelerators_named(options.gpus)[0])
         to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
-    scores, more = qualities(options.quality, [each for each, _ in asked], policies)
-    return [
-        planned(
-            each,
-            notes + more,
-            price=options.price,
-            quality=score,
-            serve=options.serve,
-            compile=options.compile,
-        )
-        for (each, notes), score in zip(asked, scores, strict=True)
-    ]
+    names = "model gpus mesh context batch new questions dtype weights rope_scaling serve compile"
+    given = {name: getattr(options, name) for name in names.split()}
+    return [plan(policy=each, **given) for each in policies]
 
 
 def _target(options: argparse.Namespace) -> Target | None:

@@ -48,7 +48,6 @@ class PrefillPlan:
         forced: `[B]` rows that stay whatever their score.
         cache_bytes: bytes of the cache on the device, room and segment tables included.
         full_bytes: bytes of these prompts' entries (keys and values), uncompressed and unpadded.
-        slack_bytes: part of cache_bytes, room left out, that no promised row fills: short prompts in long buckets.
         peak_bytes: cache and activations of prefill together, weights excluded.
         host_bytes: bytes of offloaded rows in host memory.
         loaded_bytes: the most of these that are on the device at once while tokens are drawn.
@@ -66,7 +65,6 @@ class PrefillPlan:
     forced: Int[np.ndarray, " B"]
     cache_bytes: int
     full_bytes: int
-    slack_bytes: int
     peak_bytes: int
     host_bytes: int = 0
     loaded_bytes: int = 0
@@ -74,12 +72,10 @@ class PrefillPlan:
 
     def __repr__(self) -> str:
         """One-line text: number of prompts, padded length, rows per kv head, megabytes full and at peak; no arrays."""
-        least, most = int(self.budget.min()), int(self.budget.max())
-        rows = str(least) if least == most else f"{least} to {most}"
         size = f"{self.full_bytes / 1e6:.2f} MB full, cache {self.cache_bytes / 1e6:.2f} MB"
-        size += f", {self.host_bytes / 1e6:.2f} MB in host memory" if self.host_bytes else ""
-        size += f", peak {self.peak_bytes / 1e6:.2f} MB"
-        return f"PrefillPlan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
+        size += f", host {self.host_bytes / 1e6:.2f} MB, peak {self.peak_bytes / 1e6:.2f} MB"
+        rows = f"{self.budget.min()} to {self.budget.max()} rows per kv head"
+        return f"PrefillPlan({len(self.budget)} prompts in {self.slots} slots; {rows}; {size})"
 
     def with_copies(self, count: int) -> "PrefillPlan":
         """Copy of the plan with its last prompt repeated `count` more times; its byte fields are not recomputed."""
@@ -169,12 +165,6 @@ def plan_prefill(
         kv_heads=heads,
         implementation=implementation,
     )
-    near = sum(np.minimum(length, window or 0) for window in config.windows)
-    filled = (
-        config.windows.count(None) * numbers.budget + near if rows is None else rows.sum(axis=0)
-    )
-    promised = -(-int(heads * filled.sum()) * times // (groups * stretches))
-    spare = work.batch * work.config.kv_heads * sum(rooms)
     uncompressed = sum(int(np.minimum(length, window or length).sum()) for window in config.windows)
     full_bytes = times * uncompressed * heads * 2 * config.head_dim * item
     return PrefillPlan(
@@ -189,9 +179,6 @@ def plan_prefill(
         forced=np.asarray(numbers.forced),
         cache_bytes=work.cache,
         full_bytes=-(-full_bytes // (groups * stretches)),
-        slack_bytes=max(
-            0, sum(work.pools) - (promised + spare) * parts.row_bytes(config.head_dim, item)
-        ),
         peak_bytes=work.peak,
         host_bytes=work.host,
         loaded_bytes=work.loaded,

@@ -5,22 +5,36 @@ import json
 from importlib import resources
 from typing import Any, ClassVar, TypeVar
 
-from jaxkv._errors import require
-from jaxkv._values import is_whole
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """A kind of device: its name and the bytes of its memory; this machine's CPU, or base of `Accelerator`.
+
+    Attributes:
+        word: "CPU", "GPU" or "TPU", as texts call it.
+        platform: JAX's name of the platform that its programs are lowered for.
+        name: as users write it.
+        memory: bytes, the data sheet's decimal gigabytes; drivers report some percent more, which goes to contexts,
+            communication buffers and fragmentation. Of a CPU those that are free.
+        retiles: True if loops read 16-bit arrays in other tiles than those of a program's arguments, so that the
+            compiler copies these: all weights for a decode loop, hidden states for each of a prefill layer's three.
+    """
+
+    word: ClassVar[str] = "CPU"
+    platform: ClassVar[str] = "cpu"
+
+    name: str
+    memory: int
+    retiles: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accelerator:
+class Accelerator(Device):
     """A kind of GPU or TPU: memory bytes, bandwidth, FLOP/s and links of its data sheet; base of `GPU` and `TPU`.
 
     Attributes:
-        word: "GPU" or "TPU", as texts call it.
-        platform: JAX's name of the platform that its programs are lowered for.
-        name: as users write it.
         description: as the driver names it.
         aliases: other spellings of the name.
-        memory: bytes, the data sheet's decimal gigabytes; drivers report some percent more, which goes to contexts,
-            communication buffers and fragmentation.
         reported: bytes that the driver, or the compiler of a TPU, reports.
         bandwidth: of the memory, bytes/s.
         products: dense bfloat16 matrix products with float32 sums, FLOP/s.
@@ -28,17 +42,10 @@ class Accelerator:
         network: to a GPU of another host, or a TPU of another pod, bytes/s in one direction.
         per_host: GPUs of a host; TPU devices of a pod, all of which links join.
         sources: addresses of the figures' sources.
-        retiles: True if loops read 16-bit arrays in other tiles than those of a program's arguments, so that the
-            compiler copies these: all weights for a decode loop, hidden states for each of a prefill layer's three.
     """
 
-    word: ClassVar[str]
-    platform: ClassVar[str]
-
-    name: str
     description: str
     aliases: tuple[str, ...]
-    memory: int
     reported: int
     bandwidth: int
     products: int
@@ -46,18 +53,6 @@ class Accelerator:
     network: int
     per_host: int
     sources: tuple[str, ...]
-    retiles: bool = False
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type is int:
-                value = getattr(self, field.name)
-                require(
-                    is_whole(value, 1),
-                    field.name,
-                    value,
-                    "give a positive whole number, as the data sheet has it",
-                )
 
     @property
     def spellings(self) -> tuple[str, ...]:

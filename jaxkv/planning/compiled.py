@@ -1,6 +1,5 @@
 """Compiles the programs of a plan with XLA for GPUs or TPUs that are not there, in a process of its own."""
 
-import collections
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -14,9 +13,7 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.engine.lengths import bucket
-from jaxkv.planning.accelerators import Accelerator
-from jaxkv.planning.gpus import GPU
-from jaxkv.planning.ptxas import Kernel, kernels, ptxas
+from jaxkv.planning.accelerators import Device
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.tpus import TPU
 
@@ -29,22 +26,8 @@ _CHILD = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sent:
-    """A collective of a compiled program: its kind, result arrays as HLO text, their bytes, and its occurrences."""
-
-    kind: str
-    arrays: str
-    bytes: int
-    count: int
-
-    def __str__(self) -> str:
-        """Count, kind and arrays of a collective as text, such as `2 x all-reduce f32[4,8]`."""
-        return f"{self.count} x {self.kind} {self.arrays}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """XLA's figures of one compiled program on one GPU: bytes of its arrays, peak, collectives, compile seconds.
+    """XLA's figures of one compiled program on one GPU: bytes of its arrays, peak, compile seconds.
 
     Attributes:
         name: its purpose.
@@ -53,7 +36,6 @@ class CompiledProgram:
         aliased: bytes of results written into donated arguments.
         temporaries: bytes allocated while it runs.
         beside: bytes of live arrays that are not its arguments, by shapes; see `CompiledPlan.prefill`.
-        sent: collectives.
         trace_seconds: tracing and lowering.
         compile_seconds: XLA's compilation.
     """
@@ -64,7 +46,6 @@ class CompiledProgram:
     aliased: int
     temporaries: int
     beside: int = 0
-    sent: tuple[Sent, ...] = ()
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
 
@@ -84,7 +65,7 @@ class CompiledProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """XLA's figures of a plan's decode loop and prefill programs, compiled without a GPU: bytes, register spills.
+    """XLA's figures of a plan's decode loop and prefill programs in bytes, compiled without a GPU.
 
     Attributes:
         decode: the decode loop with all layers.
@@ -97,8 +78,6 @@ class CompiledPlan:
             under way at once: that comes on top, and gives way.
         programs: decode and all programs of a prefill.
         weights: bytes of a GPU's parameters, which are part of both peaks.
-        kernels: number of kernels that ptxas assembled; None without ptxas.
-        spills: (kernel, bytes) of the kernels that spill registers.
         jaxlib: version of the compiler.
         word: "GPU" or "TPU".
         seconds: total time, the start of the child process included.
@@ -108,33 +87,22 @@ class CompiledPlan:
     prefill: CompiledProgram
     programs: tuple[CompiledProgram, ...]
     weights: int
-    kernels: int | None
-    spills: tuple[tuple[str, int], ...]
     jaxlib: str
     seconds: float
     word: str = "GPU"
 
     def __str__(self) -> str:
-        """Report as text: figures of the decode loop and of prefill, a step's collectives, register spills."""
+        """Report as text: figures of the decode loop and of prefill."""
+        head = f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s"
         lines = [
-            f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a {self.word}"
+            f"{head}; nothing has run on a {self.word}",
+            f"  {self.decode}",
+            f"  {self.prefill}",
         ]
-        lines += [f"  decode loop, {str(self.decode).partition(': ')[2]}"]
-        lines += [f"  prefill, at its {self.prefill}"]
-        lines += [f"  a step sends {each}" for each in self.decode.sent]
-        if self.word == "TPU":
-            return "\n".join(lines)
-        if self.kernels is None:
-            lines.append(
-                "  spills: nobody has looked, for there is no ptxas; pip install nvidia-cuda-nvcc"
-            )
-        else:
-            lines.append(f"  spills: {len(self.spills)} of {self.kernels} kernels")
-            lines += [f"    {name} spills {count:,} bytes" for name, count in self.spills]
         return "\n".join(lines)
 
 
-def plugin(gpu: Accelerator) -> str:
+def plugin(gpu: Device) -> str:
     """Version (text) of jaxlib, whose compiler for such devices is installed; else ImportError with the pip command."""
     jaxlib = importlib.metadata.version("jaxlib")
     if gpu.platform == "tpu":
@@ -168,17 +136,13 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     policies with chunked prompts or offloaded rows; TypeError for a policy that cannot be pickled.
     """
     jaxlib = plugin(setting.gpu)
-    parts = setting.policy.parts()
-    remedy = (
-        "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
-    )
-    require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
-    remedy = "a second pass over prompts is not compiled: plan without the compiler"
-    require(parts.needs.replay is None, "policy", setting.policy, remedy)
+    parts = setting.policy.composed
     reading = parts.reading(setting.config.windows, bucket(setting.context))
     # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
-    remedy = "rows that wait in host memory are not compiled: plan without the compiler, or leave offload out"
-    require(reading is None or not reading.offloaded, "policy", setting.policy, remedy)
+    whole = reading is None or not reading.offloaded
+    whole &= parts.needs.replay is None and (parts.read is None or not parts.read.by_chunks)
+    remedy = "chunks, second passes and offloaded rows are not compiled: plan without the compiler"
+    require(whole, "policy", setting.policy, remedy)
     try:
         given = pickle.dumps(sys.path) + pickle.dumps(setting)
     except (pickle.PicklingError, AttributeError) as error:
@@ -188,51 +152,29 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     gpu = setting.gpu
     if isinstance(gpu, TPU):
         gpu.slice_of(setting.gpus)
-    assembler = ptxas() if isinstance(gpu, GPU) else None
     with tempfile.TemporaryDirectory() as folder:
-        made = _in_another_process(given, Path(folder), setting, dump=assembler is not None)
-        found = None
-        if isinstance(gpu, GPU) and assembler is not None:
-            found = kernels(folder, gpu.architecture, assembler)
+        made = _in_another_process(given, Path(folder), setting)
     largest = max(made["prefill"], key=lambda each: each.peak)
     return CompiledPlan(
         decode=made["decode"],
         prefill=largest,
         programs=(made["decode"], *made["prefill"]),
         weights=made["weights"],
-        kernels=None if found is None else len(found),
-        spills=_spills(found or []),
         jaxlib=jaxlib,
         word=gpu.word,
         seconds=made["seconds"],
     )
 
 
-def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
-    """Tuple of (kernel name, spilled bytes) of the kernels that spill registers, largest first."""
-    worst = collections.Counter[str]()
-    for each in found:
-        worst[each.name] = max(worst[each.name], each.spills)
-    return tuple((name, spilled) for name, spilled in worst.most_common() if spilled)
-
-
-def _in_another_process(
-    given: bytes, folder: Path, setting: Setting, *, dump: bool
-) -> dict[str, Any]:
-    """Runs `worker.main` in a child process, returns its dict; ValueError if XLA refuses; `dump` writes PTX files."""
-    flags = [os.environ.get("XLA_FLAGS", "")]
-    if dump:
-        # From JAX 0.11 on PTX is dumped only on demand.
-        flags.append(
-            f"--xla_dump_to={folder} --xla_dump_hlo_as_text=false --xla_dump_emitter_re=ptx"
-        )
+def _in_another_process(given: bytes, folder: Path, setting: Setting) -> dict[str, Any]:
+    """Runs `worker.main` in a child process, returns its dict; ValueError if XLA refuses."""
     # Silences the warnings that there is no GPU, and hides one that is there.
     quiet = {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    environment = {**os.environ, **quiet, "XLA_FLAGS": " ".join(flags).strip()}
+    environment = {**os.environ, **quiet}
     environment.pop("JAX_PLATFORMS", None)
     if setting.gpu.platform == "tpu":
         # libtpu compiles for a slice that is described to it; JAX itself starts on the CPU. No server is asked which

@@ -1,5 +1,6 @@
 """Draws peak memory against context, a line for each policy, with the GPU's limit."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -22,16 +23,12 @@ def kind_of(name: str) -> str:
 
 def peaks(setting: Setting) -> list[tuple[int, int]]:
     """List of (context, peak bytes of one GPU) up to the model's positions; contexts that a budget refuses left out."""
-    limit = setting.config.max_positions
-    lengths = sorted(
-        {limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))}
-    )
-    found = []
-    for length in lengths:
-        try:
-            found.append((length, sizes_of(dataclasses.replace(setting, context=length)).peak))
-        except ValueError:
-            continue
+    limit, found = setting.config.max_positions, list[tuple[int, int]]()
+    for step in reversed(range(_POINTS)):
+        length = limit >> step
+        if length >= min(_LEAST, limit):
+            with contextlib.suppress(ValueError):
+                found.append((length, sizes_of(dataclasses.replace(setting, context=length)).peak))
     return found
 
 

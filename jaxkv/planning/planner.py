@@ -1,77 +1,49 @@
 """`plan`: whether a model, a policy and prompts fit on GPUs or here, the largest that would, and what would help."""
 
+import bisect
+import contextlib
 import dataclasses
-import math
 import os
-from collections.abc import Iterator
-from typing import Any, Literal, TypedDict, Unpack, overload
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import memory
 from jaxkv._checks import flag
 from jaxkv._errors import require
-from jaxkv._values import as_real
-from jaxkv.cache import Dense, Int8
 from jaxkv.cache.stores import held_dtype
+from jaxkv.engine.lengths import buckets
+from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import as_weights
+from jaxkv.planning.accelerators import Device
 from jaxkv.planning.catalog import Known, model_named, scaled
 from jaxkv.planning.compiled import compile_plan
-from jaxkv.planning.host_speed import host_estimate
 from jaxkv.planning.named import accelerators_named
-from jaxkv.planning.outlook import Outlook, Payback, service_of
-from jaxkv.planning.plans import MachinePlan, Plan, Remedy, policy_name
-from jaxkv.planning.process import host_weights, process_of
-from jaxkv.planning.quality import Quality, qualities
-from jaxkv.planning.search import largest, lengths_below
-from jaxkv.planning.served import Served, Slot
-from jaxkv.planning.setting import Asked, HostSetting, Request, Setting, as_dtype, tokens_of
-from jaxkv.planning.sizes import sizes_of, weights_of
-from jaxkv.planning.speed import Speed, estimate
+from jaxkv.planning.plans import Plan, Remedy, Served
+from jaxkv.planning.setting import Setting, as_dtype, tokens_of
+from jaxkv.planning.sizes import sizes_of
+from jaxkv.planning.speed import estimate, unmeasured
 from jaxkv.policies.checks import Tokens
 from jaxkv.policies.fitting import policy_for
-from jaxkv.policies.methods.full import FullKV
+from jaxkv.policies.methods.snapkv import SnapKV
 from jaxkv.policies.policy import Method
-from jaxkv.policies.registry import POLICIES, as_policy
+from jaxkv.policies.registry import as_policy
 from jaxkv.policies.wrapper import with_budget
+from jaxkv.serving.room import ahead_of
 
-# Remedies offer budgets in multiples of _STEP, from _LEAST_BUDGET on, and other policies in the order of _OTHERS.
-_STEP, _LEAST_BUDGET, _USUAL_BUDGET = 64, 128, 2048
-_OTHERS = ("snapkv", "adakv", "h2o")
-# Share of the memory that a driver reports which JAX takes by default.
+# Remedies offer budgets of at least _LEAST_BUDGET rows, and _USUAL_BUDGET where all rows are kept.
+_LEAST_BUDGET, _USUAL_BUDGET = 128, 2048
+# Share of a GPU's memory that JAX takes by default.
 _PREALLOCATED = 0.75
-_FEW, _MOST_BATCH, _MOST_BATCH_HERE = 8, 1 << 16, 1 << 12
-
-Model = str | os.PathLike[str] | ModelConfig | LanguageModel
+_FEW, _MOST_BATCH = 8, 1 << 16
 
 
-class _Options(TypedDict, total=False):
-    """Keyword arguments of `plan` besides model, GPUs and context, as a TypedDict for its overloads."""
-
-    mesh: str | tuple[int, int] | None
-    batch: int
-    new: int
-    questions: int
-    policy: Method | type[Method] | str | None
-    dtype: Any
-    weights: Any
-    rope_scaling: str | None
-    price: int | float | None
-    quality: str | os.PathLike[str] | None
-    serve: bool
-    compile: bool
-
-
-@overload
-def plan(  # type: ignore[overload-overlap]
-    model: Model, *, gpus: Literal["cpu"], context: int | str, **options: Unpack[_Options]
-) -> MachinePlan: ...
-@overload
 def plan(
-    model: Model, *, gpus: str = "h100x8", context: int | str, **options: Unpack[_Options]
-) -> Plan: ...
-def plan(
-    model: Model,
+    model: str | os.PathLike[str] | ModelConfig | LanguageModel,
     *,
     gpus: str = "h100x8",
     mesh: str | tuple[int, int] | None = None,
@@ -83,30 +55,25 @@ def plan(
     dtype: Any = None,
     weights: Any = None,
     rope_scaling: str | None = None,
-    price: int | float | None = None,
-    quality: str | os.PathLike[str] | None = None,
     serve: bool = False,
     compile: bool = False,
-) -> Plan | MachinePlan:
-    """Plans memory, speed of prompts on GPUs, TPUs, present or not, or on this CPU; returns `Plan` or `MachinePlan`.
+) -> Plan:
+    """Plans memory and speed of prompts on GPUs or TPUs, present or not, or on this machine's CPU; returns a `Plan`.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
             config alone is read; or a config, or a model.
-        gpus: GPUs or TPUs, their kind and how many, `h100x8`, `8xh100` or `v6e:8`; `cpu` for a process on this machine,
-            whose speed is measured for about two seconds.
+        gpus: GPUs or TPUs, their kind and how many, `h100x8`, `8xh100` or `v6e:8`; `cpu` for a process on this machine.
         mesh: data-parallel groups of GPUs, and GPUs of a group: `2x4` or `(2, 4)`; by default one group of all.
         context: tokens of each prompt: a number, or a text such as `128K`, where K is 1024.
         batch: number of prompts.
         new: tokens to draw after each prompt.
-        questions: requests that each prompt answers; they share its prefill in seconds, requests an hour and prices.
+        questions: requests that each prompt answers; they share its prefill in seconds and requests an hour.
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
         weights: "int8" or "int4" for linear maps in 8 or 4 bits, as `jaxkv.load` takes it.
         rope_scaling: "yarn:4" for four times the model's positions by YaRN, as a config.json's `rope_scaling` has it.
-        price: of one GPU, or of this machine, for an hour, in any currency; None leaves prices out.
-        quality: folder of an evaluation (`jaxkv eval`, `jaxkv.evaluate`) that has a score of this policy.
-        serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer a second.
+        serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer an hour.
         compile: ask XLA's compiler, too; it must be installed, the GPUs need not be there.
 
     Returns:
@@ -118,383 +85,167 @@ def plan(
         TypeError: for an argument of the wrong kind.
         ImportError: if the compiler is asked and not installed; the message says how to get it.
     """
-    known = scaled(known_model(model), rope_scaling)
-    asked = Asked(
-        policy=policy,
-        context=context,
-        batch=batch,
-        new=new,
-        questions=questions,
-        dtype=dtype,
-        weights=weights,
-    )
-    setting, notes = setting_of(known, gpus, mesh, asked)
-    require(
-        isinstance(setting, Setting) or not compile,
-        "compile",
-        True,
-        "it is for GPUs and TPUs: leave it out",
-    )
-    require_price(price)
-    scores, more = qualities(quality, [setting], [as_policy(policy)])
-    return planned(
-        setting,
-        notes + more,
-        price=price,
-        quality=scores[0],
-        serve=flag("serve", serve),
-        compile=compile,
-    )
-
-
-def require_price(price: Any) -> None:
-    """Raises ValueError for an hourly price that is not a positive finite number; None is allowed."""
-    value = as_real(price)
-    sound = price is None or (value is not None and math.isfinite(value) and value > 0)
-    require(sound, "price", price, "give the price of a GPU for an hour, 2.5 say")
-
-
-def known_model(given: Any) -> Known:
-    """`Known` (name, config, filter layers) of a model name, path, config or loaded model; TypeError for others."""
-    if isinstance(given, Known):
-        return given
-    if isinstance(given, LanguageModel):
-        return Known(name=given.name, config=given.config, filters=given.filter_layers)
-    if isinstance(given, ModelConfig):
-        return Known(name=f"a model of {given.layers} layers", config=given)
-    if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(
-            f"model={type(given).__name__}: give a name such as 'llama-3.1-70b', a path, or a ModelConfig"
-        )
-    return model_named(given)
-
-
-def setting_of(
-    known: Known,
-    gpus: str,
-    mesh: str | tuple[int, int] | None,
-    asked: Asked,
-) -> tuple[Setting | HostSetting, tuple[str, ...]]:
-    """Checks `plan`'s arguments; returns a `Setting` (GPUs) or `HostSetting` (CPU), and texts on assumptions."""
-    here = isinstance(gpus, str) and gpus.strip().lower() == "cpu"
-    filters, given, notes = known.filters, as_policy(asked.policy), list[str]()
-    if filters is None and getattr(given, "filter_layers", ()) is None:
-        filters = known.likely_filters
-        assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
-        windows = any(known.config.windows)
-        remedy = (
-            "`jaxkv filters` finds none beside windows"
-            if windows
-            else "`jaxkv filters` finds a model's own"
-        )
-        notes.append(f"{assumed}: {remedy}")
-    dtype = as_dtype(("float32" if here else "bfloat16") if asked.dtype is None else asked.dtype)
-    held = held_dtype(dtype, "cpu") if here else dtype
-    given = policy_for(given, known.config, filters, dtype=held)
-    if as_weights(asked.weights) == "int8" and not here:
-        notes.append(
-            "weights in 8 bits are taken to be read at the rate that one sequence's products reached"
-        )
-    numbers = {name: getattr(asked, name) for name in ("batch", "new", "questions")}
-    numbers["context"] = tokens_of(asked.context)
-    request = Request(
-        model=known.name,
-        config=known.config,
-        policy=given,
-        dtype=dtype,
-        weights=asked.weights,
-        **numbers,
-    )
-    fields = vars(request)
-    setting: Setting | HostSetting
-    if here:
-        require(mesh is None, "mesh", mesh, "a CPU is planned for as one device: leave it out")
-        setting = HostSetting(memory=memory.machine_bytes(), **fields)
+    known, notes = scaled(known_model(model), rope_scaling), list[str]()
+    if isinstance(gpus, str) and gpus.strip().lower() == "cpu":
+        gpu, count = Device(name="cpu", memory=memory.machine_bytes()), 1
     else:
         gpu, count = accelerators_named(gpus)
-        setting = Setting(gpu=gpu, gpus=count, data=_groups(mesh, count), **fields)
-    return setting, (*notes, *filter(None, (setting.beyond,)))
-
-
-def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups of a mesh such as `2x4`, 1 for None; ValueError unless it has `count` GPUs."""
-    if mesh is None:
-        return 1
-    parts = (
-        mesh.lower().split("x")
-        if isinstance(mesh, str)
-        else list(mesh)
-        if isinstance(mesh, (tuple, list))
-        else []
+    here = gpu.platform == "cpu"
+    require(not (here and compile), "compile", compile, "it is for GPUs and TPUs: leave it out")
+    given, filters = as_policy(policy), known.filters
+    if filters is None and getattr(given, "filter_layers", ()) is None:
+        filters = known.likely_filters
+        layers = ", ".join(map(str, filters))
+        notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds a model's own")
+    dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype)
+    setting = Setting(
+        model=known.name,
+        config=known.config,
+        policy=policy_for(given, known.config, filters, dtype=held_dtype(dtype, gpu.platform)),
+        batch=batch,
+        context=tokens_of(context),
+        new=new,
+        dtype=dtype,
+        weights=weights,
+        questions=questions,
+        gpu=gpu,
+        gpus=count,
+        data=_groups(mesh, count),
     )
-    remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
-    counts = [
-        text
-        for each in parts
-        if (text := str(each).strip()).isdecimal() and len(text) <= len(str(count))
-    ]
-    sound = len(counts) == len(parts) == 2 and int(counts[0]) * int(counts[1]) == count
-    require(sound, "mesh", mesh, remedy)
-    return int(counts[0])
-
-
-def planned(
-    setting: Setting | HostSetting,
-    notes: tuple[str, ...] = (),
-    *,
-    price: int | float | None = None,
-    quality: Quality | None = None,
-    serve: bool = False,
-    compile: bool = False,
-) -> Plan | MachinePlan:
-    """`Plan` (GPUs; also remedies) or `MachinePlan` (CPU) of a setting: bytes, largest batch and context, speed.
-
-    `price` is of one device for an hour; `serve` plans the slots of an engine; `compile` adds XLA's figures for GPUs.
-    """
-    most = largest_batch(setting)
-    outlook = outlook_of(setting, most, price=price, quality=quality)
-    if serve:
-        outlook = dataclasses.replace(outlook, served=served_of(setting, price))
-    if isinstance(setting, HostSetting):
-        return MachinePlan(
-            setting=setting,
-            process=process_of(setting),
-            largest_batch=most,
-            largest_context=largest_context(setting),
-            outlook=outlook,
-            notes=notes,
-        )
-    sizes = sizes_of(setting)
-    enough = sizes.peak <= setting.memory
-    if (
-        enough
-        and setting.gpu.platform == "cuda"
-        and sizes.peak > _PREALLOCATED * setting.gpu.reported
-    ):
-        notes += (
-            "JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
-        )
+    sizes, most = sizes_of(setting), largest_batch(setting)
+    notes += [setting.beyond] if setting.beyond else []
+    enough = sizes.peak <= gpu.memory
+    if enough and gpu.platform == "cuda" and sizes.peak > _PREALLOCATED * gpu.memory:
+        notes.append("JAX takes three quarters of a GPU: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     return Plan(
         setting=setting,
         sizes=sizes,
         largest_batch=most,
         largest_context=largest_context(setting),
         remedies=() if enough else tuple(_remedies(setting)),
-        outlook=outlook,
-        notes=notes,
+        speed=estimate(setting) if enough else None,
+        fastest=estimate(dataclasses.replace(setting, batch=most)) if most else None,
+        silent=unmeasured(setting) if enough else "it does not fit",
+        served=served_of(setting) if flag("serve", serve) else None,
+        notes=tuple(notes),
         compiled=compile_plan(setting) if compile else None,
     )
 
 
-_FROM_HOST = "rows come from host memory, which is another machine's part"
+def known_model(given: Any) -> Known:
+    """`Known` (name, config, filter layers) of a model name, path, config or loaded model; TypeError for others."""
+    if isinstance(given, LanguageModel):
+        return Known(name=given.name, config=given.config, filters=given.filter_layers)
+    if isinstance(given, ModelConfig):
+        return Known(name=f"a model of {given.layers} layers", config=given)
+    if not isinstance(given, (str, os.PathLike)):
+        kind = type(given).__name__
+        raise TypeError(f"model={kind}: give a name such as 'llama-3.1-70b', a path or a config")
+    return model_named(given)
 
 
-def outlook_of(
-    setting: Setting | HostSetting,
-    most: int,
-    *,
-    price: int | float | None = None,
-    quality: Quality | None = None,
-) -> Outlook:
-    """`Outlook` (speed, requests an hour, break-even, quality) of a setting's batch and of its largest batch `most`.
-
-    There is no speed if the batch does not fit, or if rows are offloaded, or decoded in each step.
-    """
-    count = setting.gpus if isinstance(setting, Setting) else 1
-    hourly, fitting = None if price is None else price * count, fits(setting)
-    here = isinstance(setting, HostSetting)
-    # Where a machine's free memory is unknown, every batch counts as fitting: there is no largest one.
-    known = not here or setting.memory is not None
-    batches = [
-        setting.batch if fitting else 0,
-        most if most and known and most != setting.batch else 0,
-    ]
-    speeds = [
-        speed_of(dataclasses.replace(setting, batch=batch)) if batch else None for batch in batches
-    ]
-    asked, largest = (
-        None
-        if speed is None
-        else service_of(speed, dataclasses.replace(setting, batch=batch), hourly)
-        for speed, batch in zip(speeds, batches, strict=True)
-    )
-    silent = ""
-    if speeds[0] is None:
-        silent = (_unmeasured(setting) or _FROM_HOST) if fitting else "it does not fit"
-    payback = None
-    if speeds[0] is not None and setting.policy.parts() != FullKV().parts():
-        whole = dataclasses.replace(setting, policy=FullKV())
-        full = speed_of(whole) if fits(whole) else None
-        payback = Payback(extra=None, saved=None)
-        if full is not None:
-            saved = setting.new * (full.step - speeds[0].step)
-            payback = Payback(extra=speeds[0].prefill - full.prefill, saved=saved)
-    return Outlook(
-        speed=speeds[0], asked=asked, most=largest, payback=payback, quality=quality, silent=silent
-    )
+def _groups(mesh: Any, count: int) -> int:
+    """Number of data-parallel groups of a mesh such as `2x4`, 1 for None; ValueError unless it has `count` GPUs."""
+    if mesh is None:
+        return 1
+    text = mesh if isinstance(mesh, str) else "x".join(map(str, mesh if np.iterable(mesh) else ()))
+    read = re.fullmatch(r"\s*(\d{1,7})\s*x\s*(\d{1,7})\s*", text.lower())
+    sound = read is not None and int(read[1]) * int(read[2]) == count
+    remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
+    require(sound, "mesh", mesh, remedy)
+    return int(read[1]) if read else 1
 
 
-def served_of(setting: Setting | HostSetting, price: int | float | None = None) -> Served | str:
-    """`Served` (engine slots that fit, their speed) for a setting's prompts; error text if slots refuse the policy.
-
-    `price` is of one device for an hour.
-    """
-    groups = setting.data if isinstance(setting, Setting) else 1
-    one = dataclasses.replace(setting, batch=groups)
+def served_of(setting: Setting) -> Served | str:
+    """`Served` (engine slots that fit, their speed) for a setting's prompts; error text if slots refuse the policy."""
+    config, parts, groups = setting.config, setting.policy.composed, setting.data
     try:
-        slot = Slot.of(one)
+        shape = slot_shape(
+            parts,
+            config,
+            prompt=setting.context,
+            question=0,
+            new=max(1, setting.new),
+            stretches=setting.mesh.shape["kv"],
+        )
     except ValueError as error:
         return str(error)
+    one = dataclasses.replace(setting, batch=groups)
+    alone, row = sizes_of(one), parts.row_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize)
+    each = sum(shape.rows) * row
 
     def fit(count: int) -> bool:
-        if isinstance(one, HostSetting):
-            return one.memory is None or process_of(one).first_peak + slot.held(count) <= one.memory
-        sizes, every = sizes_of(one), sizes_of(dataclasses.replace(one, batch=count * groups))
-        return sizes.weights + sizes.prefill + every.decode + slot.held(count) <= one.memory
+        # Beside slots one prefill, and prompts that wait in each group for slots of any.
+        every = sizes_of(dataclasses.replace(one, batch=count * groups))
+        held = (count + ahead_of(count * groups)) * each
+        return alone.weights + alone.process + alone.prefill + every.decode + held <= one.gpu.memory
 
-    known = isinstance(one, Setting) or one.memory is not None
-    slots = groups * (largest(fit, _MOST_BATCH) if known and fit(1) else 0)
-    both = [
-        speed_of(dataclasses.replace(one, batch=batch)) if slots else None
-        for batch in (groups, slots)
-    ]
-    hourly = (
-        None if price is None else price * (setting.gpus if isinstance(setting, Setting) else 1)
-    )
-    return slot.served(slots, *both, price=hourly)
-
-
-def speed_of(setting: Setting | HostSetting) -> Speed | None:
-    """Estimated `Speed` by data sheets (GPUs) or measured rates (CPU); None where no rate was measured.
-
-    That is so if rows come from host memory, each step converts rows or weights first, or layers have windows.
-    """
-    if _unmeasured(setting):
-        return None
-    if isinstance(setting, HostSetting):
-        return host_estimate(setting, host_weights(setting))
-    held, wide = (
-        weights_of(setting.config, setting.dtype, setting.mesh, of)
-        for of in (setting.weights, None)
-    )
-    return estimate(setting, wide, held)
+    slots = groups * largest(fit)
+    full = estimate(dataclasses.replace(one, batch=slots)) if slots else None
+    first = estimate(one)
+    if first is None or full is None:
+        return Served(slots=slots, slot_bytes=each)
+    # A request takes the devices for its prefill and for its share of the steps of all slots.
+    seconds = first.prefill / setting.questions + setting.new * full.step / slots
+    pause = 2 * first.prefill / config.layers + full.step
+    return Served(slots=slots, slot_bytes=each, requests=3600 / seconds, pause=pause)
 
 
-def _unmeasured(setting: Setting | HostSetting) -> str:
-    """Text on why there is no speed: steps convert rows or weights first, or layers have windows; else empty."""
-    if any(setting.config.windows):
-        return "prefill's attention within windows has not been measured"
-    parts, here = setting.policy.parts(), isinstance(setting, HostSetting)
-    several = setting.sequences > 1 or setting.config.experts is not None
-    if (here and setting.weights is not None) or (setting.weights == "int4" and several):
-        bits = setting.weights.removeprefix("int")
-        return f"each step converts weights in {bits} bits, at a rate that is not measured"
-    if parts.store is Dense:
-        return ""
-    if not here and parts.read_as_stored(setting.config.head_dim):
-        # Keys and values in 4 bits have a kernel, as yet only compiled.
-        return "" if parts.store is Int8 else "attention over rows in 4 bits has not been measured"
-    return "each step decodes these rows, no kernel reads them as they are stored"
-
-
-def fits(setting: Setting | HostSetting) -> bool:
-    """True if a setting's peak bytes fit its memory, or that is unknown; False if its budget cannot be kept."""
+def fits(setting: Setting, **changes: Any) -> bool:
+    """True if a setting with some fields changed fits its memory; False if it cannot be, as for its budget."""
     try:
-        if isinstance(setting, Setting):
-            return sizes_of(setting).peak <= setting.memory
-        return setting.memory is None or process_of(setting).first_peak <= setting.memory
+        changed = dataclasses.replace(setting, **changes)
+        return sizes_of(changed).peak <= changed.gpu.memory
     except ValueError:
         return False
 
 
-def largest_batch(setting: Setting | HostSetting) -> int:
-    """Largest number of prompts of the setting's length that fits, at most 65,536 (4,096 on a CPU); 0 if none does."""
+def largest(sound: Callable[[int], bool], low: int = 0) -> int:
+    """Largest integer from `low` to 65,536 where the monotone predicate `sound` holds; `low` if it holds for none."""
+    return low + bisect.bisect(range(low + 1, _MOST_BATCH + 1), 0, key=lambda n: not sound(n))
 
-    def fit(batch: int) -> bool:
-        return fits(dataclasses.replace(setting, batch=batch))
 
-    if isinstance(setting, HostSetting):
-        return largest(fit, _MOST_BATCH_HERE)
+def largest_batch(setting: Setting) -> int:
+    """Largest number of prompts of the setting's length that fits, at most 65,536; 0 if none does."""
     # Not monotone for few prompts, which go through the MLP in blocks of one prompt's tokens: 5 can take less than 4.
-    few = next((batch for batch in range(_FEW * setting.data, 0, -1) if fit(batch)), 0)
-    return largest(fit, _MOST_BATCH, few) if few == _FEW * setting.data else few
+    few = next((each for each in range(_FEW * setting.data, 0, -1) if fits(setting, batch=each)), 0)
+    more = few == _FEW * setting.data
+    return largest(lambda each: fits(setting, batch=each), few) if more else few
 
 
-def largest_context(setting: Setting | HostSetting) -> int:
+def largest_context(setting: Setting) -> int:
     """Largest prompt length, the model's limit or a bucket's size, that fits with the setting's batch; 0 if none."""
-    lengths = lengths_below(setting.config.max_positions)
-    return next(
-        (length for length in lengths if fits(dataclasses.replace(setting, context=length))), 0
-    )
+    limit = setting.config.max_positions
+    # Fitting is not monotone in the length: a short prompt may admit no such budget.
+    lengths = [limit, *(slots for _, slots in buckets(limit)[-2::-1])]
+    return next((each for each in lengths if fits(setting, context=each)), 0)
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
-    """Yields `Remedy` values, changed settings that fit: a smaller budget, a policy, narrower weights, more GPUs.
+    """Yields `Remedy` values, changed settings that fit: a smaller budget, narrower weights, more GPUs.
 
-    Policies are offered only for one that keeps all rows: another method is another quality.
+    Where all rows are kept, the budget is SnapKV's.
     """
     policy, kept = setting.policy, setting.policy.composed.budget
-    budget = kept.value if isinstance(kept, Tokens) else None
-    if budget is not None:
-        smaller = _with_smaller_budget(setting, policy, budget)
-        if smaller is not None:
-            rows, name = smaller.policy.composed.budget, policy_name(smaller.policy)
-            yield Remedy(
-                about=f"a budget of {rows}: {name}", setting=smaller, peak=sizes_of(smaller).peak
-            )
-    # At least _LEAST_BUDGET, which every policy accepts, even for short prompts or a small budget.
-    budget = max(min(_USUAL_BUDGET, setting.context) if budget is None else budget, _LEAST_BUDGET)
-    for name in _OTHERS if policy.parts().scorer is None else ():
-        smaller = _with_smaller_budget(setting, POLICIES[name](budget=budget), budget)
-        if smaller is not None:
-            yield Remedy(
-                about=policy_name(smaller.policy), setting=smaller, peak=sizes_of(smaller).peak
-            )
-            break
-    for bits in (8, 4) if setting.weights is None else ():
-        narrow = dataclasses.replace(setting, weights=f"int{bits}")
-        if fits(narrow):
-            yield Remedy(
-                about=f"weights in {bits} bits", setting=narrow, peak=sizes_of(narrow).peak
-            )
-            break
-    larger = _with_more_gpus(setting)
-    if larger is not None:
-        about = f"{larger.gpu.name}x{larger.gpus}" + (
-            f" as {larger.data}x{larger.split}" if larger.data > 1 else ""
-        )
-        yield Remedy(about=about, setting=larger, peak=sizes_of(larger).peak)
-
-
-def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setting | None:
-    """Setting with the largest budget of `policy` that fits, in steps of 64 from 128 to `budget`; None if none fits."""
-
-    def changed(steps: int) -> Setting | None:
-        try:
-            return dataclasses.replace(
-                setting, policy=with_budget(policy, min(budget, steps * _STEP))
-            )
-        except ValueError:
-            return None
-
-    def fit(steps: int) -> bool:
-        made = changed(steps)
-        return made is not None and fits(made)
-
-    if not fit(_LEAST_BUDGET // _STEP):
-        return None
-    found = changed(largest(fit, -(-budget // _STEP)))
-    return found if found is not None and fits(found) else None
-
-
-def _with_more_gpus(setting: Setting) -> Setting | None:
-    """Setting with 2, 4, 8 or 16 times the GPUs (as larger or more groups), the fewest that fit; None if none fits."""
-    for times in (2, 4, 8, 16):
-        for data in dict.fromkeys((setting.data, setting.data * times)):
-            try:
-                more = dataclasses.replace(setting, gpus=setting.gpus * times, data=data)
-            except ValueError:
-                continue
-            if data <= setting.batch and fits(more):
-                return more
-    return None
+    rows = kept.value if isinstance(kept, Tokens) else 0
+    if setting.policy.composed.scorer is None:
+        policy, rows = SnapKV(), 2 * min(_USUAL_BUDGET, setting.context)
+    halves = (rows // _LEAST_BUDGET).bit_length()
+    kinds: tuple[Iterable[dict[str, Any]], ...] = (
+        ({"policy": with_budget(policy, rows >> by)} for by in range(1, halves)),
+        ({"weights": f"int{bits}"} for bits in (8, 4) if setting.weights is None),
+        (
+            {"gpus": setting.gpus * times, "data": data}
+            for times in (2, 4, 8, 16)
+            for data in (setting.data, min(setting.data * times, setting.batch))
+            if setting.gpu.platform != "cpu"
+        ),
+    )
+    for changes in kinds:
+        with contextlib.suppress(ValueError):
+            for each in changes:
+                if fits(setting, **each):
+                    changed = dataclasses.replace(setting, **each)
+                    about = ", ".join(f"{name}={value}" for name, value in each.items())
+                    yield Remedy(about=about, setting=changed, peak=sizes_of(changed).peak)
+                    break

@@ -1,16 +1,14 @@
-"""Results of planning: `Plan` for GPUs and `MachinePlan` for a process here, as text, table or JSON."""
+"""Result of planning: `Plan`, as text or JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from jaxkv._values import brief
+from jaxkv._values import amount, brief
 from jaxkv.planning.compiled import CompiledPlan
-from jaxkv.planning.outlook import Outlook
-from jaxkv.planning.process import Process
-from jaxkv.planning.setting import HostSetting, Request, Setting
-from jaxkv.planning.sizes import CacheParts, Sizes
-from jaxkv.planning.speed import Speed
+from jaxkv.planning.setting import Setting
+from jaxkv.planning.sizes import Sizes
+from jaxkv.planning.speed import ASSUMED, Speed
 from jaxkv.policies.policy import Method
 
 
@@ -24,7 +22,7 @@ def policy_name(policy: Method) -> str:
     shown, inner = brief(policy), policy
     while isinstance(below := getattr(inner, "inner", None), Method):
         inner = below
-    budget, name = inner.parts().budget, type(inner).__name__
+    budget, name = inner.composed.budget, type(inner).__name__
     if budget is None or "budget=" in shown:
         return shown
     if f"{name}(" not in shown:
@@ -37,25 +35,15 @@ def title(setting: Setting) -> str:
     """One line of text: model name, dtype, number and kind of GPUs, and how the model is split over them."""
     split = f"split over {setting.split}" if setting.split > 1 else "not split"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
-    return (
-        f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
-    )
+    where = f"{setting.gpus} x {setting.gpu.name}: {split}{groups}"
+    return f"{setting.model}, {setting.dtype}, on {where}"
 
 
-def machine_title(setting: HostSetting) -> str:
-    """Makes one line of text: model name, dtype and the words "in a process on this machine's CPU"."""
-    return f"{setting.model}, {setting.dtype}, in a process on this machine's CPU"
-
-
-def prompts(request: Request) -> str:
-    """Text on a request's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
-    asked = f", each asked {request.questions:,} times" if request.questions > 1 else ""
-    return f"{_count_of_prompts(request)} of {request.context:,} tokens{asked}, {request.new:,} new tokens each"
-
-
-def _count_of_prompts(request: Request) -> str:
-    """Number of a request's prompts as text, such as `1 prompt` or `8 prompts`."""
-    return f"{request.batch} prompt{'s' * (request.batch > 1)}"
+def prompts(setting: Setting) -> str:
+    """Text on a setting's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
+    asked = f", each asked {setting.questions:,} times" if setting.questions > 1 else ""
+    several = f"{setting.batch} prompt{'s' * (setting.batch > 1)}"
+    return f"{several} of {setting.context:,} tokens{asked}, {setting.new:,} new tokens each"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +56,34 @@ class Remedy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """Slots of a serving engine that fit, and what they answer if requests never stop coming.
+
+    Attributes:
+        slots: largest number of slots that fit on all devices; 0 where none does.
+        slot_bytes: bytes of a slot on one device.
+        requests: requests per hour; None without slots or a speed.
+        pause: most seconds between two tokens while prompts arrive: two layers' prefill and a step; None likewise.
+    """
+
+    slots: int
+    slot_bytes: int
+    requests: float | None = None
+    pause: float | None = None
+
+    def __str__(self) -> str:
+        """One line of text: slots, requests an hour, longest pause."""
+        text = f"served: {self.slots:,} slots of {gigabytes(self.slot_bytes)} fit"
+        if self.requests is not None and self.pause is not None:
+            text += (
+                f", {amount(self.requests)} requests an hour; longest pause {amount(self.pause)} s"
+            )
+        return text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Result of `plan` for GPUs: bytes of one GPU (`sizes`), whether they fit, the largest batch and context, speed.
+    """Result of `plan`: bytes of one device (`sizes`), whether they fit, the largest batch and context, speed.
 
     Attributes:
         setting: the checked request.
@@ -77,7 +91,10 @@ class Plan:
         largest_batch: largest number of prompts of this length that fit; 0 where none does.
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
         remedies: changed settings that fit, if this one does not.
-        outlook: speed and requests an hour, estimates with rates of one H200; when compression pays; quality.
+        speed: of the batch asked for; None if it does not fit, or no rate was measured.
+        fastest: of the largest batch that fits; None likewise.
+        silent: why there is no speed, as text; empty if there is one.
+        served: slots of an engine, or text on why none takes the policy; None if it is not asked for.
         notes: assumptions.
         compiled: figures of XLA's compiler; None without `compile`.
     """
@@ -87,14 +104,12 @@ class Plan:
     largest_batch: int
     largest_context: int
     remedies: tuple[Remedy, ...] = ()
-    outlook: Outlook = Outlook()
+    speed: Speed | None = None
+    fastest: Speed | None = None
+    silent: str = ""
+    served: Served | str | None = None
     notes: tuple[str, ...] = ()
     compiled: CompiledPlan | None = None
-
-    @property
-    def speed(self) -> Speed | None:
-        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or decoded."""
-        return self.outlook.speed
 
     @property
     def weights(self) -> int:
@@ -124,82 +139,56 @@ class Plan:
     @property
     def fits(self) -> bool:
         """True if the peak of prefill and decoding is within one GPU's memory."""
-        return self.sizes.peak <= self.setting.memory
+        return self.sizes.peak <= self.setting.gpu.memory
 
     def __str__(self) -> str:
-        """Report of a plan for GPUs as text, as `jaxkv plan` prints it."""
-        setting, sizes, memory = self.setting, self.sizes, gigabytes(self.setting.memory)
-        rows = f"{sizes.kept:,.0f} of {setting.context:,} rows a head; uncompressed {gigabytes(sizes.full)}"
-        facts = [
+        """Report of a plan as text, as `jaxkv plan` prints it."""
+        setting, sizes = self.setting, self.sizes
+        memory, word = gigabytes(setting.gpu.memory), setting.gpu.word
+        rows = f"{sizes.kept:,.0f} of {setting.context:,} rows a head"
+        lines = [title(setting), f"{policy_name(setting.policy)}: {prompts(setting)}", ""]
+        for name, size, remark in (
             ("weights", sizes.weights, ""),
-            ("cache", sizes.grown, rows),
-            *_parts(sizes.parts),
-            (
-                "activations",
-                sizes.prefill,
-                f"of prefill; {gigabytes(sizes.decode)} of a decode step",
-            ),
-            *_waiting(sizes.waiting),
-            (
-                "peak of prefill",
-                sizes.prefill_peak,
-                f"{_share(sizes.prefill_peak, setting.memory)} of {memory}",
-            ),
-            (
-                "peak of decode",
-                sizes.decode_peak,
-                f"{_share(sizes.decode_peak, setting.memory)} of {memory}",
-            ),
-        ]
-        if sizes.host:
-            facts.append(("in host memory", sizes.host, f"on a {setting.gpu.word}'s behalf"))
-        verdict = self._verdict()
-        limit = (
-            " (the model's own limit)"
-            if self.largest_context == setting.config.max_positions
-            else ""
+            ("process", sizes.process, "Python, JAX and compiled programs"),
+            ("cache", sizes.grown, f"{rows}; uncompressed {gigabytes(sizes.full)}"),
+            ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a step"),
+            ("peak of prefill", sizes.prefill_peak, f"of {memory}"),
+            ("peak of decode", sizes.decode_peak, f"of {memory}"),
+            ("in host memory", sizes.host, f"on a {word}'s behalf"),
+        ):
+            lines += [f"  {name:<16} {gigabytes(size):>10}  {remark}".rstrip()] if size else []
+        spare = gigabytes(abs(setting.gpu.memory - sizes.peak))
+        verdict = (
+            f"It fits, with {spare} to spare" if self.fits else f"It does NOT fit: {spare} lack"
         )
-        lines = [
-            *_head(title(setting), self, facts),
-            f"{verdict[0].upper()}{verdict[1:]}.",
-            _largest(self, limit),
-        ]
+        batch, context = (
+            f"{each:,}" if each else "none" for each in (self.largest_batch, self.largest_context)
+        )
+        if self.largest_context == setting.config.max_positions:
+            context += " (the model's own limit)"
+        lines += ["", f"{verdict} on each {word}.", f"Largest batch of such prompts: {batch}."]
+        lines.append(f"Longest context of so many prompts: {context}.")
         lines += [f"  would fit: {each.about} ({gigabytes(each.peak)})" for each in self.remedies]
         if not self.fits and not self.remedies:
-            tried = f"a smaller budget, another policy, up to 16 times the {setting.gpu.word}s"
-            lines.append(f"  nothing that was tried would fit: {tried}")
-        lines += self.outlook.lines("Estimated, with rates of one H200")
-        lines += [
-            *notes([self]),
-            *([""] if self.compiled is not None else []),
-            *self.compiled_lines(),
-        ]
-        return "\n".join(lines)
+            lines.append("  nothing that was tried would fit")
+        lines.append(f"No estimate of speed: {self.silent}." if self.silent else "Estimated speed:")
+        for each in dict.fromkeys(filter(None, (self.speed, self.fastest))):
+            lines.append(f"  {each.batch:,} at a time: {each}")
+        lines += [f"  {ASSUMED}"] if self.speed or self.fastest else []
+        lines += [f"Not served: {self.served}"] if isinstance(self.served, str) else []
+        lines += [f"  {self.served}"] if isinstance(self.served, Served) else []
+        return "\n".join([*lines, *notes([self]), *self.compiled_lines()])
 
     def __repr__(self) -> str:
         """One line of text: model, GPUs, and whether the plan fits."""
-        return f"Plan({title(self.setting)}: {self._verdict()})"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Prints the plan's report to IPython's pretty printer, for notebooks."""
-        printer.text(str(self))
-
-    def _verdict(self) -> str:
-        """Sentence as text: fits, with bytes to spare on each GPU; or not, with the bytes prefill or decode needs."""
-        peak, memory, word = self.sizes.peak, self.setting.memory, self.setting.gpu.word
-        if self.fits:
-            return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each {word}"
-        when = "prefill" if self.prefill_peak >= self.decode_peak else "decode"
-        return (
-            f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each {word}"
-        )
+        return f"Plan({title(self.setting)}: {'it fits' if self.fits else 'it does NOT fit'})"
 
     def compiled_lines(self) -> list[str]:
         """Text lines with XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
         compiled, weights = self.compiled, self.sizes.weights
         if compiled is None:
             return []
-        lines = [str(compiled)]
+        lines = ["", str(compiled)]
         for name, ours, theirs in (
             ("prefill", self.prefill_peak, compiled.prefill.peak),
             ("decode", self.decode_peak, compiled.decode.peak),
@@ -214,19 +203,15 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Dict for JSON of the whole plan: request, sizes in bytes, whether it fits, remedies, speed, notes."""
         setting, sizes = self.setting, self.sizes
+        asked = ("model", "gpus", "batch", "context", "new", "questions", "dtype")
         found: dict[str, Any] = {
-            "model": setting.model,
+            **{name: getattr(setting, name) for name in asked},
             "policy": policy_name(setting.policy),
             "gpu": setting.gpu.name,
-            "gpus": setting.gpus,
             "mesh": {"data": setting.data, "model": setting.split},
-            "batch": setting.batch,
-            "context": setting.context,
-            "new": setting.new,
-            "questions": setting.questions,
-            "dtype": setting.dtype,
-            "memory_bytes": setting.memory,
+            "memory_bytes": setting.gpu.memory,
             "weights_bytes": sizes.weights,
+            "process_bytes": sizes.process,
             "cache_bytes": sizes.grown,
             "uncompressed_bytes": sizes.full,
             "rows": sizes.kept,
@@ -241,11 +226,13 @@ class Plan:
             "would_fit": [
                 {"change": each.about, "peak_bytes": each.peak} for each in self.remedies
             ],
-            "cache_parts_bytes": dataclasses.asdict(sizes.parts),
-            "waiting_rows_bytes": sizes.waiting,
-            **self.outlook.as_dict(),
+            "speed": None if self.speed is None else self.speed.as_dict(),
+            "speed_of_largest_batch": None if self.fastest is None else self.fastest.as_dict(),
             "notes": list(self.notes),
         }
+        if self.served is not None:
+            served = self.served
+            found["served"] = None if isinstance(served, str) else dataclasses.asdict(served)
         if self.compiled is not None:
             peaks = {
                 f"{name}_peak_bytes": getattr(self.compiled, name).peak
@@ -255,160 +242,7 @@ class Plan:
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MachinePlan:
-    """Result of `plan` for this machine's CPU: a process's bytes by part, the largest batch and context, speed.
-
-    Attributes:
-        setting: the checked request, with the bytes that are free now.
-        process: the process' bytes by part.
-        largest_batch: largest number of prompts of this length that fit; 0 where none does.
-        largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
-        outlook: speed and requests an hour by rates measured here; when compression pays; quality.
-        notes: assumptions.
-    """
-
-    setting: HostSetting
-    process: Process
-    largest_batch: int
-    largest_context: int
-    outlook: Outlook = Outlook()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def speed(self) -> Speed | None:
-        """Estimated `Speed` of decode and prefill; None if memory is too small, or rows are offloaded or decoded."""
-        return self.outlook.speed
-
-    @property
-    def free(self) -> int | None:
-        """Bytes of memory that are free on this machine; None if the system does not say."""
-        return self.setting.memory
-
-    @property
-    def fits(self) -> bool:
-        """True if a first run, which compiles, fits into free memory, or if the free memory is unknown."""
-        return self.setting.memory is None or self.process.first_peak <= self.setting.memory
-
-    def __str__(self) -> str:
-        """Report of a plan for this machine as text, as `jaxkv plan --gpus cpu` prints it."""
-        made, free = self.process, self.setting.memory
-        facts = [
-            (
-                "Python and JAX",
-                made.started + made.left,
-                "with the tokenizer, and what loading leaves",
-            ),
-            ("weights", made.weights, f"{gigabytes(made.loading)} on top while they are loaded"),
-            ("cache", made.cache, ""),
-            *_parts(made.parts),
-            ("activations", made.activations, "of prefill"),
-            (
-                "programs",
-                made.programs,
-                f"{gigabytes(made.compiling)} on top in a first run, which compiles them",
-            ),
-        ]
-        if made.waiting:
-            facts.append(("waiting rows", made.waiting, "of layers whose rows are offloaded"))
-        facts.append(("peak", made.peak, f"{gigabytes(made.first_peak)} in a first run"))
-        verdict = "Nothing says how much memory this machine has free."
-        if free is not None:
-            verdict = (
-                f"It {'fits' if self.fits else 'does NOT fit'}: {gigabytes(free)} are free now."
-            )
-        head = _head(machine_title(self.setting), self, facts)
-        lines = [
-            *head,
-            verdict,
-            _largest(self),
-            *self.outlook.lines("Estimated from rates measured here"),
-        ]
-        return "\n".join([*lines, *notes([self])])
-
-    def __repr__(self) -> str:
-        """One line of text: model, policy and peak memory."""
-        return f"MachinePlan({self.setting.model}, {policy_name(self.setting.policy)}: {gigabytes(self.process.peak)})"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Prints the plan's report to IPython's pretty printer, for notebooks."""
-        printer.text(str(self))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Dict for JSON of the whole plan for this machine: request, sizes in bytes, whether it fits, speed, notes."""
-        setting, made = self.setting, self.process
-        return {
-            **{
-                name: getattr(setting, name)
-                for name in ("model", "batch", "context", "new", "questions", "dtype")
-            },
-            "policy": policy_name(setting.policy),
-            "gpu": "cpu",
-            **{
-                f"{name}_bytes": size
-                for name, size in dataclasses.asdict(made).items()
-                if name != "parts"
-            },
-            "cache_parts_bytes": dataclasses.asdict(made.parts),
-            "peak_bytes": made.peak,
-            "first_peak_bytes": made.first_peak,
-            "free_bytes": setting.memory,
-            "fits": self.fits,
-            "largest_batch": self.largest_batch,
-            "largest_context": self.largest_context,
-            **self.outlook.as_dict(),
-            "notes": list(self.notes),
-        }
-
-
-def _parts(parts: CacheParts) -> list[tuple[str, int, str]]:
-    """List of ("  of it", bytes, "for PURPOSE") for a report, one for each part in `CacheParts.beyond`."""
-    return [("  of it", size, f"for {name}") for name, size in _named(parts)]
-
-
-def _named(parts: CacheParts) -> list[tuple[str, int]]:
-    """List of (purpose as text, bytes) of a cache's parts other than its budget's rows that take 1% or more."""
-    return [("new tokens' room" if name == "room" else name, size) for name, size in parts.beyond]
-
-
-def _waiting(size: int) -> list[tuple[str, int, str]]:
-    """List of one (name, bytes, remark): all layers' uncompressed rows that prefill holds; empty if `size` is 0."""
-    return (
-        [("  of them", size, "uncompressed rows of all layers, until the last one is scored")]
-        if size
-        else []
-    )
-
-
-def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, str]]) -> list[str]:
-    """Text lines that begin a report: `first`, policy and prompts, then one per (name, bytes, remark) in `facts`."""
-    sizes = [gigabytes(size) for _, size, _ in facts]
-    width = max(map(len, sizes))
-    lines = [first, f"{policy_name(plan.setting.policy)}: {prompts(plan.setting)}", ""]
-    for (name, _, remark), size in zip(facts, sizes, strict=True):
-        lines.append(f"  {name:<16} {size:>{width}}  {remark}".rstrip())
-    return [*lines, ""]
-
-
-def _share(size: int, memory: int) -> str:
-    """Text with the share of memory that `size` bytes take, in per cent; never a round 100% of what does not fit."""
-    text = f"{size / memory:.0%}"
-    return "over 100%" if size > memory and text == "100%" else text
-
-
-def _largest(plan: Plan | MachinePlan, limit: str = "") -> str:
-    """Sentence as text with a plan's largest batch and longest context."""
-    batch, context = (
-        f"{each:,}" if each else "none" for each in (plan.largest_batch, plan.largest_context)
-    )
-    several = _count_of_prompts(plan.setting)
-    return (
-        f"Largest batch of such prompts: {batch}. Longest context of {several}: {context}{limit}."
-    )
-
-
-def notes(plans: Iterable[Plan | MachinePlan]) -> list[str]:
+def notes(plans: Iterable[Plan]) -> list[str]:
     """Text lines `Note: ...` of all plans' notes, each note once."""
-    return [
-        f"Note: {note}." for note in dict.fromkeys(note for each in plans for note in each.notes)
-    ]
+    found = dict.fromkeys(note for each in plans for note in each.notes)
+    return [f"Note: {note}." for note in found]

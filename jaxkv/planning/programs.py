@@ -96,7 +96,7 @@ class Work:
     def planned(self) -> PrefillPlan:
         """The engine's `PrefillPlan` (rows and bytes) for these prompts, with free rows for the new tokens."""
         lengths = np.full(self.batch, self.tokens)
-        room = first_room(self.policy.parts(), self.flat.config.windows, lengths, self.new)
+        room = first_room(self.policy.composed, self.flat.config.windows, lengths, self.new)
         return plan_prefill(
             self.flat.config,
             self.policy,
@@ -111,7 +111,7 @@ class Work:
         """Traces the engine's prefill on abstract arrays; returns `Prefilled` (program calls, cache); computed once."""
         flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
         numbers = by_length(
-            self.policy.parts(), np.full(self.batch, self.tokens), flat.config.windows
+            self.policy.composed, np.full(self.batch, self.tokens), flat.config.windows
         )
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:

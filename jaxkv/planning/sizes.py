@@ -1,4 +1,4 @@
-"""Memory of one GPU of a setting by arithmetic: weights by parameter shapes, the rest by the engine's prefill plan."""
+"""Memory of one device by arithmetic: weights by the shapes of parameters, the rest by the engine's prefill plan."""
 
 import dataclasses
 import functools
@@ -11,48 +11,26 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.growth import MOST_AHEAD, first_room
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.planning.setting import Request, Setting
-from jaxkv.policies.checks import Tokens
+from jaxkv.planning.setting import Setting
 from jaxkv.sharding.parameters import part_shape
 
 # Copies of a batch's hidden states on devices that read them in other tiles: one for each loop of a layer over them.
 _HIDDEN_COPIES = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheParts:
-    """Bytes of the cache by what they are for: the budget's `rows`, `room`, `spare` rows, and the policy's `state`.
-
-    Attributes:
-        rows: rows that the budget keeps: keys, values, positions, and scores of policies that score while decoding.
-        room: free rows behind them, for new tokens.
-        spare: rows of the pools that no promised row fills.
-        why: what the spare rows are for, as text; empty if there are none.
-        state: tables of segments, remembered queries, and other arrays beside the pools.
-    """
-
-    rows: int
-    room: int
-    spare: int
-    why: str
-    state: int
-
-    @property
-    def beyond(self) -> tuple[tuple[str, int], ...]:
-        """Tuple of (name, bytes) of room for new tokens, spare rows and tables, each of 1% of the cache or more."""
-        total = self.rows + self.room + self.spare + self.state
-        named = (("room", self.room), (self.why, self.spare), ("tables and state", self.state))
-        return tuple((name, size) for name, size in named if size >= total / 100 and size > 0)
+# Resident bytes of a process on a CPU beside arrays: Python, JAX, a tokenizer and what loading leaves; and for each
+# layer its programs and their compiler, of steps that append rows and of steps that evict some. Measured on Linux with
+# SmolLM2 and JAX 0.10.2 (commit fcfce720).
+_PROCESS, _APPENDS, _EVICTS = 376_000_000, 8_700_000, 22_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes of weights, cache, activations (one GPU), host rows and the full cache; and rows kept per head, a count.
+    """Bytes of weights, cache, activations (one device), host rows and the full cache; and rows kept per head, a count.
 
     Attributes:
         weights: its part of the parameters.
@@ -63,8 +41,7 @@ class Sizes:
         host: rows offloaded to host memory.
         kept: rows per kv head kept of each prompt, averaged over layers (no bytes).
         full: the uncompressed cache.
-        parts: what the cache is made of at the end of the answer.
-        waiting: uncompressed rows of all layers that prefill holds until the last one; 0 where it holds a few layers'.
+        process: on a CPU, where all memory is the machine's: Python, JAX and compiled programs; 0 on others.
     """
 
     weights: int
@@ -75,92 +52,62 @@ class Sizes:
     host: int
     kept: float
     full: int
-    parts: CacheParts
-    waiting: int = 0
+    process: int = 0
 
     @property
     def prefill_peak(self) -> int:
-        """Peak bytes of one GPU during prefill: weights, cache and activations."""
-        return self.weights + self.cache + self.prefill
+        """Peak bytes of one device during prefill: weights, cache and activations."""
+        return self.weights + self.process + self.cache + self.prefill
 
     @property
     def decode_peak(self) -> int:
-        """Peak bytes of one GPU during decoding: weights, cache and activations."""
-        return self.weights + self.grown + self.decode
+        """Peak bytes of one device during decoding: weights, cache and activations."""
+        return self.weights + self.process + self.grown + self.decode
 
     @property
     def peak(self) -> int:
-        """Peak bytes of one GPU, the larger of prefill and decoding."""
+        """Peak bytes of one device, the larger of prefill and decoding."""
         return max(self.prefill_peak, self.decode_peak)
 
 
 def sizes_of(setting: Setting) -> Sizes:
-    """Computes the `Sizes` (bytes of one GPU) of a setting by arithmetic; ValueError if the budget cannot be kept."""
-    parts, config = setting.policy.parts(), setting.config
-    room = (
-        first_room(parts, config.windows, np.array([setting.context]), setting.new)
-        if setting.new
-        else 0
-    )
-    planned = prefill_of(setting, room)
-    last = planned
+    """Computes the `Sizes` (bytes of one device) of a setting; ValueError if the budget cannot be kept."""
+    parts, config, item = setting.policy.composed, setting.config, jnp.dtype(setting.dtype).itemsize
+    lengths = np.array([setting.context])
+    room = first_room(parts, config.windows, lengths, setting.new) if setting.new else 0
+    planned = last = prefill_of(setting, room)
     if setting.new > MOST_AHEAD and parts.ongoing is None:
         last = prefill_of(setting, bucket(setting.new))
-    holds_all = parts.layers.from_scores or parts.needs.replay is not None
-    activations, block, head, stepping = planned.peak_bytes - planned.cache_bytes, 0, 0, 0
-    if setting.weights == "int4":
-        # Products widen a matrix at a time, of one vector only the experts'; the head's is of a vector a sequence.
-        block, head = (
-            jnp.dtype(setting.dtype).itemsize * each for each in widened_matrices(setting)
-        )
-        as_stored = setting.sequences == 1 and config.experts is None
-        stepping = 0 if as_stored else max(block, head)
-        head = min(head, stepping)
-    if setting.gpu.retiles and jnp.dtype(setting.dtype).itemsize == 2:
-        activations += _HIDDEN_COPIES * 2 * setting.sequences * planned.slots * setting.local.embed
+    prefill, stepping = planned.peak_bytes - planned.cache_bytes, 0
+    here, process = setting.gpu.platform == "cpu", 0
+    several = setting.sequences > 1 or config.experts is not None
+    if setting.weights == "int4" or (here and setting.weights == "int8"):
+        # Products widen a matrix at a time; those of one vector on a GPU read codes.
+        matrix = item * _widened_matrix(setting)
+        prefill, stepping = prefill + matrix, matrix * (here or several)
+    if setting.gpu.retiles and item == 2:
+        prefill += _HIDDEN_COPIES * 2 * setting.sequences * planned.slots * setting.local.embed
         stepping += weights_of(config, setting.dtype, setting.mesh, setting.weights, itemsize=2)
-    budget = planned.budget.mean()
-    by_layer = [
-        budget if width is None else min(width, setting.context) for width in config.windows
-    ]
-    kept = np.mean(by_layer if planned.rows is None else planned.rows)
+    kept = (planned.budget if planned.rows is None else planned.rows).mean()
     if parts.read is not None and parts.scorer is None:
-        kept = float(setting.context)
+        kept = setting.context
+    if here:
+        # The largest tensor is read in float32 before it is kept in the dtype.
+        parameters = parameters_of(config, setting.dtype)
+        loading = (4 + item) * max(math.prod(each.shape) for each in parameters)
+        prefill = max(prefill, loading - planned.cache_bytes)
+        evicts = parts.ongoing is not None and parts.ongoing.evicts
+        process = planned.host_bytes + _PROCESS + config.layers * (_EVICTS if evicts else _APPENDS)
     return Sizes(
         weights=weights_of(config, setting.dtype, setting.mesh, setting.weights),
         cache=planned.cache_bytes,
         grown=last.cache_bytes,
-        prefill=max(activations + block, head),
+        prefill=prefill,
         decode=_decode(setting, planned) + stepping,
         host=planned.host_bytes,
         kept=float(kept),
         full=planned.full_bytes,
-        parts=cache_parts(setting, last, setting.mesh.shape["kv"]),
-        # With one budget over all layers, prefill may hold only a buffer of the rows that can still be chosen.
-        waiting=planned.full_bytes if holds_all and activations >= planned.full_bytes else 0,
-    )
-
-
-def cache_parts(request: Request, planned: PrefillPlan, kv: int = 1) -> CacheParts:
-    """`CacheParts` (bytes by purpose) of a prefill's plan, on one of `kv` devices that share a prompt's kv heads."""
-    config, parts = request.config, request.policy.parts()
-    row = parts.row_bytes(config.head_dim, planned.dtype.itemsize)
-    pools = row * request.sequences * sum(planned.pool_rows(config.kv_heads, kv))
-    room = row * request.sequences * request.local.kv_heads * sum(planned.room)
-    spare, reasons = planned.slack_bytes, list[str]()
-    if spare:
-        if planned.share > 1 and kv > 1:
-            reasons.append(f"capacity ({planned.share:g} times a device's even share)")
-        if planned.layout.one_pool:
-            reasons.append("a pool that layers share")
-        if request.context < planned.slots and not isinstance(parts.budget, Tokens):
-            reasons.append(f"prompts of up to {planned.slots:,} tokens")
-    return CacheParts(
-        rows=pools - room - spare,
-        room=room,
-        spare=spare,
-        why=(", ".join(reasons) or "spare rows") if spare else "",
-        state=planned.cache_bytes - pools,
+        process=process,
     )
 
 
@@ -175,7 +122,7 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
         # One prompt stands for all: they are equally long.
         [setting.context],
         times=setting.batch,
-        dtype=setting.dtype,
+        dtype=held_dtype(setting.dtype, setting.gpu.platform),
         room=room,
         implementation=setting.implementation,
         mesh=setting.mesh,
@@ -183,14 +130,7 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
 
 
 class Parameter(NamedTuple):
-    """Named tuple of a parameter array of the model: name, shape, number of blocks with one, bytes of an element.
-
-    Attributes:
-        name: last part of its name.
-        shape: shape of the array.
-        copies: number of blocks with such an array; 1 outside of them.
-        itemsize: bytes of an element.
-    """
+    """A parameter array: name, shape, number of blocks with one (1 outside of them), bytes of an element."""
 
     name: str
     shape: tuple[int, ...]
@@ -227,63 +167,42 @@ def weights_of(
 
     With `itemsize` only of those whose elements have so many bytes.
     """
-    total = 0
-    for name, shape, copies, size in parameters_of(config, dtype, weights):
-        if itemsize in (None, size):
-            total += copies * math.prod(part_shape(name, shape, mesh)) * size
-    return total
-
-
-def widened_matrices(request: Request) -> tuple[int, int]:
-    """Pair of counts: elements of the largest matrix stored as codes on a device, in a block and of the head; or 0."""
-    codes = {
-        each.name
-        for each in parameters_of(request.config, request.dtype, request.weights)
-        if each.itemsize == 1
-    }
-    wide = [each for each in parameters_of(request.local, request.dtype) if each.name in codes]
-    block, head = (
-        max((math.prod(each.shape) for each in wide if (each.name == "head") is of), default=0)
-        for of in (False, True)
+    return sum(
+        each.copies * math.prod(part_shape(each.name, each.shape, mesh)) * each.itemsize
+        for each in parameters_of(config, dtype, weights)
+        if itemsize in (None, each.itemsize)
     )
-    return block, head
+
+
+def _widened_matrix(setting: Setting) -> int:
+    """Elements of the largest matrix stored as codes on a device."""
+    held = parameters_of(setting.config, setting.dtype, setting.weights)
+    codes = {each.name for each in held if each.itemsize == 1}
+    wide = [each for each in parameters_of(setting.local, setting.dtype) if each.name in codes]
+    return max(math.prod(each.shape) for each in wide)
 
 
 def _decode(setting: Setting, planned: PrefillPlan) -> int:
     """Bytes of a decode step's activations on one GPU, rows loaded from host memory included."""
-    parts, local, batch = setting.policy.parts(), setting.local, setting.sequences
-    # Last and next logits of the device's part of the vocabulary, and all logits gathered for sampling.
-    logits = 4 * batch * (setting.config.vocab + 2 * local.vocab)
-    rows = sum(planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])) * batch
-    received = widened = 0
+    parts, local, batch = setting.policy.composed, setting.local, setting.sequences
+    item, pools = (
+        jnp.dtype(setting.dtype).itemsize,
+        planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"]),
+    )
+    # Last and next logits of the device's part of the vocabulary, all of them for sampling, and hidden states.
+    found = 4 * (setting.config.vocab + 2 * local.vocab)
+    found += (local.embed + local.hidden) * (4 + item)
     if not parts.read_as_stored(setting.config.head_dim):
         # A layer's keys and values are decoded where attention reads them.
-        widest = max(planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"]))
-        widened = 2 * widest * batch * setting.config.head_dim * jnp.dtype(setting.dtype).itemsize
+        found += 2 * max(pools) * setting.config.head_dim * item
     if parts.ongoing is not None and parts.ongoing.attends:
-        # Attention mass of each row; twice where it is summed over devices that share a kv head.
-        received = 4 * rows * (2 if setting.mesh.shape["rep"] > 1 else 1)
-    hidden = widened + batch * (local.embed + local.hidden) * (
-        4 + jnp.dtype(setting.dtype).itemsize
-    )
-    reading = parts.reading(local.windows, planned.slots)
-    if reading is None:
-        return logits + received + hidden
-    chosen, loaded = 0, planned.loaded_bytes
-    if reading.page is not None:
-        pools = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])
-        # For one layer: upper bounds of q.k per page, as sums of two terms, and indices of the chosen rows.
-        scores = 8 * local.group * max(pools) // reading.page + 4 * local.kv_heads * min(
-            reading.width, max(pools)
-        )
-        chosen = batch * scores
-    if reading.filters:
+        # Attention mass of each row; once more where it is summed over devices that share a kv head.
+        found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))
+    reading, loaded = parts.reading(local.windows, planned.slots), planned.loaded_bytes
+    if reading is not None and reading.filters:
         # Logits of every query head of a filter layer, and the scores made of them.
-        each = planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"])[
-            reading.filters[0]
-        ]
-        chosen = 4 * batch * each * (local.group + 1)
-    if loaded:
+        found += 4 * pools[reading.filters[0]] * (local.group + 1)
+    if reading is not None and loaded:
         # Attention transposes the rows of one layer.
         loaded += loaded // reading.loaded * (reading.width if reading.filters else planned.slots)
-    return logits + chosen + loaded + hidden
+    return batch * found + loaded

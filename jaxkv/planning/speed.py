@@ -1,216 +1,215 @@
-"""Estimates of speed by arithmetic, with rates that one H200 has reached.
+"""Seconds of prefill and of a decode step: work by arithmetic, divided by rates that were measured on a device.
 
-The time of a decode step is the sum of: bytes that it reads; kernel launches; overheads of small kernels and of
-attention; all-reduces. Of a mixture, the experts that tokens choose are read; the launches that sort tokens by expert
-are not counted. Rates of products, attention and codes were measured on an H200 (`benchmarks/results/nvidia-h200.md`);
-other GPUs, and TPUs, are taken to reach the same shares of their data sheets. Launches were counted in compiled
-programs, and all-reduces are NCCL's own model. Tests hold the estimates to that file.
+The rates are shares of the data sheet that one H200 has reached (`benchmarks/results/nvidia-h200.md`); other GPUs, and
+TPUs, are taken to reach the same shares. Tests hold the estimates to what was measured.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkv.cache import Dense
+from jaxkv._values import amount
+from jaxkv.cache import Dense, Int8
 from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.planning.accelerators import Accelerator
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.work import prefill_work, rows_read, step_scores, weights_read
+from jaxkv.planning.sizes import weights_of
+from jaxkv.policies.reading import WHOLE
+from jaxkv.policies.redundant import compares_keys
 
-_MICRO = 1e-6
-# Share of the data sheet's bandwidth at which attention is taken to read rows: copies of 2 GiB reach 0.88 of it,
-# attention over 131,072 rows likewise, over fewer less; what they lack is counted with launches.
-COPY = 0.9
-# Likewise at which products of a few tokens read weights, by the bits that these are held in (None: as floats).
-WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
-# Share of the data sheet's FLOP/s that large products, attention in prefill, and the sums of its columns reach.
+# Shares of the data sheet's FLOP/s that prefill reaches in matrix products, attention, and sums of its columns.
 PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
-# Share of 16-bit rows' bytes per second at which 8-bit rows are read: they are converted on the way.
-OF_CODES = 0.6
-# Seconds from the end of a CUDA graph node to the start of its successor, by published microbenchmarks of Hopper.
-LAUNCH = 1.3 * _MICRO
-# Seconds of a kernel of a few CTAs: one or two round trips to memory.
-SMALL = 0.7 * _MICRO
-# Seconds that a pass over rows takes besides streaming them, to load its tables and to finish (PASS); and seconds of
-# the kernel that merges its chunks (MERGE).
-PASS = 1.9 * _MICRO
-MERGE = 1.2 * _MICRO
-# Launches of a layer that are matrix products, and those of its attention: their time follows from bytes read.
-_PRODUCTS_OF_LAYER, _ATTENTION_OF_LAYER = 4, 2
-# An all-reduce by NCCL's ring with the low-latency protocol: seconds to start, and for each of 2 (n - 1) hops between
-# GPUs of a host, by NVLink or PCIe, or of two hosts; constants of NCCL's own tuning model (src/graph/tuning.cc).
-REDUCE, HOP_NVLINK, HOP_PCIE, HOP_NETWORK = 6.6 * _MICRO, 0.6 * _MICRO, 1.0 * _MICRO, 5.0 * _MICRO
-# The low-latency protocol sends a flag of four bytes with every four bytes.
-FLAGS = 2
+# Shares of its bandwidth at which a decode step reads weights, by their bits (None: floats), and rows of 16 and 8 bits.
+WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
+ROWS, CODES = 0.9, 0.54
+# Seconds of a decode step beside reading, for each layer and once: launches, small kernels, the starts of attention.
+APPENDS, EVICTS = (18.9e-6, 50e-6), (27.9e-6, 54e-6)
+MERGES, CHOOSES = (20.9e-6, 126e-6), (22.7e-6, 90e-6)
+# An all-reduce by a ring: seconds to start, and for each hop by NVLink, PCIe and network, as NCCL models them.
+START, NVLINK, PCIE, NETWORK = 6.6e-6, 0.6e-6, 1e-6, 5e-6
 # Bytes/s: slower than any NVLink, faster than any PCIe.
 _NVLINK_FROM = 100e9
-# Seconds from a TPU to its neighbour (https://jax-ml.github.io/scaling-book/sharding).
-HOP_ICI = 1.0 * _MICRO
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launches:
-    """Numbers of kernel launches in a decode step: `layer` for each layer, and `step` once."""
-
-    layer: float
-    step: float
-
-    def of(self, layers: int) -> float:
-        """Estimated number (float) of kernel launches in a decode step of a model with `layers` layers."""
-        return layers * self.layer + self.step
-
-
-# By how a decode step treats cache rows, counted in compiled loops of an 8B model at 559aeca.
-APPENDS = Launches(layer=10.0, step=25.0)
-EVICTS = Launches(layer=14.5, step=27.0)
-MERGES = Launches(layer=11.0, step=63.0)
-CHOOSES = Launches(layer=11.9, step=45.0)
+ASSUMED = (
+    f"prefill at {PRODUCTS:.0%} of the data sheet's FLOP/s in products and {ATTENTION:.0%} in attention, decode at "
+    f"{WEIGHTS[None]:.0%} of its bandwidth for weights and {ROWS:.0%} for rows, as measured on one H200"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Estimated seconds of a decode step, in total (`step`) and by part, seconds of `prefill`, and tokens/s (`tokens`).
+    """Estimated seconds of a batch: its `prefill`, and a decode `step`, of which reading `weights` and `rows`.
 
-    `weights` is reading weights, or multiplying by them where that takes longer; `rows` is reading keys and values;
-    `launches` includes small kernels; `sent` is all-reduces; `scores` is scoring the cache again every few tokens.
-    `tokens` is tokens/s of all sequences. `rates` are the FLOP/s and bytes/s that were divided by, and `assumed` says
-    where they come from.
+    `batch` prompts answer `questions` requests each, of `new` tokens; these share the prefill of their prompt.
     """
 
-    step: float
-    tokens: float
     prefill: float
+    step: float
     weights: float
     rows: float
-    launches: float
-    sent: float
-    scores: float
-    rates: Mapping[str, float]
-    assumed: str
+    batch: int
+    new: int
+    questions: int
+
+    @property
+    def tokens(self) -> float:
+        """New tokens per second of all prompts while they are drawn."""
+        return self.batch / self.step
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a request takes, as its whole batch: its share of prefill plus its decode steps."""
+        return self.prefill / self.questions + self.new * self.step
+
+    @property
+    def requests(self) -> float:
+        """Requests per hour if batches run one after the other."""
+        return 3600 * self.batch / self.seconds
+
+    def __str__(self) -> str:
+        """One line of text: seconds of prefill, tokens a second, seconds of a step, requests an hour."""
+        step = f"{self.tokens:,.0f} tokens/s ({self.step * 1e3:.1f} ms a step)"
+        return f"prefill {self.prefill:,.1f} s, {step}, {amount(self.requests)} requests an hour"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Dict for JSON: the fields in seconds and numbers, tokens a second, seconds of a request, requests an hour."""
+        found = {"tokens_per_second": self.tokens, "request_seconds": self.seconds}
+        return dataclasses.asdict(self) | found | {"requests_per_hour": self.requests}
 
 
-def estimate(setting: Setting, weights: int, stored: int | None = None) -> Speed | None:
-    """Estimates a setting's `Speed` by arithmetic; None if rows are offloaded.
+def unmeasured(setting: Setting) -> str:
+    """Text on why there is no speed, of what no rate was measured; empty if there is one."""
+    parts, config = setting.policy.composed, setting.config
+    reading = parts.reading(config.windows, bucket(setting.context))
+    several = setting.sequences > 1 or config.experts is not None
+    reasons = {
+        "rates are those of GPUs": not isinstance(setting.gpu, Accelerator),
+        "attention within windows has not been measured": any(config.windows),
+        "rows come from another machine's memory": reading is not None and reading.offloaded,
+        "each step converts weights in 4 bits": setting.weights == "int4" and several,
+        "each step decodes these rows": not parts.read_as_stored(config.head_dim),
+        "attention over rows in 4 bits has not been measured": parts.store not in (Dense, Int8),
+    }
+    return next((why for why, found in reasons.items() if found), "")
 
-    `weights` is bytes of one GPU's parameters if all have the dtype, `stored` as they are stored (None: likewise).
-    """
-    parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
-    reading = parts.reading(setting.config.windows, bucket(setting.context))
-    if reading is not None and reading.offloaded:
+
+def estimate(setting: Setting) -> Speed | None:
+    """Estimates a setting's `Speed`; None where no rate was measured."""
+    gpu = setting.gpu
+    if unmeasured(setting) or not isinstance(gpu, Accelerator):
         return None
-    copy, item, layers = (
-        COPY * gpu.bandwidth,
-        jnp.dtype(setting.dtype).itemsize,
-        setting.config.layers,
+    parts, local, item = setting.policy.composed, setting.local, jnp.dtype(setting.dtype).itemsize
+    layers, prompts = setting.config.layers, setting.sequences
+    held, wide = (
+        weights_of(setting.config, setting.dtype, setting.mesh, of)
+        for of in (setting.weights, None)
     )
-    read, used = weights_read(setting, weights)
-    # An embedding table beside a head is never narrow, and not read.
-    beside = 0 if local.tied else local.vocab * local.embed * item
-    narrow = 1.0 if stored is None else (stored - beside) / (weights - beside)
-    flops = _products(setting) * PRODUCTS
-    product = max(
-        narrow * read / (WEIGHTS[setting.weights] * gpu.bandwidth),
-        2 * used / item * setting.sequences / flops,
+    # An embedding table beside a head is read one row per token.
+    table = 0 if local.tied else local.vocab * local.embed * item
+    read, used = _weights_read(setting, wide - table)
+    # TensorFloat-32 has half of bfloat16's rate.
+    flops = gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
+    weights = max(
+        (held - table) / (wide - table) * read / (WEIGHTS[setting.weights] * gpu.bandwidth),
+        2 * used / item * prompts / (PRODUCTS * flops),
     )
-    held, filters = rows_read(setting)
-    row = local.head_dim * item * local.kv_heads * setting.sequences
-    rows = (
-        parts.store.row_bytes(local.head_dim, item)
-        * local.kv_heads
-        * setting.sequences
-        * float(held.sum())
-    )
-    if filters:
-        # A filter layer reads its keys once more to score them.
-        rows += row * float(held[list(filters)].sum())
-    ongoing = parts.ongoing
-    if ongoing is not None and ongoing.attends:
+    kept, filters = rows_read(setting)
+    each = parts.store.row_bytes(local.head_dim, item)
+    if parts.ongoing is not None and parts.ongoing.attends:
         # A logit of each query head and row, and the accumulated attention mass.
-        rows += setting.sequences * local.kv_heads * float(held.sum()) * (4 * local.group + 8)
-    launched = _launches(setting).of(layers)
-    small = launched - layers * (_PRODUCTS_OF_LAYER + _ATTENTION_OF_LAYER)
-    launches = launched * LAUNCH + small * SMALL + layers * (PASS + MERGE)
-    if gpu.platform == "tpu":
-        # The whole step is one program, which a TPU runs without launches.
-        launches = 0.0
-    # Two all-reduces of float32 hidden states per layer and one for the embedding.
-    sent = (2 * layers + 1) * all_reduce(
-        setting, 4 * setting.sequences * setting.config.embed, FLAGS
-    )
-    scores = step_scores(setting) / (SCORES * _products(setting))
-    # Codes are converted on the way into products.
-    rate = copy * (1.0 if parts.store is Dense else OF_CODES)
-    step = product + rows / rate + launches + sent + scores
-    return Speed(
-        step=step,
-        tokens=setting.batch / step,
-        prefill=_prefill(setting, weights),
-        weights=product,
-        rows=rows / rate,
-        launches=launches,
-        sent=sent,
-        scores=scores,
-        assumed=_assumed(setting),
-        rates={
-            "prefill_products_flops": PRODUCTS * _products(setting),
-            "prefill_attention_flops": ATTENTION * _products(setting),
-            "prefill_scores_flops": SCORES * _products(setting),
-            "decode_weights_bytes_per_second": WEIGHTS[setting.weights] * gpu.bandwidth,
-            "decode_rows_bytes_per_second": rate,
-        },
-    )
-
-
-def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
-    """Seconds of a ring all-reduce of `size` bytes in a group (0 for one GPU); `flags`: bytes sent per payload byte.
-
-    TPUs of a pod send both ways around the ring, and no flags.
-    """
-    count, gpu = setting.split, setting.gpu
-    if count == 1:
-        return 0.0
-    if gpu.platform == "tpu" and count <= gpu.per_host:
-        return count * HOP_ICI + 2 * (count - 1) / count * size / gpu.link
-    hosts = -(-count // gpu.per_host)
-    inside = HOP_NVLINK if gpu.link > _NVLINK_FROM else HOP_PCIE
-    slowest = gpu.link if hosts == 1 else min(gpu.link, gpu.network * gpu.per_host)
-    hops = 2 * (count - hosts) * inside + 2 * (hosts - 1) * (HOP_NETWORK if hosts > 1 else inside)
-    return REDUCE + hops + flags * 2 * (count - 1) / count * size / slowest
-
-
-def _assumed(setting: Setting) -> str:
-    """Text of the shares of a data sheet's rates that an estimate assumes, and where they were measured."""
-    also = "; no TPU was measured" if setting.gpu.platform == "tpu" else ""
-    return (
-        f"prefill's matrix products at {PRODUCTS:.0%} and its attention at {ATTENTION:.0%} of the data sheet's FLOP/s, "
-        f"decode's weights at {WEIGHTS[setting.weights]:.0%} and its rows at {COPY:.0%} of its bandwidth, as on one "
-        f"H200: benchmarks/results/nvidia-h200.md{also}"
-    )
-
-
-def _launches(setting: Setting) -> Launches:
-    """`Launches` (kernel launches of a layer and of a step, constants) for the setting's policy."""
-    parts = setting.policy.parts()
+        each += 4 * local.group + 8
+    # A filter layer reads its keys once more to score them.
+    rows = each * float(kept.sum()) + local.head_dim * item * float(kept[list(filters)].sum())
+    rows *= local.kv_heads * prompts
+    rows /= gpu.bandwidth * (ROWS if parts.store is Dense else CODES)
+    launched = APPENDS
     if parts.read is not None:
-        return CHOOSES
-    if parts.ongoing is None or not parts.ongoing.evicts:
-        return APPENDS
-    return EVICTS if parts.ongoing.merge is None else MERGES
-
-
-def _products(setting: Setting) -> float:
-    """Data sheet's FLOP/s of matrix products for the setting's dtype; half for float32, which runs as TF32."""
-    return setting.gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
-
-
-def _prefill(setting: Setting, weights: int) -> float:
-    """Seconds to prefill one group's prompts: matrix products, attention and scores, all-reduces."""
-    work, flops = prefill_work(setting, weights), _products(setting)
-    hidden = 4 * setting.sequences * setting.context * setting.local.embed
-    sent = 2 * setting.local.layers * all_reduce(setting, hidden)
-    return (
-        work.products / (PRODUCTS * flops)
-        + work.attention / (ATTENTION * flops)
-        + work.scores / (SCORES * flops)
-        + sent
+        launched = CHOOSES
+    elif parts.ongoing is not None and parts.ongoing.evicts:
+        launched = EVICTS if parts.ongoing.merge is None else MERGES
+    # The whole step is one program, which a TPU runs without launches.
+    launches = (launched[0] * layers + launched[1]) * (gpu.platform == "cuda")
+    # Two sums of hidden states in float32 per layer and one for the embedding; a flag goes with every four bytes.
+    sent = (2 * layers + 1) * all_reduce(setting, 2 * 4 * prompts * local.embed)
+    products, attention, scores = prefill_work(setting, used / item - local.vocab * local.embed)
+    hidden = 2 * layers * all_reduce(setting, 4 * prompts * setting.context * local.embed)
+    prefill = products / PRODUCTS + attention / ATTENTION + scores / SCORES
+    return Speed(
+        prefill=prefill / flops + hidden,
+        step=weights + rows + launches + sent,
+        weights=weights,
+        rows=rows,
+        batch=setting.batch,
+        new=setting.new,
+        questions=setting.questions,
     )
+
+
+def all_reduce(setting: Setting, size: int) -> float:
+    """Seconds of a ring all-reduce of `size` bytes in a group, 0 for one device."""
+    count, gpu = setting.split, setting.gpu
+    if count == 1 or not isinstance(gpu, Accelerator):
+        return 0.0
+    link, hop = gpu.link, NVLINK if gpu.link > _NVLINK_FROM else PCIE
+    if count > gpu.per_host:
+        link, hop = min(link, gpu.network * gpu.per_host), NETWORK
+    return START + 2 * (count - 1) * (hop + size / count / link)
+
+
+def rows_read(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Rows per kv head `[L]` that a decode step reads midway through an answer, and a tuple of filter layer indices."""
+    parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
+    planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
+    # Budgets over layers that depend on the prompt are taken as uniform.
+    kept = np.full(layers, float(planned.budget.mean()))
+    if planned.rows is not None:
+        kept = planned.rows.mean(axis=1)
+    reading = parts.reading(setting.config.windows, planned.slots)
+    if reading is None:
+        grows = parts.ongoing is None or not parts.evicts
+        period = parts.every or 2 * behind
+        # Recompressed caches hold half a period of new rows on average; evicting ones hold none once full.
+        return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
+    whole = np.asarray([source == WHOLE for source in reading.sources])
+    if reading.page is not None:
+        # The bounds of a page are read like one row: a minimum and a maximum, in place of a key and a value.
+        held = kept + behind
+        return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
+    read = np.where(whole, kept, np.minimum(reading.width, kept))
+    return read + behind, tuple(reading.filters)
+
+
+def _weights_read(setting: Setting, held: int) -> tuple[int, int]:
+    """Bytes of the `held` parameters that a decode step reads, and that each token is multiplied by.
+
+    With experts these are fewer: tokens are taken to choose different ones until all are chosen.
+    """
+    local, experts = setting.local, setting.config.experts
+    if experts is None:
+        return held, held
+    each = 3 * local.embed * local.hidden * local.layers * jnp.dtype(setting.dtype).itemsize
+    others = held - experts.count * each
+    chosen = min(experts.count, experts.chosen * setting.sequences)
+    return others + chosen * each, others + experts.chosen * each
+
+
+def prefill_work(setting: Setting, weights: float) -> tuple[float, float, float]:
+    """FLOP of one device's prefill: products with `weights` parameters, attention, and scores that a policy adds."""
+    local, parts, tokens = setting.local, setting.policy.composed, setting.context
+    needs, again = parts.needs, 0.0
+    # 4 FLOP per query, key and channel, and half of the pairs.
+    pairs, channels = tokens**2 / 2, local.layers * local.heads * local.head_dim
+    scores = 2 * pairs * channels if needs.sums else 0.0
+    if needs.replay is not None:
+        # A second pass: each chunk, and the tokens between chunks, attend to the whole prompt, and logits are read.
+        again = 1 + needs.replay.tail / min(needs.replay.chunk, tokens)
+        scores += 4 * pairs * again * channels
+    # The last queries, and keys with one another, of policies that compare them.
+    scores += 2.0 * needs.queries * tokens * channels
+    if compares_keys(parts.scorer):
+        scores += 2.0 * tokens**2 * channels / local.group
+    prompts, products = setting.sequences, 2 * weights * tokens * (1 + again)
+    attention = 4 * pairs * channels * (1 + 2 * again)
+    return prompts * products, prompts * attention, prompts * scores

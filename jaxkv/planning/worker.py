@@ -11,8 +11,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.planning import hlo
-from jaxkv.planning.compiled import CompiledProgram, Sent
+from jaxkv.planning.compiled import CompiledProgram
 from jaxkv.planning.gpus import GPU
 from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
@@ -31,7 +30,8 @@ def described(setting: Setting) -> Any:
         )
         return np.asarray(found.devices[: setting.gpus])
     assert isinstance(gpu, GPU)
-    hosts = setting.hosts if setting.gpus % setting.hosts == 0 else 1
+    hosts = -(-setting.gpus // gpu.per_host)
+    hosts = hosts if setting.gpus % hosts == 0 else 1
     # Slices x hosts x GPUs of a host.
     shape = f"1x{hosts}x{setting.gpus // hosts}"
     known = {"topology_name": gpu.name, "target_config": gpu.target, "topology": shape}
@@ -79,15 +79,6 @@ def compiled_program(
     compiled = lowered.compile()
     ended = time.perf_counter()
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    sent = [
-        Sent(
-            kind=kind,
-            arrays=hlo.shown(arrays),
-            bytes=sum(hlo.size_of(*each) for each in arrays),
-            count=count,
-        )
-        for (kind, arrays), count in sorted(hlo.collectives(text).items())
-    ]
     made = CompiledProgram(
         name=name,
         arguments=memory.argument_size_in_bytes,
@@ -95,7 +86,6 @@ def compiled_program(
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         beside=beside,
-        sent=tuple(sent),
         trace_seconds=seconds + traced_at - began,
         compile_seconds=ended - traced_at,
     )

@@ -15,7 +15,7 @@ from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
 from jaxkv.sharding.collectives import most_of_devices
 
 # Cosines that are in memory at a time: 16 MiB in float32.
-_CELLS = 1 << 22
+COSINES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def _mean_cosines(
     slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
-    size = min(slots, max(1, _CELLS // slots))
+    size = min(slots, max(1, COSINES // slots))
 
     def add(index: Int[Array, ""], sums: Float[Array, " S"]) -> Float[Array, " S"]:
         row = index * size + jnp.arange(size, dtype=jnp.int32)
