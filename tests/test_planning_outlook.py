@@ -10,7 +10,7 @@ from test_planning_speed import BLOCK, CONFIG, WEIGHTS, setting_of
 
 import jaxkv
 from jaxkv._values import amount
-from jaxkv.evals.records import Record, Run
+from jaxkv.evals.results import Record, Run, dumped
 from jaxkv.planning import host_speed
 from jaxkv.planning.host_rates import HostRates
 from jaxkv.planning.named import accelerators_named
@@ -261,18 +261,18 @@ def evaluation(folder, missing=0):
     policies = {"snapkv@1024": jaxkv.SnapKV(budget=1024), "h2o@1024": jaxkv.H2O(budget=1024)}
     run = Run(
         task="needle", settings={}, unit="%", higher=True, model="llama-3.1-8b", fingerprint="0", dtype="float32",
-        policies={name: repr(each) for name, each in policies.items()}, budgets=dict.fromkeys(policies, 1024),
-        agnostic=True, raw=False, seed=0, batch=2, shard=None, samples=4, digest="0", made_with={},
+        agnostic=True, raw=False, seed=0, batch=2, shard=None, samples=4, digest="0", versions={}, devices="",
     )  # fmt: skip
-    lines = [
+    records = [
         Record(
-            task="needle", policy=name, budget=1024, id=str(at), group="all", tags={}, prediction="", answers=[],
-            score=float(at > 0 or name == "h2o@1024"), tokens=2000,
-        ).line()
-        for name in policies for at in range(4)
+            policy=name, method=repr(each), budget=1024, number=at, id=str(at), group="all", tags={}, question="",
+            prediction="", answers=[], score=float(at > 0 or name == "h2o@1024"), tokens=2000, rows=None, nbytes=None,
+            figures={},
+        )
+        for name, each in policies.items() for at in range(4)
     ]  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(run.as_dict()))
-    (folder / "samples.jsonl").write_bytes(b"".join(lines[: len(lines) - missing]))
+    lines = [dumped(vars(each)) for each in (run, *records[: len(records) - missing])]
+    (folder / "results.jsonl").write_bytes(b"".join(lines))
     return folder
 
 
@@ -301,4 +301,4 @@ def test_quality_of_a_folder(tmp_path):
     evaluation(tmp_path, missing=3)
     made = scored(jaxkv.H2O(budget=1024))
     assert made.outlook.quality.word == "100.0*" and "1 of 4 samples" in str(made)
-    assert "unfinished: 5 of 8 lines are there" in made.notes[-1]
+    assert "Not finished" in made.notes[-1]

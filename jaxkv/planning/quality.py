@@ -72,17 +72,14 @@ def qualities(
     if folder is None:
         return [None] * len(settings), ()
     # Reading evaluations imports much that a plan without one does not need.
-    from jaxkv.evals.summary import Evaluation
+    from jaxkv.evals.results import Evaluation
 
-    evaluation = Evaluation.begun(folder, "quality")
-    run, records = evaluation.run, evaluation.records
-    begun = {record.policy for record in records}
+    evaluation = Evaluation.read(folder)
+    run, methods = evaluation.run, evaluation.methods
     found, notes = list[Quality | None](), list[str]()
     for setting, policy in zip(settings, given, strict=True):
         texts = {repr(policy), repr(setting.policy)}
-        row = next(
-            (name for name, text in run.policies.items() if text in texts and name in begun), None
-        )
+        row = next((name for name, text in methods.items() if text in texts), None)
         if row is None:
             found.append(None)
             continue
@@ -112,17 +109,13 @@ def qualities(
                 f"{setting.context:,}: a budget in rows keeps another share of them"
             )
     if None in found:
-        rows = ", ".join(name for name in run.policies if name in begun) or "no samples yet"
+        rows = ", ".join(methods) or "no samples yet"
         notes.append(
             f"where no score is shown, {folder} has none of this policy, budget and fields; it has {rows}"
         )
     if settings and not _same_model(run.model, settings[0].model):
         notes.append(f"scores of {folder} are of {run.model}, the plan is of {settings[0].model}")
-    short = run.lines - len(records)
-    if short > 0:
-        notes.append(
-            f"the evaluation of {folder} is unfinished: {len(records):,} of {run.lines:,} lines are there"
-        )
+    notes += [f"the evaluation of {folder}: {note}" for note in evaluation.notes]
     return found, tuple(dict.fromkeys(notes))
 
 
