@@ -231,7 +231,7 @@ def test_folders_that_are_none_are_refused(tmp_path):
     for name in ("thesis.tex", "run.json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("mine")
-    for out in (file, file / "in", tmp_path / "thesis.tex", tmp_path / "run.json"):
+    for out in (file, tmp_path / "thesis.tex", tmp_path / "run.json"):
         with pytest.raises(ValueError, match="^out="):
             told(out)
     with results.locked(tmp_path / "busy"), pytest.raises(ValueError, match="^out="):

@@ -509,10 +509,8 @@ class Evaluation:
         """Text of Markdown: title, notes, and the tables."""
         lines = [f"# {self.title}", *self.notes]
         for head, *rows in self.tables().values():
-            rule = ["---", *["---:"] * (len(head) - 1)]
-            lines.append(
-                "\n".join(f"| {' | '.join(map(_escaped, row))} |" for row in (head, rule, *rows))
-            )
+            first, *others = [f"| {' | '.join(map(_escaped, row))} |" for row in (head, *rows)]
+            lines.append("\n".join([first, "|---|" + "---:|" * (len(head) - 1), *others]))
         return "\n\n".join(lines)
 
     @property

@@ -139,11 +139,10 @@ class Turns(Task):
             spoken, kept, cache = _hold(params, policy, [samples[number] for number in at], how)
             tokens = host(cache.seen)
             for row, number in enumerate(at):
+                answers = samples[number].answers
                 scores = [
-                    float(right.lower() in text.lower())
-                    if self.judge == "substring"
-                    else rouge_l(text, right)
-                    for text, right in zip(spoken[row], samples[number].answers, strict=True)
+                    self._score(text, right)
+                    for text, right in zip(spoken[row], answers, strict=True)
                     if right
                 ]
                 rows = [each[:, row] for each in kept]
@@ -161,6 +160,14 @@ class Turns(Task):
                     nbytes=int(rows[-1].sum()) * cache.entry_bytes,
                 )
         return [outcomes[number] for number in range(len(samples))]
+
+    def _score(self, text: str, right: str) -> float:
+        """Score in [0, 1] of one answer against its reference `right`, by the task's judge."""
+        return (
+            float(right.lower() in text.lower())
+            if self.judge == "substring"
+            else rouge_l(text, right)
+        )
 
 
 def _hold(
