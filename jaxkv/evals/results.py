@@ -276,8 +276,8 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
         shares: True if scores lie in [0, 1], and so their mean.
 
     Returns:
-        Lower and upper end: Wilson's interval where every share is 0 or 1, or all are equal, Student's otherwise.
-        None for one score that is no share.
+        Lower and upper end: Wilson's interval where every share is 0 or 1, Student's otherwise; where all shares are
+        equal, Wilson's upper end for 0 of n is the part of others that may differ. None for one score that is no share.
 
     Raises:
         ValueError: for no scores, and for shares outside [0, 1].
@@ -487,7 +487,7 @@ class Evaluation:
 
     def tables(self) -> dict[str, list[list[str]]]:
         """Dict {name: rows of texts, the head first}: scores and costs, then scores by group and by length."""
-        rows = []
+        rows = list[list[str]]()
         for policy in self.policies:
             cell = self.cell(policy)
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
