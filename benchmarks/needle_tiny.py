@@ -20,7 +20,7 @@ from benchmarks.needle import unseen
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import How
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.summary import interval
+from jaxkv.evals.results import interval
 
 BUDGETS = (0.25, 0.5, 64, 128)
 FULL = "full cache"

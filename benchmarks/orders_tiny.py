@@ -20,8 +20,8 @@ from benchmarks import record
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import How, Task, TwoStage
 from jaxkv.evals.needle import Needle
+from jaxkv.evals.results import interval
 from jaxkv.evals.ruler import Ruler
-from jaxkv.evals.summary import interval
 
 MODEL = "tiny-retrieval"
 BATCH = 25

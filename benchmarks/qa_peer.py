@@ -131,7 +131,7 @@ def main() -> None:
         ]
         how, batch = How(agnostic=True), 2 * QUESTIONS
         done = evaluate(params, task, POLICIES, Path(folder) / "out", how=how, batch=batch)
-        lines = Path(folder) / "out" / "samples.jsonl"
+        lines = Path(folder) / "out" / "results.jsonl"
         whole = lines.read_bytes()
         lines.write_bytes(whole[: len(whole) * 2 // 5])
         evaluate(params, task, POLICIES, Path(folder) / "out", how=how, batch=batch)

@@ -130,4 +130,4 @@ def told(out, task: Task | None = None, **options) -> bytes:
     """Evaluates, and returns the lines."""
     policies = options.pop("policies", POLICIES)
     evaluate(words(), task or Told(), policies, out, **{"batch": 3, "progress": False, **options})
-    return (out / "samples.jsonl").read_bytes()
+    return (out / "results.jsonl").read_bytes()

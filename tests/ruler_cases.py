@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import gzip
 import json
+import string
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from jaxkv.evals.ruler import pieces
+from jaxkv.evals.ruler import SMALL_WORDS, chains, counted, niah, pieces
+from jaxkv.evals.ruler.wording import NOISE, SENTENCES
 from jaxkv.loading import LanguageModel
 from jaxkv.testing import tiny_model
 from jaxkv.text.tokenizer import Text
@@ -36,3 +38,13 @@ def model(positions: int = 65536) -> LanguageModel:
 def golden() -> dict:
     """What `tests/golden/make_ruler.py` wrote."""
     return json.loads(gzip.decompress((GOLDEN / "golden.json.gz").read_bytes()))
+
+
+def small_vocabulary() -> set[str]:
+    """Words, digits and punctuation marks in prompts and answers of the small wording."""
+    templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES)
+    # Names of the templates' fields are no words of a prompt.
+    parsed = (string.Formatter().parse(each) for each in (*templates, *counted.TEMPLATES))
+    fixed = [text for template in parsed for text, *_ in template]
+    found = pieces(" ".join([*fixed, "number numbers uuid uuids 0123456789 , and . - ="]))
+    return {*found, *SMALL_WORDS, *(word.upper() for word in SMALL_WORDS)}

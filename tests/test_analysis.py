@@ -322,7 +322,7 @@ def test_sums_are_keys_and_answers_their_colours():
         assert first >= 1 and second >= 1 and first + second == case.key
         assert [int(key) for key in table] == list(range(case.size))
         assert table[str(case.key)] == case.answer in COLOURS
-        assert case.found_in(f"It is {case.answer.upper()}.") and not case.found_in("It is beige.")
+        assert case.answer in COLOURS and case.answer in case.prompt
     assert len(set(COLOURS)) == 23
     assert two_stage(5, seed=1) == two_stage(5, seed=1) != two_stage(5, seed=2)
     assert {case.size for case in two_stage(17)} == set(range(40, 201, 10))

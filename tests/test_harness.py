@@ -294,18 +294,16 @@ def test_models_are_made_of_the_harness_arguments(lm_class):
         lm.apply_chat_template([{"role": "user", "content": "Hi"}])
         == "<turn>user:Hi<end><turn>assistant:"
     )
-    with pytest.raises(ValueError, match="batch_size='auto'"):
+    with pytest.raises(ValueError, match="^batch_size="):
         lm_class(model, batch_size="auto")
-    with pytest.raises(TypeError, match="budget: the policy is made already"):
+    with pytest.raises(TypeError, match="^budget"):
         lm_class(model, policy=jaxkv.SnapKV(), budget=3)
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(ValueError, match="^model="):
         lm_class(tiny.tiny(tiny.TWO_LAYERS))
-    with pytest.raises(ValueError, match="longer than the model's 512 positions"):
+    with pytest.raises(ValueError, match="^continuation="):
         lm.loglikelihood(requests(("a", "b" * 600)), disable_tqdm=True)
-    with pytest.raises(ValueError, match="adds no token"):
+    with pytest.raises(ValueError, match="^continuation="):
         lm.loglikelihood(requests(("a", "")), disable_tqdm=True)
-    with pytest.raises(ValueError, match="continuation='': it adds no token"):
-        lm.loglikelihood(requests(("", "")), disable_tqdm=True)
     assert math.isfinite(lm.loglikelihood(requests(("a" * 600, "b")), disable_tqdm=True)[0][0])
 
 

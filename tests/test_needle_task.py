@@ -3,8 +3,8 @@
 import pytest
 
 from jaxkv.evals import TASKS, Needle, Ruler, ids_of
-from jaxkv.evals.ruler import SMALL_WORDS, pieces, small_vocabulary
-from tests.ruler_cases import model
+from jaxkv.evals.ruler import SMALL_WORDS, pieces
+from tests.ruler_cases import model, small_vocabulary
 
 DEPTHS = (0.0, 0.25, 0.5, 1.0)
 
@@ -53,9 +53,7 @@ def test_lengths_that_nobody_asked_for_are_those_that_the_model_has_positions_fo
     (one,) = Ruler(tasks=("niah_single_1",), count=1, wording="small").samples(short)
     assert one.tags["length"] == long
     for task in (Needle(lengths=(512, 4096)), Ruler(lengths=(512, 4096))):
-        with pytest.raises(
-            ValueError, match=f"lengths=4096: the model was made for {positions} tokens"
-        ):
+        with pytest.raises(ValueError, match="^lengths="):
             task.samples(short)
 
 
@@ -70,7 +68,7 @@ def test_the_small_wording():
     for each in made:
         (value,) = each.answers
         assert each.context.count(value) == 1 and each.context.count("One of the special") == 1
-        assert set(pieces(each.context + each.question + each.prefix)) <= set(small_vocabulary())
+        assert set(pieces(each.context + each.question + each.prefix)) <= small_vocabulary()
         assert each.question.split()[7] in SMALL_WORDS
     asked = Needle(wording="small")
     assert (

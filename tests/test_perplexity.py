@@ -74,7 +74,7 @@ def test_the_curve_is_of_all_tokens(tmp_path):
         # A vocabulary of 260: chance is 5.56 nats, and the random model is surer and so worse.
         whole = np.average(figures["losses"], weights=[2] * 75 + [1])
         assert outcome.score == pytest.approx(whole, abs=1e-9) and outcome.score > math.log(100)
-        assert figures["positions"] == [*range(22, 171, 2), 171] and len(figures["losses"]) == 76
+        assert figures["positions"] == [*range(2, 151, 2), 151] and len(figures["losses"]) == 76
         assert figures["rows_after_prefill"] == outcome.rows == 16 and outcome.tokens == 171
     assert outcomes[0].score != outcomes[1].score
 
@@ -102,7 +102,7 @@ def test_texts_come_from_wherever(tmp_path):
 def test_what_cannot_be_read_is_refused(tmp_path):
     model = eval_models.speaking()
     task = Perplexity(data=written(tmp_path, "short", TEXT), prefix=20, tokens=100)
-    with pytest.raises(ValueError, match="tokens=100: with prefix=20 .*'0': 6"):
+    with pytest.raises(ValueError, match="^tokens="):
         task.samples(model)
-    with pytest.raises(ValueError, match="tokenizer"):
+    with pytest.raises(ValueError, match="^params="):
         task.samples(tiny.tiny(tiny.TWO_LAYERS))

@@ -8,22 +8,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
-import jaxkv
-from jaxkv.evals import TASKS, Ruler, ids_of
+from jaxkv.evals import Ruler, ids_of
 from jaxkv.evals.ruler import (
     MADE,
-    NAMES,
     SMALL_WORDS,
     Cell,
     pieces,
     recipe_of,
-    small_vocabulary,
     wording_of,
 )
 from jaxkv.evals.ruler.niah import NEEDLE
 from jaxkv.evals.ruler.qa import read
 from jaxkv.evals.ruler.wording import sentences, word_lists
-from tests.ruler_cases import GOLDEN, count, model
+from tests.ruler_cases import GOLDEN, count, model, small_vocabulary
 
 _TOLD = NEEDLE.format(kind="(numbers|uuids)", key="(.+?)", value=r"([\w-]+)")
 # Task of synthetic.yaml -> haystack, kinds of key and value, different keys, values of each, keys asked for.
@@ -95,24 +92,6 @@ def test_needles(name, wording):
         assert 0 <= prompt.depth <= 1 and all(answer in prompt.target for answer in prompt.answers)
         if haystack == "noise":
             assert prompt.context.count("There and back again.") >= 5
-
-
-def test_what_is_asked_for_has_one_value_among_all_words():
-    made = recipe_of("niah_multikey_2", wording=wording_of("small"), length=8192, count=count)
-    for seed in range(5):
-        prompt = made.make(400, np.random.default_rng(seed))
-        keys = Counter(key for _, key, _ in re.findall(_TOLD, prompt.context))
-        # More needles than words: some stand there twice, but not the one that is asked for.
-        assert sum(keys.values()) == 401 and max(keys.values()) >= 2
-        assert keys[re.search(r"for (\w+) mentioned", prompt.question)[1]] == 1
-
-
-@pytest.mark.parametrize("wording", ["official", "small"])
-def test_needles_stand_everywhere(wording):
-    made, rng = cell("niah_single_2", wording), np.random.default_rng(0)
-    depths = np.array([made.make(rng).depth for _ in range(200)])
-    share, _ = np.histogram(depths, bins=4, range=(0, 1))
-    assert share.min() >= 30 and depths.min() < 0.1 and depths.max() > 0.9
 
 
 @pytest.mark.parametrize("wording", ["official", "small"])
@@ -212,15 +191,9 @@ def test_documents(name):
     assert {len(each.context) for each in data.questions} == ({1} if name == "qa_1" else {10})
     with pytest.raises(
         ValueError,
-        match=rf"count={len(data.questions) + 1}: the file has {len(data.questions)} questions",
+        match="^count=",
     ):
         made.make(rng, len(data.questions))
-
-
-def test_too_few_documents_stand_there_again():
-    made = cell("qa_2", "official", 4096)
-    texts = re.findall(r"Document \d+:\n(.+?)\n", made.make(np.random.default_rng(0)).context)
-    assert len(set(texts)) == len(made.recipe.data.documents) < len(texts)
 
 
 @pytest.mark.parametrize("wording", ["official", "small"])
@@ -235,7 +208,7 @@ def test_lengths_are_near_what_is_asked(name, wording):
 
 
 def test_the_small_wording_is_made_of_its_vocabulary():
-    known, rng = set(small_vocabulary()), np.random.default_rng(0)
+    known, rng = small_vocabulary(), np.random.default_rng(0)
     assert len(SMALL_WORDS) == len(set(SMALL_WORDS)) == 256 and len(known) < 700
     seen = set()
     for name in MADE:
@@ -250,7 +223,7 @@ def test_the_small_wording_is_made_of_its_vocabulary():
 
 
 def test_no_word_is_found_in_another():
-    said = set(small_vocabulary()) - {word.upper() for word in SMALL_WORDS} | set(
+    said = small_vocabulary() - {word.upper() for word in SMALL_WORDS} | set(
         "red blue green yellow purple".split()
     )
     assert not [
@@ -259,16 +232,6 @@ def test_no_word_is_found_in_another():
         for other in said
         if word != other and word in other.lower()
     ]
-
-
-def test_another_question_about_the_same_haystack():
-    made = cell("niah_multikey_1", "small").recipe
-    drawn = made.draw(20, np.random.default_rng(0))
-    first = made.write(drawn)
-    other = next(each for each in drawn.needles if each.key not in drawn.asked)
-    second = made.write(drawn._replace(asked=(other.key,), values=((other.value,),)))
-    assert second.context == first.context and second.answers == (other.value,) != first.answers
-    assert f"for {other.key} mentioned" in second.question
 
 
 def test_sentences():
@@ -327,21 +290,8 @@ class TestTask:
         ).samples(model())
         assert made.context.count("Nothing happened.") > 60
 
-    def test_it_has_a_name(self):
-        assert TASKS["ruler"] is Ruler and set(Ruler().tasks) == set(NAMES) - {"qa_1", "qa_2"}
-
 
 def test_files_of_another_format(tmp_path):
     (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": 3}]}', "utf-8")
-    with pytest.raises(ValueError, match="squad.json'?: not the format of https://rajpurkar"):
+    with pytest.raises(ValueError, match="^data="):
         Ruler(tasks=("qa_1",), data=str(tmp_path)).samples(model())
-
-
-def test_lists_of_few_words_grow_to_all_lengths_of_the_tiny_model():
-    model = jaxkv.load("tiny-retrieval")
-    for length in (512, 1023, 1024, 2000, 2048):
-        (sample,) = Ruler(tasks=("cwe",), lengths=(length,), count=1, wording="small").samples(
-            model
-        )
-        taken = sum(map(len, ids_of(model.text, sample))) + sample.new_tokens
-        assert 0.95 * length < taken <= length

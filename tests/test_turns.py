@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv.evals import TASKS, How
-from jaxkv.evals.turns import Turns, _Fact
+from jaxkv.evals.turns import Turns
 
 
 def stored(tmp_path, *rows):
@@ -45,12 +45,9 @@ def test_no_fact_is_a_part_of_anothers_question():
     """Else an answer that repeats the question would count."""
     from jaxkv.evals import turns
 
-    asked = " ".join(fact.question + fact.sentence for fact in turns._FACTS).lower()
-    assert all(
-        isinstance(fact, _Fact) and value.lower() not in asked
-        for fact in turns._FACTS
-        for value in fact.values
-    )
+    asked = " ".join(question + text for text, question, _ in turns._FACTS).lower()
+    values = [value for *_, several in turns._FACTS for value in several.lower().split()]
+    assert len(values) > 40 and not [value for value in values if value in asked]
 
 
 def test_the_cache_stays_within_its_budget_turn_after_turn(tmp_path):
@@ -117,7 +114,7 @@ def test_answers_are_judged_as_asked(judge, said, score):
 
 def test_what_cannot_be_held_is_refused(tmp_path):
     model = eval_models.speaking()
-    with pytest.raises(ValueError, match="no conversation has a reference"):
+    with pytest.raises(ValueError, match="^data="):
         Turns(data=stored(tmp_path, {"turns": ["a"]})).samples(model)
-    with pytest.raises(ValueError, match="line 1 lacks turns"):
+    with pytest.raises(ValueError, match="^data="):
         Turns(data=stored(tmp_path, {"prompt": "a"})).samples(model)

@@ -123,8 +123,9 @@ def _remedy(error: RuntimeError) -> str | None:
 
 
 def _message(error: BaseException) -> str:
-    """An error's text on one line, or its class name if it has no text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """An error's text and notes on one line, or its class name if it has neither."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     message = "; ".join(lines) or type(error).__name__
     return f"nested too deeply ({message})" if isinstance(error, RecursionError) else message
 

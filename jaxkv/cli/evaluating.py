@@ -2,8 +2,8 @@
 
 import argparse
 import dataclasses
+import functools
 import json
-from collections.abc import Callable
 
 from jaxkv._errors import require
 from jaxkv.cli.models import add_dtype_option, add_model_option, add_weights_option, require_model
@@ -12,22 +12,18 @@ from jaxkv.cli.policy_rows import rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, task_from
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.evals.arguments import described, require_how, settings_of
-from jaxkv.evals.folder import require_folder
-from jaxkv.evals.merging import merge
+from jaxkv.evals.arguments import require_how
 from jaxkv.evals.page import report
-from jaxkv.evals.pictures import PLOTS_MISSING
-from jaxkv.evals.runs import Failed, evaluate, require_same
-from jaxkv.evals.summary import Evaluation
+from jaxkv.evals.results import require_folder
+from jaxkv.evals.runs import evaluate
 from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.loading import load
 from jaxkv.policies.registry import documented
 from jaxkv.sharding.sizes import mesh_of
 
 NOTES = """\
-A run that was ended goes on with the same command, and ends with the same lines. In the folder: run.json,
-what was asked; samples.jsonl, a line for each sample under each policy; table.md; kept.json, which tokens of one text
-were kept; pictures where matplotlib is there.
+A run that was ended goes on with the same command, and ends with the same lines. In the folder: results.jsonl,
+what was asked, and a line for each sample under each policy; table.md; pictures where matplotlib is there.
 
 examples:
   two policies at three budgets, and what they are held against:
@@ -39,36 +35,31 @@ examples:
   on two machines, then together:
     jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 0/2 --out part0
     jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 1/2 --out part1
-    jaxkv eval merge part0 part1 --out whole
+    jaxkv eval report part0 part1
 
   a page to look at and to send:
-    jaxkv eval report whole
+    jaxkv eval report found
 """
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--list` and the subcommands of `jaxkv eval` to its parser: each task, merge and report."""
+    """Adds `--list` and the subcommands of `jaxkv eval` to its parser: each task, and report."""
     parser.add_argument("--list", action="store_true", help="print the tasks with their settings")
     commands = parser.add_subparsers(title="tasks, and what is done after them", metavar="TASK")
     for name, cls in TASKS.items():
-        about = described(cls).replace("%", "%%")
+        about = _described(cls).replace("%", "%%")
         one = commands.add_parser(name, help=about.rstrip("."), description=about)
         _add_run_options(one, cls)
         add_task_options(one, cls)
-        one.set_defaults(run=_runner(name, cls))
-    joining = commands.add_parser("merge", help="join the shards of one evaluation")
-    joining.add_argument("folders", nargs="+", metavar="DIR", help="all of them, in any order")
-    joining.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
-    joining.add_argument("--json", action="store_true", help="print JSON")
-    joining.set_defaults(run=run_merge)
-    reporting = commands.add_parser(
-        "report", help="write an evaluation's finished policies as one HTML page"
-    )
-    reporting.add_argument("folder", metavar="DIR", help="of an evaluation")
-    samples = "of each policy (default: 200)"
+        one.set_defaults(run=functools.partial(run_task, cls=cls))
+    reporting = commands.add_parser("report", help="write an evaluation as one HTML page")
+    about = "of one evaluation: its shards, or further policies"
+    reporting.add_argument("folders", nargs="+", metavar="DIR", help=about)
+    about = "of each policy (default: 200)"
     reporting.add_argument(
-        "--samples", type=argument(natural), default=200, metavar="N", help=samples
+        "--samples", type=argument(natural), default=200, metavar="N", help=about
     )
+    reporting.add_argument("--out", metavar="FILE", help="default: report.html in the first folder")
     reporting.set_defaults(run=run_report)
 
 
@@ -89,124 +80,70 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     about = "of samples that are drawn, and of policies that draw (default: the task's)"
     add("--seed", type=argument(seed), metavar="N", help=about)
     add = parser.add_argument_group("where it is run").add_argument
-    add(
-        "--batch",
-        type=argument(positive),
-        default=8,
-        metavar="N",
-        help="samples at a time (default: %(default)s)",
-    )
-    add(
-        "--shard",
-        metavar="I/N",
-        help="every N-th batch from the I-th on, counted from 0; `jaxkv eval merge` joins",
-    )
+    about = "samples at a time (default: %(default)s)"
+    add("--batch", type=argument(positive), default=8, metavar="N", help=about)
+    about = "every N-th batch from the I-th on, from 0; `jaxkv eval report` takes all folders"
+    add("--shard", metavar="I/N", help=about)
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
     add_dtype_option(add)
     add_weights_option(add)
     add("--json", action="store_true", help="print JSON instead of the table")
 
 
-def _runner(name: str, cls: type[Task]) -> Callable[[argparse.Namespace], int]:
-    """Function from parsed options to exit code that runs `run_task` with this task."""
-    return lambda options: run_task(options, name, cls)
-
-
-def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
+def run_task(options: argparse.Namespace, cls: type[Task]) -> int:
     """Runs an evaluation task under policies, by options; writes its folder, prints table or JSON; returns exit code 0.
 
     Bad options are refused before the model is loaded.
     """
     task = task_from(options, cls)
     policies = rows_of(options.policies, budgets(options.budgets))
-    agnostic, raw = getattr(options, "question_agnostic", False), options.raw
-    how = How(agnostic=agnostic, raw=raw, seed=0 if options.seed is None else options.seed)
+    agnostic = getattr(options, "question_agnostic", False)
+    how = How(agnostic=agnostic, raw=options.raw, seed=options.seed or 0)
     require_how(task, how)
     require_model(options.model)
     shard = None if options.shard is None else _shard(options.shard)
     folder = require_folder(options.out, "--out")
-    asked = {
-        "task": name,
-        "settings": settings_of(task),
-        "agnostic": agnostic,
-        "raw": raw,
-        "seed": how.seed,
-        "batch": options.batch,
-        "shard": None if shard is None else list(shard),
-    }
-    kept = {row: policy.composed.budget for row, policy in policies.items()}
-    sizes = {row: None if each is None else each.given for row, each in kept.items()}
-    if not any(isinstance(size, str) for size in sizes.values()):
-        # Bytes are so many rows of a model, which is not there yet: `evaluate` compares them.
-        asked["budgets"] = sizes
-    require_same(folder, asked)
     mesh = None if options.mesh is None else mesh_of(options.mesh)
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype, weights=options.weights, mesh=mesh)
-    try:
-        done = evaluate(
-            params,
-            task,
-            policies,
-            folder,
-            how=how,
-            batch=options.batch,
-            shard=shard,
-            mesh=mesh,
-            progress=True,
-        )
-    except Failed as failed:
-        # Errors of input are printed on one line; bugs of jaxkv keep their traceback.
-        cause = failed.__cause__
-        if isinstance(cause, (ValueError, TypeError, OSError, MemoryError, ImportError)):
-            raise ValueError(str(failed)) from failed
-        if isinstance(cause, RuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
-            raise MemoryError(
-                f"{failed}; it needs a smaller --batch, or shorter prompts, in another folder"
-            ) from failed
-        raise
-    _print(done, as_json=options.json)
-    return 0
-
-
-def run_merge(options: argparse.Namespace) -> int:
-    """Runs `jaxkv eval merge`: joins shards in a new folder, prints its table or JSON; returns exit code 0."""
-    _print(merge(options.folders, options.out), as_json=options.json)
+    done = evaluate(
+        params,
+        task,
+        policies,
+        folder,
+        how=how,
+        batch=options.batch,
+        shard=shard,
+        mesh=mesh,
+        progress=True,
+    )
+    to_stdout(json.dumps(done.as_dict(), indent=2) if options.json else done.table())
+    to_stderr(f"jaxkv: all of it is in {done.folder}")
     return 0
 
 
 def run_report(options: argparse.Namespace) -> int:
     """Runs `jaxkv eval report`: writes an evaluation's HTML page and prints its path; returns exit code 0."""
-    to_stdout(str(report(options.folder, samples=options.samples)))
+    to_stdout(str(report(*options.folders, samples=options.samples, out=options.out)))
     return 0
 
 
 def print_tasks(options: argparse.Namespace) -> int:
     """Runs `jaxkv eval --list`: prints each task with its settings; returns exit code 0; ValueError without --list."""
-    require(
-        options.list,
-        "TASK",
-        None,
-        f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are",
-    )
+    remedy = f"give one of {', '.join(TASKS)}, or report; --list prints what they are"
+    require(options.list, "TASK", None, remedy)
     for name, cls in TASKS.items():
         about = documented(cls)
-        to_stdout(f"{name}: {described(cls)}")
+        to_stdout(f"{name}: {_described(cls)}")
         for field in dataclasses.fields(cls):
             to_stdout(f"  {field.name.replace('_', '-'):<14}{about.get(field.name, '')}")
         to_stdout("")
     return 0
 
 
-def _print(done: Evaluation, *, as_json: bool) -> None:
-    """Prints an evaluation's table or JSON to stdout, and its folder to stderr."""
-    to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
-    if done.nothing:
-        to_stderr(f"jaxkv: warning: {done.nothing}")
-    missing = (
-        "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
-    )
-    to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
+def _described(task: type[Task]) -> str:
+    """First line of a task's docstring."""
+    return (task.__doc__ or "").strip().partition("\n")[0].rstrip()
 
 
 def _shard(given: str) -> tuple[int, int]:

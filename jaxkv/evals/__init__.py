@@ -1,20 +1,18 @@
-"""Evaluations: tasks that score compressed caches, and `evaluate`, `merge` and `report`, which run and show them."""
+"""Evaluations: tasks that score compressed caches, and `evaluate` and `report`, which run and show them."""
 
 from jaxkv.evals.arguments import at_budgets
-from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
+from jaxkv.evals.asking import QuestionTask, answers, asked, ids_of
 from jaxkv.evals.infinitebench import InfiniteBench
 from jaxkv.evals.kept import Held
 from jaxkv.evals.longbench import LongBench
-from jaxkv.evals.merging import merge
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
 from jaxkv.evals.perplexity import Loss, OwnTexts, Perplexity
 from jaxkv.evals.qa import DocumentQuestions
-from jaxkv.evals.records import Record, Run
+from jaxkv.evals.results import Cell, Difference, Evaluation, Record, Run, interval
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.ruler import Ruler
-from jaxkv.evals.runs import Failed, evaluate
-from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
+from jaxkv.evals.runs import evaluate
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 from jaxkv.evals.turns import Turns
 from jaxkv.evals.visible import Visible, visible_attention
@@ -22,12 +20,10 @@ from jaxkv.evals.visible import Visible, visible_attention
 __all__ = [
     "COLOURS",
     "TASKS",
-    "Answer",
     "Cell",
     "Difference",
     "DocumentQuestions",
     "Evaluation",
-    "Failed",
     "Held",
     "How",
     "InfiniteBench",
@@ -53,7 +49,6 @@ __all__ = [
     "evaluate",
     "ids_of",
     "interval",
-    "merge",
     "report",
     "task",
     "two_stage",

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.evals import metrics
-from jaxkv.evals.stored import Hub, StoredTask, table
+from jaxkv.evals.stored import StoredTask, table
 from jaxkv.evals.task import Sample, task
 
 _OPTIONS = "ABCD"
@@ -36,36 +36,26 @@ class InfiniteBench(StoredTask):
     """
 
     benchmark = "infinitebench"
-    hub = Hub(repo="xinrongzhang2022/InfiniteBench", file="{name}.jsonl")
+    repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
     keys = ("context", "input", "answer")
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Dict {placeholder: text} for the prompt template from a row: question, options, call; checks the format."""
-        asked, options = str(row["input"]), row.get("options") or ()
+        asked, options = row["input"], row.get("options") or ()
         fields = {
             f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)
         }
         fields |= {"question": asked, "input": asked}
-        if name in _CHOICES:
-            four = isinstance(options, list) and len(options) == len(_OPTIONS)
-            require(four, "data", options, f"{name} has four options: is it the official file?")
+        wanted = {"code_run": r"(func_[0-9]+)\(\-?[0-9]+\)", "math_find": r"The .+ of"}.get(
+            name, ""
+        )
+        found = re.search(wanted, asked)
+        fits = found is not None and (name not in _CHOICES or len(options) == len(_OPTIONS))
+        require(fits, "data", asked, f"no question of {name}: is it the official file?")
+        assert found is not None
         if name == "code_run":
-            call = re.findall(r"func_[0-9]+\(\-?[0-9]+\)", asked)
-            require(
-                bool(call),
-                "data",
-                asked,
-                "code_run asks for a call such as func_1(2): is it the official file?",
-            )
-            fields |= {"func": call[0].split("(")[0], "func_call": call[0]}
+            fields |= {"func": found[1], "func_call": found[0]}
         if name == "math_find":
-            found = re.findall(r"The .+ of", asked)
-            require(
-                bool(found),
-                "data",
-                asked,
-                'math_find asks for "The ... of": is it the official file?',
-            )
             fields["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
         return fields
 
@@ -73,25 +63,11 @@ class InfiniteBench(StoredTask):
         """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter; checks them."""
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
-        sound = bool(several) and all(isinstance(each, (str, int, float, list)) for each in several)
-        require(
-            sound,
-            "data",
-            right,
-            f"{name} has an answer, or a list of some: is it the official file?",
-        )
-        if name in _CHOICES:
-            known = len(several) == 2 or several[0] in row["options"]
-            require(
-                known,
-                "data",
-                right,
-                f"{name} answers with one of its options: is it the official file?",
-            )
-            return (
-                several[0],
-                several[1] if len(several) == 2 else _OPTIONS[row["options"].index(several[0])],
-            )
+        choice = name in _CHOICES and len(several) != 2
+        fits = bool(several) and (not choice or several[0] in row["options"])
+        require(fits, "data", right, f"no answer of {name}: is it the official file?")
+        if choice:
+            several = [several[0], _OPTIONS[row["options"].index(several[0])]]
         if name == "math_calc":
             return (json.dumps(several[0] if isinstance(several[0], list) else several),)
         if name in _NUMBERS:

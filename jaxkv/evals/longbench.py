@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.evals import metrics
-from jaxkv.evals.stored import Hub, StoredTask, table
+from jaxkv.evals.stored import StoredTask, table
 from jaxkv.evals.task import Sample, task
 
 # Few-shot examples or code to be continued, which a chat template would disturb.
@@ -33,7 +33,7 @@ class LongBench(StoredTask):
     """
 
     benchmark = "longbench"
-    hub = Hub(repo="THUDM/LongBench", file="data.zip", member="data/{name}.jsonl")
+    repo, file, member = "THUDM/LongBench", "data.zip", "data/{name}.jsonl"
     keys = ("input", "context", "answers", "all_classes")
 
     def raw(self, name: str) -> bool:
@@ -46,29 +46,14 @@ class LongBench(StoredTask):
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of all right answers of a row as texts; ValueError for a row of another format."""
-        right = row["answers"]
-        texts = (
-            isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
-        )
-        require(
-            texts,
-            "data",
-            right,
-            f"{name} has a list of texts as its answers: is it the official file?",
-        )
-        metric = table(self.benchmark)[name]["metric"]
-        if metric == "one_class":
-            require(
-                bool(row["all_classes"]),
-                "data",
-                row["all_classes"],
-                f"{name} names its classes in all_classes",
-            )
+        right, metric = row["answers"], table(self.benchmark)[name]["metric"]
+        fits = isinstance(right, list) and bool(right)
+        fits = fits and all(isinstance(each, str) for each in right)
         if metric == "paragraph":
-            remedy = (
-                f'{name} answers with paragraphs such as "Paragraph 7": is it the official file?'
-            )
-            require(all(metrics.PARAGRAPH.search(each) for each in right), "data", right, remedy)
+            fits = fits and all(map(metrics.PARAGRAPH.search, right))
+        if metric == "one_class":
+            fits = fits and bool(row["all_classes"])
+        require(fits, "data", right, f"no answers of {name}: is it the official file?")
         return tuple(right)
 
     def score(self, sample: Sample, prediction: str) -> float:

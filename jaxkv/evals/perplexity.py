@@ -1,16 +1,16 @@
 """The tasks `perplexity`, `loss` and `text`: loss of true text, read token by token over a compressed cache."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv.cache import KVCache
+from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
 from jaxkv.evals.kept import Watch
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
@@ -18,6 +18,7 @@ from jaxkv.evals.texts import texts_of
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
+from jaxkv.text.prompts import Encoded
 
 # Most points of a curve.
 _POINTS = 128
@@ -30,8 +31,9 @@ class Perplexity(Task):
 
     A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been drawn: policies
     that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is
-    measured on the logits before it is read. The curve shows the mean loss up to each position; rows are those held
-    at the end.
+    measured on the logits before it is read. The curve shows the mean loss up to each position behind the prefix; rows
+    are those held at the end. A text may be shorter than prefix and tokens: the prefix then is, but not below the
+    number of tokens.
 
     Attributes:
         data: a text, a folder of texts (.txt, as PG-19 has them), or a file of lines of JSON with a "text"; by default
@@ -44,8 +46,6 @@ class Perplexity(Task):
     unit = "nats"
     higher = False
     asks = False
-    # Whether the curve's positions are counted from the end of the prefix.
-    counts_behind: ClassVar[bool] = False
 
     data: str | None = None
     count: int = 8
@@ -59,39 +59,48 @@ class Perplexity(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of one sample per text; ValueError for texts of fewer than `prefix + tokens` tokens."""
-        texts, need = texts_of(self.data, self.count), self.prefix + self.tokens
-        lengths = _lengths(params, texts)
-        short = {title: length for title, length in lengths.items() if length < need}
-        remedy = f"with prefix={self.prefix} more than there are of {short}: lower one"
-        require(not short, "tokens", self.tokens, remedy)
-        return _of_texts(texts)
-
-    def prefix_of(self, length: int, positions: int) -> int:
-        """Number of a text's tokens to prefill: `prefix`; subclasses also use `length` and the model's `positions`."""
-        return self.prefix
+        """Makes a list of one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
+        texts, most = texts_of(self.data, self.count), params.config.max_positions
+        need, text = self.tokens + min(self.prefix, self.tokens), tokenizer_of(params)
+        lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
+        short = {title: length for title, length in lengths.items() if min(length, most) < need}
+        remedy = f"with a prefix {need} are needed, and there are less in {short}, or the model's {most} positions"
+        require(not short, "tokens", self.tokens, f"{remedy}: lower it, or leave texts out")
+        # Texts of like lengths run in one batch, which has the shape of its longest.
+        order = sorted(texts, key=lambda title: -min(lengths[title], self.prefix + self.tokens))
+        return [
+            Sample(
+                id=f"{number:03d}",
+                group="texts",
+                context=texts[title],
+                raw=True,
+                tags={"title": title},
+            )
+            for number, title in enumerate(order)
+        ]
 
     def run(
         self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Reads texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
-        tokenizer = tokenizer_of(params)
-        ids = [tokenizer.encode(each.context, bos=True) for each in samples]
-        ends = [self.prefix_of(len(each), params.config.max_positions) for each in ids]
+        ids = [tokenizer_of(params).encode(each.context, bos=True) for each in samples]
+        most = params.config.max_positions
+        # As many as the text and the model's positions have room for.
+        ends = [min(self.prefix, min(len(each), most) - self.tokens) for each in ids]
         prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
-        after = np.asarray(
-            [each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)], np.int32
-        )
+        after = [each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)]
         shown = next((at for at, each in enumerate(samples) if each.id == how.shown), None)
         watch = None if shown is None else Watch(prefixes[shown])
-        found = losses_of(params, policy, prefixes, after, seed=how.seed, watch=watch)
+        found = losses_of(
+            params, policy, prefixes, np.asarray(after, np.int32), seed=how.seed, watch=watch
+        )
         wide = -(-self.tokens // _POINTS)
         points = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
             Outcome(
                 score=float(loss.mean()),
                 figures={
-                    "positions": ((0 if self.counts_behind else ends[at]) + points).tolist(),
+                    "positions": points.tolist(),
                     "losses": [float(part.mean()) for part in np.split(loss, points[:-1])],
                     "rows_after_prefill": float(found.before[at]),
                 },
@@ -136,48 +145,10 @@ class OwnTexts(Perplexity):
         tokens: number of tokens after them whose loss is measured.
     """
 
-    counts_behind = True
-
     data: str = dataclasses.field()
     count: int = 0
     prefix: int = 4096
     tokens: int = 128
-
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of one sample per text, longest first; ValueError for texts of under twice `tokens` tokens."""
-        texts, most = texts_of(self.data, self.count), params.config.max_positions
-        require(
-            2 * self.tokens <= most,
-            "tokens",
-            self.tokens,
-            f"more than half of the model's {most} positions",
-        )
-        lengths = _lengths(params, texts)
-        short = {title: length for title, length in lengths.items() if length < 2 * self.tokens}
-        remedy = f"more than half of {short}, the number of tokens of these texts: lower it, or leave them out"
-        require(not short, "tokens", self.tokens, remedy)
-        # Texts of like lengths run in one batch, which has the shape of its longest.
-        longest = sorted(texts, key=lambda title: -self.prefix_of(lengths[title], most))
-        return _of_texts({title: texts[title] for title in longest})
-
-    def prefix_of(self, length: int, positions: int) -> int:
-        """Number of a text's tokens to prefill: `prefix`, or fewer to leave `tokens` within length and positions."""
-        return min(length - self.tokens, self.prefix, positions - self.tokens)
-
-
-def _lengths(params: LanguageModel, texts: Mapping[str, str]) -> dict[str, int]:
-    """Dict {title: number of the text's tokens, bos included}."""
-    return {
-        title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()
-    }
-
-
-def _of_texts(texts: Mapping[str, str]) -> list[Sample]:
-    """List of one `Sample` per text, without chat template, with its title as tag."""
-    return [
-        Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"title": title})
-        for number, (title, text) in enumerate(texts.items())
-    ]
 
 
 class Read(NamedTuple):
@@ -202,20 +173,37 @@ def losses_of(
 
     The `Watch` looks at this cache before the first of them is read.
     """
-    session, losses, count = Session(params, policy, key=seed), [], after.shape[1]
-    cache = session.prefill([list(each) for each in prefixes], new=count)
+    session = Session(params, policy, key=seed)
+    cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))
     if watch is not None:
         watch(cache, prefixes)
-    for at in range(count):
+    losses, _, cache = read_on(session, cache, after.tolist())
+    kept = cache.kept
+    return Read(losses, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes)
+
+
+def read_on(
+    session: Session, cache: KVCache, after: Sequence[Sequence[int]], *, donate: bool = True
+) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], KVCache]:
+    """Losses [B, T] in nats of ids read one by one over a cache, True where greedy decoding draws them; the cache then.
+
+    Where a sequence has ended, its loss is 0, and True. A cache of one sequence is read by all.
+    """
+    count, longest, found = len(after), max(map(len, after)), []
+    there = np.asarray([[at < len(each) for at in range(longest)] for each in after])
+    for at in range(longest):
+        tokens = np.asarray([each[at] if at < len(each) else 0 for each in after], np.int32)
         assert cache.logits is not None
         # On a mesh the batch may be padded.
-        losses.append(_loss(cache.logits, np.pad(after[:, at], (0, cache.padding), mode="edge")))
-        if at + 1 < count:
-            cache = feed(session, cache, after[:, at : at + 1], donate=True)
-    found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(after)]
-    kept = cache.kept
-    return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes)
+        logits = jnp.broadcast_to(cache.logits[: cache.batch], (count, cache.config.vocab))
+        found.append(_of_token(logits, tokens))
+        if at + 1 < longest:
+            part = [list(each[at : at + 1]) if at + 1 < len(each) else [] for each in after]
+            new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * count)
+            cache = feed(session, cache, new, donate=donate or at > 0)
+    losses, greedy = (np.stack([*map(host, each)], axis=1) for each in zip(*found, strict=True))
+    return np.where(there, losses, 0).astype(np.float64), greedy | ~there, cache
 
 
 def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
@@ -226,6 +214,9 @@ def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache
 
 
 @jax.jit
-def _loss(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Array [B]: negative log-probability in nats of one token per sequence, from logits [B, V]."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
+def _of_token(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Arrays [B] from logits [B, V]: loss in nats of one token per sequence, and True where it is the likeliest."""
+    value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
+    return -value, logits.argmax(axis=1) == tokens

@@ -1,23 +1,18 @@
 """The task `qa`: questions on one's own documents, from a file of JSON lines, scored against their right answers."""
 
 import dataclasses
-import itertools
-import math
-import os
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv._errors import require
-from jaxkv._values import shortened
 from jaxkv._warnings import warn_once
 from jaxkv.evals import metrics
 from jaxkv.evals.asking import QuestionTask, ids_of
-from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import Sample, task
-from jaxkv.evals.texts import text_of_file
+from jaxkv.evals.texts import rows_of_file, text_of_file
 from jaxkv.loading import LanguageModel
 
 JUDGES: dict[str, Callable[[str, str], float]] = {
@@ -28,9 +23,7 @@ JUDGES: dict[str, Callable[[str, str], float]] = {
 }
 # Half of a surrogate pair, which JSON can hold and UTF-8 cannot.
 _HALF = re.compile("[\ud800-\udfff]")
-_LETTERS = string.ascii_uppercase
 _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "answer": "..."}]}'
-_FIELDS = ("{document}", "{question}")
 
 
 @task("qa")
@@ -68,31 +61,26 @@ class DocumentQuestions(QuestionTask):
         require(self.judge in JUDGES, "judge", self.judge, f"choose among {', '.join(JUDGES)}")
         require(self.count >= 0, "count", self.count, "give 0 or more")
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "give 1 or more")
-        once = all(self.prompt.count(each) == 1 for each in _FIELDS)
-        ordered = once and self.prompt.index(_FIELDS[0]) < self.prompt.index(_FIELDS[1])
-        require(
-            ordered, "prompt", self.prompt, "name {document}, and {question} behind it, once each"
-        )
+        fields = re.findall(r"\{document\}|\{question\}", self.prompt)
+        remedy = "name {document}, and {question} behind it, once each"
+        require(fields == ["{document}", "{question}"], "prompt", self.prompt, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """List of one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
-        before, rest = self.prompt.split(_FIELDS[0])
-        between, after = rest.split(_FIELDS[1])
+        before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
         made = []
-        for document in _documents(self.data, self.count):
-            for number, asked in enumerate(document.questions):
+        for name, text, questions in _documents(self.data, self.count):
+            for number, asked in enumerate(questions):
+                tags = {"document": name, **({"choices": asked.choices} if asked.choices else {})}
                 sample = Sample(
-                    id=f"{document.name}-{number}",
+                    id=f"{name}-{number}",
                     group=asked.group,
-                    context=before + document.text,
+                    context=before + text,
                     question=between + asked.text + after,
                     answers=asked.answers,
                     new_tokens=self.new_tokens,
                     prefix=self.prefix,
-                    tags={
-                        "document": document.name,
-                        **({"choices": asked.choices} if asked.choices else {}),
-                    },
+                    tags=tags,
                 )
                 made.append(sample)
         self._check_lengths(params, made)
@@ -109,27 +97,17 @@ class DocumentQuestions(QuestionTask):
         """Raises ValueError if a prompt and its answer exceed the model's positions; warns of many unknown tokens."""
         most = params.config.max_positions
         for sample in samples:
-            context, question = ids_of(params.text, sample)
-            length = len(context) + len(question)
-            unknown = [
-                each
-                for each in context + question
-                if params.text and each == params.text.unknown_id
-            ]
-            if 10 * len(unknown) > length:
-                remedy = "the tokenizer does not know their text, so that this compares nothing: give another model"
-                warn_once(
-                    UserWarning,
-                    params.name,
-                    f"model={params.name}: unknown tokens in prompts: {remedy}",
+            ids = sum(ids_of(params.text, sample), [])
+            unknown = [each for each in ids if params.text and each == params.text.unknown_id]
+            if 10 * len(unknown) > len(ids):
+                told = (
+                    f"model={params.name}: its tokenizer does not know the text: take another model"
                 )
-            remedy = f"its prompt of {length} tokens and {self.new_tokens} of the answer exceed the model's {most}"
-            require(
-                length + self.new_tokens <= most,
-                "data",
-                sample.id,
-                f"{remedy} positions: shorten the document",
+                warn_once(UserWarning, params.name, told)
+            remedy = (
+                f"{len(ids)} tokens and the answer exceed the model's {most}: shorten the document"
             )
+            require(len(ids) + self.new_tokens <= most, "data", sample.id, remedy)
 
 
 class _Asked(NamedTuple):
@@ -141,124 +119,62 @@ class _Asked(NamedTuple):
     group: str
 
 
-class _Document(NamedTuple):
-    """One document of the file: its id, text and questions."""
-
-    name: str
-    text: str
-    questions: tuple[_Asked, ...]
-
-
-def _documents(data: str, count: int) -> Iterator[_Document]:
-    """Yields the documents of a JSON-lines file; lines of one id, or successive lines of one text, are one document."""
-    path = Path(os.path.expanduser(data))
-    if not path.is_file():
-        raise FileNotFoundError(f"data={data!r}: no such file; give {_FORM}")
-    rows = json_lines(path, ())
+def _documents(data: str, count: int) -> list[tuple[str, str, list[_Asked]]]:
+    """Name, text and questions of a file's documents; lines of one id, or successive lines of one text, are one."""
+    path = Path(data).expanduser()
+    rows = rows_of_file(path, ())
     require(bool(rows), "data", data, f"it has no line: give {_FORM}")
-    found: dict[str, _Document] = {}
+    found: dict[str, tuple[str, list[_Asked]]] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{data}, row {number}"
-        text, asked = _text(row, path.parent, where), _questions(row, where)
-        last = next(reversed(found.values()), None)
-        new = f"{len(found):03d}" if last is None or last.text != text else last.name
-        name = _id(row["id"], where) if "id" in row else new
-        if name in found:
-            remedy = f"the id {name!r} is that of another document: give each its own"
-            require(found[name].text == text, "data", where, remedy)
-            found[name] = found[name]._replace(questions=found[name].questions + asked)
-            continue
-        found[name] = _Document(name, text, asked)
+        text, last = _text(row, path.parent, where), next(reversed(found), None)
+        again = last is not None and found[last][0] == text
+        name = str(row.get("id", last if again else f"{len(found):03d}"))
+        first, questions = found.setdefault(name, (text, []))
+        require(first == text, "data", where, f"another document has the id {name!r}")
+        given = row.get("questions", [row])
+        fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
+        require(fits, "data", where, f'it has no list of "questions": give {_FORM}')
+        questions += [
+            _asked({"group": row.get("group", "questions"), **each}, where) for each in given
+        ]
     # Cut only now: questions of the first documents may stand in the file's last lines.
-    yield from itertools.islice(found.values(), count or None)
-
-
-def _id(given: Any, where: str) -> str:
-    """A document's id as text, from the text or whole number that its line gives; refuses other values."""
-    fits = _is_text(given) or (isinstance(given, int) and not isinstance(given, bool))
-    require(
-        fits, "data", where, f'its "id" is {shortened(repr(given))}: give a text or a whole number'
-    )
-    return str(given)
-
-
-def _is_text(given: Any) -> bool:
-    """True if a value is a str of more than whitespace and without lone surrogates, which no tokenizer encodes."""
-    return isinstance(given, str) and bool(given.strip()) and not _HALF.search(given)
+    return [(name, *each) for name, each in found.items()][: count or None]
 
 
 def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
     """Text of a line's document: its "document" or "context", or the content of the "file" it names; refuses others."""
     keys = [key for key in ("document", "context", "file") if key in row]
     require(len(keys) == 1, "data", where, f'it needs one of "document" and "file": give {_FORM}')
-    given = row[keys[0]]
-    require(
-        _is_text(given), "data", where, f'its "{keys[0]}" is {shortened(repr(given))}: give a text'
-    )
-    if keys[0] != "file":
-        return given
-    path = folder / given
-    if not path.is_file():
-        raise FileNotFoundError(f"data={where!r}: no file {given!r} beside it")
-    text = text_of_file(path)
-    require(bool(text.strip()), "data", where, f"its file {given!r} is empty")
+    (text,) = _texts(row[keys[0]], keys[0], where)
+    if keys[0] == "file":
+        (text,) = _texts(text_of_file(folder / text), keys[0], where)
     return text
 
 
-def _questions(row: Mapping[str, Any], where: str) -> tuple[_Asked, ...]:
-    """Tuple of a line's questions: its list "questions", or the single "question" beside its "answer"."""
-    given = row.get("questions", [row] if "question" in row else None)
-    remedy = f'it needs "questions", a list of at least one: give {_FORM}'
-    require(isinstance(given, list) and bool(given), "data", where, remedy)
-    group = row.get("group", "questions")
-    return tuple(
-        _asked(each, group, f"{where}, question {number}")
-        for number, each in enumerate(given, start=1)
-    )
-
-
-def _asked(given: Any, group: Any, where: str) -> _Asked:
+def _asked(given: Mapping[str, Any], where: str) -> _Asked:
     """Question (`_Asked`) of the file, parsed and checked; its choices, if any, are appended to its text by letter."""
-    fits = isinstance(given, dict) and _is_text(given.get("question"))
-    require(fits, "data", where, f'it has no text as its "question": give {_FORM}')
-    right = given.get("answers", given.get("answer"))
-    answers = _texts(right if isinstance(right, list) else [right], "answers", where)
-    group = given.get("group", group)
-    require(
-        isinstance(group, str) and bool(group),
-        "data",
-        where,
-        f'its "group" is {group!r}: give a text',
-    )
+    (text,) = _texts(given.get("question"), "question", where)
+    (group,) = _texts(given["group"], "group", where)
+    answers = _texts(given.get("answers", given.get("answer")), "answers", where)
     if "choices" not in given:
-        return _Asked(given["question"], answers, (), group)
-    raw = given["choices"]
-    choices = _texts(raw if isinstance(raw, list) else [raw], "choices", where)
-    fits = 2 <= len(choices) <= len(_LETTERS) and len(set(choices)) == len(choices)
-    require(
-        fits,
-        "data",
-        where,
-        f'its "choices" are {len(choices)}: give 2 to {len(_LETTERS)}, all different',
-    )
-    letters = dict(zip(_LETTERS, choices, strict=False))
-    meant = tuple(each if each in choices else letters.get(each, each) for each in answers)
-    fits = len(meant) == 1 and meant[0] in choices
-    require(
-        fits,
-        "data",
-        where,
-        f'its "answer" is {", ".join(answers)}: give one of the choices, or its letter',
-    )
-    listed = "\n".join(f"{letter}. {text}" for letter, text in letters.items())
-    return _Asked(f"{given['question']}\n{listed}\nAnswer with the letter.", meant, choices, group)
+        return _Asked(text, answers, (), group)
+    choices = _texts(given["choices"], "choices", where)
+    letters = dict(zip(string.ascii_uppercase, choices, strict=False))
+    meant = answers[0] if answers[0] in choices else letters.get(answers[0])
+    fits = 2 <= len({*choices}) == len(choices) == len(letters)
+    fits = fits and len(answers) == 1 and meant is not None
+    remedy = 'give 2 to 26 different "choices", and as "answer" one of them, or its letter'
+    require(fits, "data", where, remedy)
+    listed = "\n".join(f"{letter}. {choice}" for letter, choice in letters.items())
+    return _Asked(f"{text}\n{listed}\nAnswer with the letter.", (str(meant),), choices, group)
 
 
-def _texts(given: Sequence[Any], name: str, where: str) -> tuple[str, ...]:
-    """Tuple of texts from a list of texts and numbers, made texts; refuses other values and empty lists or texts."""
-    numbers = [
-        str(each) if type(each) in (int, float) and math.isfinite(each) else each for each in given
-    ]
-    fits = bool(numbers) and all(map(_is_text, numbers))
-    require(fits, "data", where, f'its "{name}" are {shortened(repr(given))}: give texts')
-    return tuple(numbers)
+def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
+    """Tuple of a text, or a list of some, numbers made texts; refuses other values, empty texts and empty lists."""
+    several = given if isinstance(given, list) else [given]
+    texts = [str(each) if type(each) in (int, float) else each for each in several]
+    # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, no tokenizer encodes.
+    fits = all(isinstance(x, str) and x.strip() and not _HALF.search(x) for x in texts)
+    require(bool(texts) and fits, "data", where, f'its "{name}" is {given!r:.60}: give {_FORM}')
+    return tuple(texts)

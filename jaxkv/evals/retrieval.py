@@ -34,23 +34,6 @@ class Question:
     key: int
     size: int
 
-    def found_in(self, output: str) -> bool:
-        """True if the answer occurs in the output text, in any case and also inside a word, as in the paper."""
-        return _found(self.answer, output)
-
-
-def _found(answer: str, output: str) -> bool:
-    """True if the answer occurs in the output text, in any case and also inside a word."""
-    return answer.lower() in output.lower()
-
-
-def _check(count: int, sizes: tuple[int, ...]) -> None:
-    """Raises ValueError for a `count` below 1, an empty `sizes`, and dictionaries of fewer than three entries."""
-    require(count >= 1, "count", count, "make at least 1 case")
-    require(
-        bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries"
-    )
-
 
 def two_stage(
     count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False
@@ -72,7 +55,9 @@ def two_stage(
     References:
         OmniKV, appendix A: keys are 0 to n - 1, and every sum of the equation is one of them.
     """
-    _check(count, sizes)
+    require(count >= 1, "count", count, "make at least 1 case")
+    fits = min(sizes, default=0) >= 3
+    require(fits, "sizes", sizes, "give dictionaries of at least 3 entries")
     rng = np.random.default_rng(seed)
     cases = []
     for size in itertools.islice(itertools.cycle(sizes), count):
@@ -114,7 +99,7 @@ class TwoStage(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        _check(self.count, self.sizes)
+        two_stage(self.count, sizes=self.sizes)
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -136,4 +121,4 @@ class TwoStage(QuestionTask):
 
     def score(self, sample: Sample, prediction: str) -> float:
         """1 if the colour occurs in the prediction, in any case and also inside a word; else 0."""
-        return float(_found(sample.answers[0], prediction))
+        return float(sample.answers[0].lower() in prediction.lower())

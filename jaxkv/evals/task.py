@@ -4,12 +4,9 @@ import abc
 import dataclasses
 import os
 import re
-import sys
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, Union
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -37,7 +34,6 @@ class Sample:
         answers: right answers, as the task's metric takes them.
         new_tokens: largest number of tokens to draw.
         prefix: the answer's first words, which end the prompt.
-        stop: strings that end an answer.
         raw: True for no chat template, whatever `How` says: few-shot prompts and code are continued as they are.
         tags: numbers and names that pictures are drawn over, such as length and depth.
     """
@@ -49,29 +45,22 @@ class Sample:
     answers: tuple[str, ...] = ()
     new_tokens: int = 1
     prefix: str = ""
-    stop: tuple[str, ...] = ()
     raw: bool = False
-    tags: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    tags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for name in ("id", "group", "context", "question", "prefix"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name}={getattr(self, name)!r}: give a text")
-        for name in ("answers", "stop"):
-            texts = getattr(self, name)
-            # A str is a sequence of str too, so it is refused here.
-            if not isinstance(texts, (tuple, list)) or not all(
-                isinstance(each, str) for each in texts
-            ):
-                raise TypeError(f"{name}={texts!r}: give a tuple of texts")
-            object.__setattr__(self, name, tuple(texts))
-        if not isinstance(self.tags, Mapping):
-            raise TypeError(f"tags={self.tags!r}: give a mapping")
-        require(all(self.stop), "stop", self.stop, "every answer has the empty text: leave it out")
-        require(bool(self.id), "id", self.id, "name the sample")
-        require(
-            bool(self.context), "context", self.context, "a sample has at least one character of it"
-        )
+            require(isinstance(getattr(self, name), str), name, getattr(self, name), "give a text")
+        # A str is a sequence of str too, so it is refused here.
+        fits = isinstance(self.answers, (tuple, list))
+        fits = fits and all(isinstance(each, str) for each in self.answers)
+        require(fits, "answers", self.answers, "give a tuple of texts")
+        object.__setattr__(self, "answers", tuple(self.answers))
+        for name in ("id", "context"):
+            require(
+                bool(getattr(self, name)), name, "", "a sample has at least one character of it"
+            )
+        require(isinstance(self.tags, Mapping), "tags", self.tags, "give a mapping")
         checks.field(self, "new_tokens", checks.whole, "draw at least 1 token")
         checks.field(self, "raw", checks.flag)
 
@@ -93,7 +82,7 @@ class Outcome:
 
     score: float
     prediction: str = ""
-    figures: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
     rows: float | None = None
     nbytes: int | None = None
@@ -144,26 +133,10 @@ class Task(abc.ABC):
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
-        try:
-            hints = typing.get_type_hints(type(self))
-        except NameError:  # of a class inside a function, whose annotations are texts
-            return
+        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            object.__setattr__(
-                self, field.name, _setting(hints[field.name], getattr(self, field.name), field.name)
-            )
-
-    @classmethod
-    def unused(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of the names of settings without effect given the others, left out of reports; empty by default.
-
-        Args:
-            settings: the task's fields as `run.json` stores them.
-
-        Returns:
-            Names; none by default.
-        """
-        return ()
+            value = _setting(hints[field.name], getattr(self, field.name), field.name)
+            object.__setattr__(self, field.name, value)
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -220,52 +193,26 @@ def require_text(text: Text | None) -> Text:
 
 def _setting(hint: Any, value: Any, name: str) -> Any:
     """Value of a task's setting, checked and converted to its annotation: a bool, int, float, text or tuple."""
-    value = plain(value)
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        some = [kind for kind in args if kind is not type(None)]
-        return (
-            value
-            if len(some) != 1 or (value is None and len(some) < len(args))
-            else _setting(some[0], value, name)
-        )
-    if typing.get_origin(hint) is tuple and len(args) == 2 and args[1] is ...:
-        several = isinstance(value, (list, tuple, range)) or (
-            isinstance(value, np.ndarray) and value.ndim == 1
-        )
-        require(several, name, value, "give a tuple")
-        return tuple(_setting(args[0], each, name) for each in value)
+    value = value.tolist() if isinstance(value, np.ndarray) else plain(value)
+    kinds = typing.get_args(hint)
+    if type(None) in kinds:
+        return None if value is None else _setting(kinds[0], value, name)
+    if typing.get_origin(hint) is tuple:
+        require(isinstance(value, (list, tuple)), name, value, "give a tuple")
+        return tuple(_setting(kinds[0], each, name) for each in value)
     if hint is bool:
         return checks.flag(name, value)
-    if hint is int and name == "seed":  # numpy's generators take no others, however large
-        require(
-            isinstance(value, int) and not isinstance(value, bool),
-            name,
-            value,
-            "give a whole number",
-        )
-        require(value >= 0, name, value, "give 0 or more")
-    elif hint is int:
-        return checks.whole(
-            name, value, f"give a whole number, from {-FARTHEST} on", least=-FARTHEST
-        )
-    elif hint is float:
-        return checks.real(
-            name, value, "give a number", low=-sys.float_info.max, high=sys.float_info.max
-        )
-    elif hint is str:
+    if hint is int:
+        return checks.whole(name, value, least=-FARTHEST)
+    if hint is float:
+        return checks.real(name, value, "give a number", low=-FARTHEST, high=FARTHEST)
+    if hint is str:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         require(isinstance(value, str), name, value, "give a text")
     return value
 
 
-class Tasks(dict[str, type[Task]]):
-    """Dict {name: registered task class}; the decorator `task` adds to it."""
-
-
-TASKS = Tasks()
-# Subcommands of `jaxkv eval` that are no tasks.
-_TAKEN = ("merge", "report")
+TASKS: dict[str, type[Task]] = {}
 _Task = TypeVar("_Task", bound=type[Task])
 
 
@@ -279,23 +226,12 @@ def task(name: str) -> Callable[[_Task], _Task]:
         A decorator, which returns the class unchanged.
 
     Raises:
-        ValueError: for a name that another task has, and for one that the command line could not have.
-        TypeError: for a name that is no text.
+        ValueError: for a name that the command line could not have.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: give a text")
-    fits = re.fullmatch(r"\w[\w.+-]*", name) is not None and name not in _TAKEN
-    require(
-        fits,
-        "name",
-        name,
-        f"give one word, none of {', '.join(_TAKEN)}: the command line has those",
-    )
+    fits = re.fullmatch(r"\w[\w.+-]*", name) is not None and name != "report"
+    require(fits, "name", name, "give one word, not report: the command line has that")
 
     def registered(cls: _Task) -> _Task:
-        mine = TASKS.setdefault(name, cls)
-        same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
-        require(same, "name", name, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
         # Running a notebook's cell again defines its class again: the new one replaces the old.
         TASKS[name] = cls
         return cls

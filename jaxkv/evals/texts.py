@@ -2,13 +2,12 @@
 
 import gzip
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.evals.stored import json_lines
 
 
 def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
@@ -20,14 +19,11 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
         packed = (resources.files("jaxkv.evals") / "data" / "documents.json.gz").read_bytes()
         rows = json.loads(gzip.decompress(packed))
         return {row["title"]: row["text"] for row in rows[: count or None]}
-    path = Path(os.path.expanduser(data))
+    path = Path(data).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
-        read = json_lines(path, ("text",), count)
-        odd = next((row["text"] for row in read if not isinstance(row["text"], str)), None)
-        require(odd is None, "data", odd, 'give lines such as {"text": "..."}')
         return {
             f"{number:03d} {row.get('title', '')}".strip(): row["text"]
-            for number, row in enumerate(read)
+            for number, row in enumerate(rows_of_file(path, ("text",), count))
         }
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
@@ -36,9 +32,43 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
     return {each.stem: text_of_file(each) for each in files[: count or None]}
 
 
-def text_of_file(path: Path) -> str:
-    """Text of a UTF-8 file, without byte order mark; ValueError for other encodings."""
+def text_of_file(path: Path, name: str = "data") -> str:
+    """Text of a UTF-8 file, without byte order mark; ValueError for other encodings, FileNotFoundError for no file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{name}={str(path)!r}: no such file")
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"data={str(path)!r}: not UTF-8 text ({error}); save it as such") from None
+        raise ValueError(
+            f"{name}={str(path)!r}: not UTF-8 text ({error}); save it as such"
+        ) from None
+
+
+def json_lines(
+    lines: Iterable[bytes], where: str, keys: Sequence[str], count: int = 0
+) -> list[dict[str, Any]]:
+    """List of the first `count` rows (0: all), as dicts, of JSON lines; ValueError for bad JSON or missing `keys`.
+
+    Lines end with a line feed alone; empty lines are skipped, a leading byte order mark too.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if count and len(rows) == count:
+            break
+        if line.strip():
+            try:
+                rows.append(json.loads(line.decode("utf-8-sig")))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"data={where!r}: line {number} is no JSON ({error})") from None
+            fits = isinstance(rows[-1], dict) and rows[-1].keys() >= set(keys)
+            remedy = f"line {number} is no object with {', '.join(keys)}: is it the right file?"
+            require(fits, "data", where, remedy)
+    return rows
+
+
+def rows_of_file(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
+    """`json_lines` of a file; FileNotFoundError if there is none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"data={str(path)!r}: no such file")
+    with path.open("rb") as file:
+        return json_lines(file, str(path), keys, count)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +12,8 @@ import numpy as np
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
-from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
-from jaxkv.evals.texts import texts_of
+from jaxkv.evals.texts import rows_of_file, texts_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -26,54 +24,27 @@ _NEXT = "\x1e"
 JUDGES = ("substring", "rouge-l")
 
 
-class _Fact(NamedTuple):
-    """Sentence with a gap, the question that asks for the gap's value, and values to draw from."""
-
-    sentence: str
-    question: str
-    values: tuple[str, ...]
-
-
+# Sentences with a gap, the question that asks for it, and values to draw from.
 _FACTS = (
-    _Fact(
-        "My dog is called {}.",
-        "What is my dog called?",
-        ("Bramble", "Pixel", "Juno", "Otto", "Clover", "Biscuit"),
-    ),
-    _Fact(
-        "My sister lives in {}.",
-        "Where does my sister live?",
-        ("Lisbon", "Oslo", "Kyoto", "Lima", "Turin", "Cork"),
-    ),
-    _Fact(
+    ("My dog is called {}.", "What is my dog called?", "Bramble Pixel Juno Otto Clover Biscuit"),
+    ("My sister lives in {}.", "Where does my sister live?", "Lisbon Oslo Kyoto Lima Turin Cork"),
+    (
         "My meeting is on {}.",
         "On which day is my meeting?",
-        ("Monday", "Tuesday", "Thursday", "Friday", "Sunday"),
+        "Monday Tuesday Thursday Friday Sunday",
     ),
-    _Fact(
-        "I keep the spare key in the {}.",
-        "Where is my spare key?",
-        ("teapot", "shed", "piano", "drawer", "boot"),
-    ),
-    _Fact(
+    ("I keep the spare key in the {}.", "Where is my spare key?", "teapot shed piano drawer boot"),
+    (
         "My front door is {}.",
         "Which colour is my front door?",
-        ("turquoise", "crimson", "yellow", "violet", "grey"),
+        "turquoise crimson yellow violet grey",
     ),
-    _Fact(
-        "I work as a {}.",
-        "What do I work as?",
-        ("welder", "dentist", "botanist", "pilot", "tailor", "plumber"),
-    ),
-    _Fact(
-        "My locker's code is {}.",
-        "What is my locker's code?",
-        ("4817", "2960", "7352", "6148", "9073", "3581"),
-    ),
-    _Fact(
+    ("I work as a {}.", "What do I work as?", "welder dentist botanist pilot tailor plumber"),
+    ("My locker's code is {}.", "What is my locker's code?", "4817 2960 7352 6148 9073 3581"),
+    (
         "My train leaves from platform {}.",
         "From which platform does my train leave?",
-        ("17", "23", "31", "46", "52"),
+        "17 23 31 46 52",
     ),
 )
 
@@ -165,38 +136,30 @@ class Turns(Task):
         lengths = [sample.context.count(_NEXT) for sample in samples]
         for length in dict.fromkeys(lengths):
             at = [number for number, each in enumerate(lengths) if each == length]
-            talks = [samples[number] for number in at]
-            spoken, kept, cache = _hold(params, policy, talks, how)
-            seen = host(cache.seen)
+            spoken, kept, cache = _hold(params, policy, [samples[number] for number in at], how)
+            tokens = host(cache.seen)
             for row, number in enumerate(at):
+                answers = samples[number].answers
+                scores = [
+                    self._score(text, right)
+                    for text, right in zip(spoken[row], answers, strict=True)
+                    if right
+                ]
                 rows = [each[:, row] for each in kept]
-                nbytes = int(rows[-1].sum()) * cache.entry_bytes
-                outcome = self._outcome(samples[number], spoken[row], rows)
-                outcomes[number] = dataclasses.replace(
-                    outcome, tokens=int(seen[row]), nbytes=nbytes
+                means = [float(each.mean()) for each in rows]
+                outcomes[number] = Outcome(
+                    score=float(np.mean(scores)),
+                    prediction=json.dumps(spoken[row], ensure_ascii=False),
+                    figures={
+                        "rows": means,
+                        "most_rows": [int(each.max()) for each in rows],
+                        "scores": scores,
+                    },
+                    tokens=int(tokens[row]),
+                    rows=means[-1],
+                    nbytes=int(rows[-1].sum()) * cache.entry_bytes,
                 )
         return [outcomes[number] for number in range(len(samples))]
-
-    def _outcome(
-        self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]
-    ) -> Outcome:
-        """`Outcome` of one conversation: mean score of its answers, and numbers of rows after each turn as figures."""
-        scores = [
-            self._score(text, right)
-            for text, right in zip(spoken, sample.answers, strict=True)
-            if right
-        ]
-        rows = [float(each.mean()) for each in kept]
-        return Outcome(
-            score=float(np.mean(scores)),
-            prediction=json.dumps(list(spoken), ensure_ascii=False),
-            figures={
-                "rows": rows,
-                "most_rows": [int(each.max()) for each in kept],
-                "scores": scores,
-            },
-            rows=rows[-1],
-        )
 
     def _score(self, text: str, right: str) -> float:
         """Score in [0, 1] of one answer against its reference `right`, by the task's judge."""
@@ -212,21 +175,16 @@ def _hold(
 ) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
     """Runs conversations turn by turn; returns answers, arrays [L, B, K] of rows after each turn, and the cache."""
     tokenizer = tokenizer_of(params)
-    turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None
     spoken: list[list[str]] = [[] for _ in samples]
-    kept, plain = [], how.raw or not tokenizer.has_template
-    ends = set(tokenizer.eos_ids)
-    for asked in zip(*turns, strict=True):
-        # Without a template, empty lines stand between question and answer.
-        texts = (
-            [f"{'' if cache is None else chr(10) * 2}{text}\n" for text in asked]
-            if plain
-            else list(asked)
-        )
+    kept, ends = [], set(tokenizer.eos_ids)
+    for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
+        if how.raw or not tokenizer.has_template:
+            # Without a template, empty lines stand between question and answer.
+            texts = tuple(("" if cache is None else "\n\n") + f"{text}\n" for text in texts)
         out = generate(
             params,
-            texts,
+            list(texts),
             policy=policy if cache is None else None,
             cache=cache,
             max_new_tokens=samples[0].new_tokens,
@@ -236,10 +194,8 @@ def _hold(
         )
         cache = out.cache
         kept.append(cache.kept)
-        for row, tokens in enumerate(out.tokens):
-            spoken[row].append(
-                tokenizer.decode([token for token in tokens.tolist() if token not in ends])
-            )
+        for mine, tokens in zip(spoken, out.tokens, strict=True):
+            mine.append(tokenizer.decode([each for each in tokens.tolist() if each not in ends]))
     assert cache is not None
     return spoken, kept, cache
 
@@ -260,8 +216,8 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
     for number in itertools.count():
         rng = np.random.default_rng([seed, number])
         chosen = [_FACTS[at] for at in rng.permutation(len(_FACTS))[:facts]]
-        values = [str(rng.choice(fact.values)) for fact in chosen]
-        said = [fact.sentence.format(value) for fact, value in zip(chosen, values, strict=True)]
+        values = [str(rng.choice(several.split())) for *_, several in chosen]
+        said = [text.format(value) for (text, *_), value in zip(chosen, values, strict=True)]
         for _ in range(turns - 2 * facts):
             text = passages[rng.integers(len(passages))]
             first = int(rng.integers(max(1, len(text) - words)))
@@ -269,7 +225,7 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
                 f'Here is a passage: "{" ".join(text[first : first + words])}" Say in a few words what it is about.'
             )
         order = rng.permutation(facts)
-        asked = [chosen[at].question for at in order]
+        asked = [chosen[at][1] for at in order]
         right = [values[at] for at in order]
         yield _Talk(
             f"{number:03d}", "told and asked", (*said, *asked), (*([""] * len(said)), *right)
@@ -278,44 +234,20 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
 
 def _stored(data: str) -> Iterator[_Talk]:
     """Yields the conversations that have a reference, from a file in the format of MT-bench's `question.jsonl`."""
-    path = Path(os.path.expanduser(data))
-    if not path.is_file():
-        where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"
-        raise FileNotFoundError(
-            f"data={data!r}: no such file; give a question.jsonl, such as {where}"
-        )
     found = 0
-    for number, row in enumerate(json_lines(path, ("turns",)), start=1):
+    for number, row in enumerate(rows_of_file(Path(data).expanduser(), ("turns",)), start=1):
         turns, right = row["turns"], row.get("reference") or []
-        fits = (
-            isinstance(turns, list)
-            and bool(turns)
-            and all(isinstance(each, str) and each.strip() for each in turns)
+        fits = isinstance(turns, list) and isinstance(right, list) and bool(turns)
+        fits = fits and all(isinstance(x, str) and x.strip() and _NEXT not in x for x in turns)
+        fits = fits and all(isinstance(each, str | None) for each in right)
+        remedy = (
+            f'conversation {number}: give lines such as {{"turns": ["..."], "reference": ["..."]}}'
         )
-        remedy = f'conversation {number} has no texts as its turns: give lines such as {{"turns": ["..."]}}'
         require(fits, "data", turns, remedy)
-        require(
-            not any(_NEXT in each for each in turns),
-            "data",
-            data,
-            f"conversation {number} has U+001E: remove it",
-        )
-        texts = isinstance(right, list) and all(
-            each is None or isinstance(each, str) for each in right
-        )
-        require(
-            texts, "data", right, f"conversation {number} has no list of texts as its reference"
-        )
-        references = [each or "" for each in right]
-        if not any(references):
+        if not any(right):
             continue
         found += 1
-        padded = (*references, *([""] * len(turns)))[: len(turns)]
-        yield _Talk(
-            f"{row.get('question_id', number)}",
-            str(row.get("category", "turns")),
-            tuple(turns),
-            padded,
-        )
-    remedy = "no conversation has a reference, and a judge that needs none, a large language model, is out of reach"
-    require(found > 0, "data", data, remedy)
+        padded = [*(each or "" for each in right), *[""] * len(turns)][: len(turns)]
+        name, group = str(row.get("question_id", number)), str(row.get("category", "turns"))
+        yield _Talk(name, group, tuple(turns), tuple(padded))
+    require(found > 0, "data", data, "no conversation has a reference: give some with one")

@@ -30,7 +30,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
 from jaxkv.policies.scorer import Needs
 from jaxkv.policies.windowed_reads import tokens_read
-from jaxkv.sharding.mesh import host, missing, place
+from jaxkv.sharding.mesh import host
 
 
 @task("visible")
@@ -113,7 +113,7 @@ def visible_attention(
 
     Raises:
         ValueError: for no tokens; for a policy that chooses pages, or drops rows and chooses among the others; on a
-            mesh, for one that chooses what it reads.
+            mesh.
     """
     for name, ids in (("prompt", prompt), ("answer", answer)):
         require(len(ids) >= 1, name, ids, "give at least 1 token")
@@ -121,26 +121,21 @@ def visible_attention(
         "some layers have windows: this looks at models whose layers all attend to the whole prompt"
     )
     require(not any(params.config.windows), "model", params.name, remedy)
+    require(params.axes is None, "mesh", "given", "attention is measured on one device")
     policy = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
-    whole, steps, axes = [*prompt, *answer], len(answer), params.axes
-    copies, slots = 1 + missing(1, axes), bucket(len(whole))
-    padded = np.zeros((copies, slots), np.int32)
-    padded[:, : len(whole)] = whole
-    length = place(np.full(copies, len(whole), np.int32), "B", axes)
-    choice = _choice(params, policy, len(prompt), len(answer), slots)
-    source = _held(params, policy, prompt, answer, slots, key) if choice is None else choice
-    shares, rows = [], []
-    tokens = place(padded, "B S", axes)
+    whole, steps = [*prompt, *answer], len(answer)
+    slots = bucket(len(whole))
+    tokens = jnp.asarray([whole + [0] * (slots - len(whole))], jnp.int32)
+    choice = _choice(params, policy, len(prompt), steps, slots)
+    source = choice or _held(params, policy, prompt, answer, slots, key)
     needs = Needs(queries=steps if choice is None else steps + choice.reading.window - 1)
+    shares, rows = [], []
+    length = jnp.asarray([len(whole)], jnp.int32)
     for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
-        seen = source.layer(index, out) if isinstance(source, _Choice) else source[:, index]
-        sets = place(
-            np.broadcast_to(np.moveaxis(seen, 0, -1), (copies, *seen.shape[1:], steps)),
-            "B K S n",
-            axes,
-        )
+        seen = source[:, index] if isinstance(source, np.ndarray) else source.layer(index, out)
         q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
-        every = host(paid(q, out.k, positions, sets, axes=axes))[0]
+        sets = jnp.moveaxis(jnp.asarray(seen), 0, -1)[None]
+        every = np.asarray(paid(q, out.k, positions, sets, axes=None))[0]
         shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
         rows.append(seen[0, :, : len(prompt)].sum(axis=-1).mean())
     return np.stack(shares).astype(np.float64).mean(axis=0), float(np.mean(rows))
@@ -182,7 +177,6 @@ def _choice(
     require(reading is None or reading.page is None, "policy", name, remedy)
     if reading is None or not reading.filters:
         return None
-    require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
     require(
         parts.scorer is None,
         "policy",

@@ -4,25 +4,20 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float
 from tqdm import tqdm
 
 from jaxkv import _checks
 from jaxkv._errors import require
-from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
-from jaxkv.evals.perplexity import feed
+from jaxkv.evals.perplexity import read_on
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import GREEDY, Sampling, is_greedy
-from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import Encoded
 from jaxkv.text.tokenizer import Text
 
 try:
@@ -86,12 +81,8 @@ class JaxKVLM(TemplateLM):
         if isinstance(policy, Method) and options:
             raise TypeError(f"{', '.join(options)}: the policy is made already; say these in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
-        require(
-            self.params.text is not None,
-            "model",
-            self.params.name,
-            "it has no tokenizer: load one that has",
-        )
+        remedy = "it has no tokenizer: load one that has"
+        require(self.params.text is not None, "model", self.params.name, remedy)
         self.policy = as_policy(policy, options=options)
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
 
@@ -113,19 +104,13 @@ class JaxKVLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the eos token, or of the bos token if there is no eos; refuses a model that has neither."""
-        ids = [*self.text.eos_ids, *([] if self.text.bos_id is None else [self.text.bos_id])]
-        require(
-            bool(ids),
-            "model",
-            self.params.name,
-            "no bos or eos token to begin an empty context with",
-        )
+        """Id of the eos token, or of the bos token if there is no eos."""
+        ids = [*self.text.eos_ids, self.text.bos_id or 0]
         return ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that stands for an empty context: bos, or eos; refuses a model that has neither."""
+        """Id of the token that stands for an empty context: bos, or eos."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(
@@ -172,11 +157,10 @@ class JaxKVLM(TemplateLM):
         key = self._key(ids[0])
         # A task may ask the same several times: answers drawn by chance differ by request, in whichever batch.
         key = key if is_greedy(sampling) else seed_of(key, f"request {number}")
-        lm, policy = self.params, self.policy
         out = generate(
-            lm,
+            self.params,
             ids,
-            policy=policy,
+            policy=self.policy,
             max_new_tokens=new,
             sampling=sampling,
             stop=stop,
@@ -209,20 +193,6 @@ class JaxKVLM(TemplateLM):
         )
         return list(map(make_disjoint_window, windows))
 
-    def loglikelihood(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[tuple[float, bool]]:
-        """List per request of (log-probability of its continuation, True if greedy decoding would draw it)."""
-        # After an empty context the harness takes a continuation's first token, which an empty one lacks.
-        for request in requests:
-            require(
-                bool(request.args[1]),
-                "continuation",
-                request.args[1],
-                "it adds no token to its context",
-            )
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
@@ -234,12 +204,8 @@ class JaxKVLM(TemplateLM):
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
             room = self.max_length - len(continuation) + 1
-            require(
-                room >= 1,
-                "continuation",
-                text[:40],
-                f"longer than the model's {self.max_length} positions",
-            )
+            remedy = f"longer than the model's {self.max_length} positions"
+            require(room >= 1, "continuation", text[:40], remedy)
             # The harness moves a context's trailing spaces to the continuation, so a context may be empty.
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
         results = self._judge(pairs, disable_tqdm)
@@ -285,54 +251,17 @@ class JaxKVLM(TemplateLM):
 
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
-        session, count = (
-            Session(self.params, self.policy, key=self._key(contexts[0])),
-            len(continuations),
-        )
+        session = Session(self.params, self.policy, key=self._key(contexts[0]))
         # A continuation's last token is not read. Each pair fits the model's positions, but the longest context and the
         # longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
         cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
-        shared = len(contexts) < count
-        parts = _batches(continuations, self.batch_size) if shared else [continuations]
-        found = [_read(session, cache, part, shared=shared) for part in parts]
-        values, greedy = (np.concatenate(each) for each in zip(*found, strict=True))
-        return values, greedy
-
-
-def _read(
-    session: Session, cache: KVCache, continuations: Sequence[list[int]], *, shared: bool
-) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-    """Arrays [B] over continuations: log-probability, read token by token over a cache, and True if greedy draws it.
-
-    Tokens are read one by one, as if each had been drawn. The cache is donated unless it is `shared`.
-    """
-    count, longest = len(continuations), max(map(len, continuations))
-    values, greedy = np.zeros(count), np.ones(count, bool)
-    for at in range(longest):
-        there = np.asarray([at < len(each) for each in continuations])
-        tokens = np.asarray([each[at] if at < len(each) else 0 for each in continuations], np.int32)
-        assert cache.logits is not None
-        # A context that all share has one row of logits; on a mesh the batch may be padded.
-        logits = jnp.broadcast_to(cache.logits[: cache.batch], (count, cache.config.vocab))
-        value, likeliest = (host(each) for each in _of_token(logits, tokens))
-        values += np.where(there, value, 0)
-        greedy &= likeliest | ~there
-        if at + 1 < longest:
-            # Continuations that have ended read nothing.
-            part = [each[at : at + 1] if at + 1 < len(each) else [] for each in continuations]
-            new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * count)
-            cache = feed(session, cache, new, donate=at > 0 or not shared)
-    return values, greedy
-
-
-@jax.jit
-def _of_token(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
-) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Arrays [B] from logits [B, V]: log-probability of one token per sequence, and True where it is the likeliest."""
-    value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-    return value, logits.argmax(axis=1) == tokens
+        shared, values, greedy = len(contexts) < len(continuations), list[Any](), list[Any]()
+        for part in _batches(continuations, self.batch_size) if shared else [continuations]:
+            losses, likeliest, _ = read_on(session, cache, part, donate=not shared)
+            values += [-losses.sum(axis=1)]
+            greedy += [likeliest.all(axis=1)]
+        return np.concatenate(values), np.concatenate(greedy)
 
 
 def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:

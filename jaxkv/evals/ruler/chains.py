@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-import numpy as np
+from numpy.random import Generator
 
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
@@ -52,12 +52,12 @@ class Chains(Recipe):
         """Smallest haystack size: the number of assignments, each of which needs a place of its own."""
         return self.hops + 1
 
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
         shot = self.draw(self.shot, rng, short=True) if self.shot else None
         return self.write(self.draw(size, rng), shot)
 
-    def draw(self, size: int, rng: np.random.Generator, *, short: bool = False) -> Chain:
+    def draw(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
         """Draws a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
         names = self.wording.variables(rng, self.hops + 1, short=short)
         places = sorted(rng.permutation(size)[: self.hops + 1].tolist())

@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
@@ -62,12 +63,12 @@ class Common(Recipe):
         """Largest number of distinct words in a list: as many as the wording can draw, which may be infinite."""
         return self.wording.words_to_count
 
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: a list of `size` distinct words with repeats, after a solved example if `shot` is set."""
         shot = self.draw(*self.shot, rng) if self.shot else None
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
-    def draw(self, size: int, often: int, seldom: int, rng: np.random.Generator) -> Listed:
+    def draw(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
         """Draws a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[: self.words], drawn[self.words :]
@@ -116,11 +117,11 @@ class Frequent(Recipe):
         """Smallest number of words at which the word of rank 4 occurs more often than the word of rank 5."""
         return _LEAST_CODED
 
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt` that asks for the most frequent of at most `size` coded words, a few less by rounding."""
         return self.write(self.draw(size, rng))
 
-    def draw(self, size: int, rng: np.random.Generator) -> Coded:
+    def draw(self, size: int, rng: Generator) -> Coded:
         """Draws a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
@@ -77,11 +78,11 @@ class Needles(Recipe):
         """Smallest haystack size: the number of needles."""
         return max(self.keys, self.queries) * self.values
 
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
         return self.write(self.draw(size, rng))
 
-    def draw(self, size: int, rng: np.random.Generator) -> Draw:
+    def draw(self, size: int, rng: Generator) -> Draw:
         """Draws a `Draw`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
         keys = self.wording.draw(rng, self.key_kind, count)
@@ -121,7 +122,7 @@ class Needles(Recipe):
             depth=sum(right) / len(right) / max(1, len(draw.haystack)),
         )
 
-    def _haystack(self, size: int, rng: np.random.Generator, keys: list[str]) -> list[str]:
+    def _haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
         """List of the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
         if self.haystack == "essay":
             return self.wording.essay(rng, size)
@@ -141,7 +142,7 @@ class Needles(Recipe):
             for key, value in zip(others[:size], values, strict=True)
         ]
 
-    def _places(self, size: int, count: int, rng: np.random.Generator) -> list[int]:
+    def _places(self, size: int, count: int, rng: Generator) -> list[int]:
         """Ascending list, one per needle: index of the haystack's sentence or line before which the needle is put."""
         if self.depth is not None:
             return [round(self.depth * size)] * count

@@ -1,14 +1,12 @@
 """RULER's question answering: documents with the answer among other documents of the same data set."""
 
 import dataclasses
-import functools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from numpy.random import Generator
 
 from jaxkv._errors import require
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
@@ -62,7 +60,7 @@ class Documents(Recipe):
         """Smallest number of documents in a prompt: as many as the question with the most documents needs."""
         return max(len(each.context) for each in self.data.questions)
 
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
         have = len(self.data.questions)
         require(
@@ -74,7 +72,7 @@ class Documents(Recipe):
         asked = self.data.questions[index]
         return self.write(asked, self.draw(asked, size, rng))
 
-    def draw(self, asked: Asked, size: int, rng: np.random.Generator) -> tuple[int, ...]:
+    def draw(self, asked: Asked, size: int, rng: Generator) -> tuple[int, ...]:
         """Tuple of `size` document indices in random order, the question's own included; repeats if too few."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:
@@ -109,41 +107,20 @@ def read(folder: str | None, name: str) -> DataSet:
     A missing file is a FileNotFoundError that says what to put where; a file of another format is refused.
     """
     file, address = FILES[name]
-    path = None if folder is None else Path(os.path.expanduser(folder)) / file
-    if path is None or not path.is_file():
-        where = f"the folder that `data` names as {file}" if path is None else str(path)
+    path = Path(folder or ".").expanduser() / file
+    if folder is None or not path.is_file():
         raise FileNotFoundError(
-            f"data={folder!r}: {name} asks questions of a file: put {address} into {where}"
+            f"data={folder!r}: {name} asks questions of a file: put {address} there as {file}"
         )
-    there = path.stat()
     try:
-        found = _read(path, name, there.st_size, there.st_mtime_ns)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        kind = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"data={str(path)!r}: not the format of {address} ({kind}); download it again"
-        ) from error
-    require(bool(found.questions), "data", str(path), "it holds no question that has an answer")
-    return found
-
-
-@functools.lru_cache(maxsize=2)
-def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
-    """`DataSet` (questions, documents) parsed from a file and checked; cached by the file's path, size and time."""
-    content = json.loads(path.read_text("utf-8-sig"))
-    found = _squad(content) if name == "qa_1" else _hotpot(content)
-    texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
-    require(
-        all(isinstance(each, str) for each in (*texts, *found.documents)),
-        "questions",
-        name,
-        "they are texts",
-    )
-    for asked in found.questions:
-        require(
-            bool(asked.answers), "answers", asked.text, "a question that is not impossible has one"
-        )
-        require(bool(asked.context), "context", asked.text, "a question has documents")
+        content = json.loads(path.read_text("utf-8-sig"))
+        found = _squad(content) if name == "qa_1" else _hotpot(content)
+        texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
+        fits = all(isinstance(each, str) for each in texts) and bool(texts)
+        fits = fits and all(asked.answers and asked.context for asked in found.questions)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        fits = False
+    require(fits, "data", str(path), f"not the format of {address}: download it again")
     return found
 
 
@@ -183,6 +160,6 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
     return DataSet(tuple(questions), tuple(documents))
 
 
-def _some(places: Sequence[int], count: int, rng: np.random.Generator) -> list[int]:
+def _some(places: Sequence[int], count: int, rng: Generator) -> list[int]:
     """List of `count` of the given indices, drawn without replacement, in random order."""
     return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

@@ -1,17 +1,15 @@
 """Recipes of RULER's tasks by name, as its scripts/synthetic.yaml configures them."""
 
 import dataclasses
-import string
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.evals.ruler import chains, counted, niah
 from jaxkv.evals.ruler.chains import Chains
 from jaxkv.evals.ruler.counted import Common, Frequent
 from jaxkv.evals.ruler.niah import Needles
 from jaxkv.evals.ruler.qa import FILES, Documents, read
 from jaxkv.evals.ruler.recipe import Counter, Recipe, fit
-from jaxkv.evals.ruler.wording import NOISE, SENTENCES, SMALL_WORDS, Wording, pieces
+from jaxkv.evals.ruler.wording import SMALL_WORDS, Wording
 
 _NIAH: dict[str, dict[str, Any]] = {
     "niah_single_1": {"haystack": "noise"},
@@ -56,29 +54,8 @@ def recipe_of(
             new_tokens=new,
             vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different,
         )
-    require(
-        not small,
-        "tasks",
-        name,
-        "the small wording has no documents: leave it out, or take wording='official'",
-    )
+    require(not small, "tasks", name, "the small wording has no documents: take the official one")
     return Documents(wording=wording, new_tokens=32, data=read(data, name))
-
-
-def small_vocabulary() -> tuple[str, ...]:
-    """Sorted tuple of the words, digits and punctuation marks in prompts and answers of the small wording."""
-    templates = (
-        *NOISE,
-        *SENTENCES,
-        *niah.TEMPLATES,
-        niah.NEEDLE,
-        *chains.TEMPLATES,
-        *counted.TEMPLATES,
-    )
-    # Names of the templates' fields are no words of a prompt.
-    fixed = [text for template in templates for text, *_ in string.Formatter().parse(template)]
-    found = pieces(" ".join([*fixed, "number numbers uuid uuids 0123456789 , and . - ="]))
-    return tuple(sorted({*found, *SMALL_WORDS, *(word.upper() for word in SMALL_WORDS)}))
 
 
 def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:

@@ -1,11 +1,9 @@
 """The task `ruler`, with functions that the task `needle` shares: lengths, wordings, samples of prompts."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,12 +15,65 @@ from jaxkv.evals.ruler.recipe import Cell, Counter, Prompt
 from jaxkv.evals.ruler.recipes import MADE, NAMES, recipe_of
 from jaxkv.evals.ruler.wording import Wording, wording_of
 from jaxkv.evals.task import Sample, task
+from jaxkv.evals.texts import text_of_file
 from jaxkv.loading import LanguageModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MadeTask(QuestionTask):
+    """Base of `Ruler` and `Needle`, whose prompts are made at lengths in the model's tokens.
+
+    Attributes:
+        usual: lengths by default, those of them within the model's positions.
+        lengths: tokens of prompts, answer and chat template included.
+        count: samples of each kind and length.
+        wording: "official" or "small".
+        haystack: a text file that haystacks of the official wording are cut from.
+        seed: seed of all random choices.
+    """
+
+    usual: ClassVar[tuple[int, ...]]
+
+    lengths: tuple[int, ...] | None = None
+    count: int = 20
+    wording: str = "official"
+    haystack: str | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.count >= 1, "count", self.count, "make at least 1 sample")
+        lengths = (1,) if self.lengths is None else self.lengths
+        fits = min(lengths, default=0) >= 1 and len(set(lengths)) == len(lengths)
+        require(fits, "lengths", lengths, "name at least one, in tokens, each once")
+        require(self.seed >= 0, "seed", self.seed, "give 0 or more")
+        known = self.wording in ("official", "small")
+        require(known, "wording", self.wording, "take 'official' or 'small'")
+        mine = self.haystack is None or self.wording == "official"
+        remedy = "the small wording makes its own: take wording='official'"
+        require(mine, "haystack", self.haystack, remedy)
+
+    def lengths_for(self, params: LanguageModel) -> tuple[int, ...]:
+        """Lengths of the prompts: those given, else the `usual` ones, or the model's positions if all are longer."""
+        most = params.config.max_positions
+        if self.lengths is None:
+            return tuple(each for each in self.usual if each <= most) or (most,)
+        longest = max(self.lengths)
+        require(longest <= most, "lengths", longest, f"the model was made for {most} tokens")
+        return self.lengths
+
+    def words(self) -> Wording:
+        """`Wording`, which draws prompts' random texts, with the text of the haystack's file, if any."""
+        if self.haystack is None:
+            return wording_of(self.wording)
+        text = text_of_file(Path(self.haystack).expanduser(), "haystack")
+        require(bool(text.split()), "haystack", self.haystack, "it holds no word: give a text")
+        return wording_of(self.wording, text)
 
 
 @task("ruler")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ruler(QuestionTask):
+class Ruler(MadeTask):
     """RULER's 13 tasks: needles in a haystack, variable tracking, words to count, questions over documents.
 
     Made here with RULER's templates, counts and metrics, at lengths in the model's tokens. `niah_single_*` have 1
@@ -45,33 +96,25 @@ class Ruler(QuestionTask):
         Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?"
     """
 
+    usual = (4096,)
+
     tasks: tuple[str, ...] = MADE
-    lengths: tuple[int, ...] | None = None
-    count: int = 20
-    wording: str = "official"
-    haystack: str | None = None
     data: str | None = None
-    seed: int = 0
 
     def __post_init__(self):
         super().__post_init__()
         for name in self.tasks:
             require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
-        require(bool(self.tasks), "tasks", self.tasks, "name at least one")
-        require(len(set(self.tasks)) == len(self.tasks), "tasks", self.tasks, "name each once")
+        distinct = len(set(self.tasks)) == len(self.tasks) > 0
+        require(distinct, "tasks", self.tasks, "name at least one, each once")
         read = self.data is None or not set(self.tasks).isdisjoint(FILES)
-        require(
-            read,
-            "data",
-            self.data,
-            f"only {' and '.join(FILES)} read files: name them among the tasks, or none",
-        )
-        check_grid(self)
+        remedy = f"only {' and '.join(FILES)} read files: name them among the tasks, or none"
+        require(read, "data", self.data, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of samples, `count` for each of the chosen RULER tasks at each prompt length."""
-        lengths = lengths_for(params, self.lengths, usual=(4096,))
-        wording, count, made = read_wording(self), counter(params), []
+        lengths = self.lengths_for(params)
+        wording, count, made = self.words(), counter(params), []
         for name in self.tasks:
             for length in lengths:
                 recipe = recipe_of(
@@ -80,87 +123,14 @@ class Ruler(QuestionTask):
                 cell = Cell.of(recipe, length, count)
                 rng = np.random.default_rng([self.seed, NAMES.index(name), length])
                 for index in range(self.count):
-                    prompt = cell.make(rng, index)
-                    made.append(
-                        as_sample(
-                            f"{name}-{length}-{index:04d}",
-                            name,
-                            prompt,
-                            recipe.new_tokens,
-                            length=length,
-                        )
-                    )
+                    label, prompt = f"{name}-{length}-{index:04d}", cell.make(rng, index)
+                    made.append(as_sample(label, name, prompt, recipe.new_tokens, length=length))
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Share in [0, 1] of the right answers that occur in the prediction; qa_1 and qa_2: 1 if any occurs, else 0."""
         metric = string_match_part if sample.group in FILES else string_match_all
         return metric(prediction, sample.answers)
-
-
-def check_grid(settings: Any) -> None:
-    """Raises ValueError for a wrong count, seed, wording or length, and for a haystack file with the small wording."""
-    require(settings.count >= 1, "count", settings.count, "make at least 1 sample")
-    lengths = settings.lengths
-    if lengths is not None:
-        require(bool(lengths), "lengths", lengths, "name at least one, in tokens")
-        require(min(lengths) >= 1, "lengths", lengths, "count tokens")
-        require(len(set(lengths)) == len(lengths), "lengths", lengths, "name each once")
-    require(settings.seed >= 0, "seed", settings.seed, "give 0 or more")
-    require(
-        settings.wording in ("official", "small"),
-        "wording",
-        settings.wording,
-        "take 'official' or 'small'",
-    )
-    mine = settings.haystack is None or settings.wording == "official"
-    require(
-        mine,
-        "haystack",
-        settings.haystack,
-        "the small wording makes its own: take wording='official'",
-    )
-
-
-def lengths_for(
-    params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]
-) -> tuple[int, ...]:
-    """Tuple of prompt lengths in tokens: `given`, or if that is None the `usual` ones within the model's positions.
-
-    If all usual lengths are longer, the model's number of positions. Given lengths that are longer are refused.
-    """
-    most = params.config.max_positions
-    if given is None:
-        return tuple(each for each in usual if each <= most) or (most,)
-    require(
-        max(given) <= most,
-        "lengths",
-        max(given),
-        f"the model was made for {most} tokens: ask for no more",
-    )
-    return tuple(given)
-
-
-def read_wording(settings: Any) -> Wording:
-    """`Wording` (it draws prompts' random texts) that a task's settings name, with their haystack file's text, if any.
-
-    A missing file is a FileNotFoundError; one without text is refused.
-    """
-    if settings.haystack is None:
-        return wording_of(settings.wording)
-    path = Path(os.path.expanduser(settings.haystack))
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"haystack={settings.haystack!r}: no such file; give a text file, or leave it out"
-        )
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"haystack={settings.haystack!r}: not UTF-8 text; save it as such"
-        ) from error
-    require(bool(text.split()), "haystack", settings.haystack, "it holds no word: give a text")
-    return wording_of(settings.wording, text)
 
 
 def counter(params: LanguageModel) -> Counter:
@@ -184,5 +154,5 @@ def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: An
         answers=prompt.answers,
         new_tokens=new_tokens,
         prefix=prompt.prefix,
-        tags=MappingProxyType(tags),
+        tags=tags,
     )

@@ -1,6 +1,5 @@
 """Wordings of prompts: RULER's own words, and a few hundred nouns that a tiny model can be trained on."""
 
-import abc
 import functools
 import gzip
 import itertools
@@ -12,7 +11,7 @@ import uuid
 from importlib import resources
 from typing import ClassVar
 
-import numpy as np
+from numpy.random import Generator
 
 from jaxkv._errors import require
 
@@ -74,8 +73,10 @@ def sentences(text: str) -> list[str]:
     return [text[begin:end].rstrip() for begin, end in itertools.pairwise([0, *ends, len(text)])]
 
 
-class Wording(abc.ABC):
-    """Base of wordings, which draw the random texts of prompts: keys, values, variables and haystacks.
+class Wording:
+    """Draws the random texts of prompts, by RULER's own wording: keys, values, variables and haystacks.
+
+    Keys are adjectives with nouns, values seven-digit numbers or version 4 UUIDs, variables have five letters.
 
     Attributes:
         name: the wording's value in settings.
@@ -84,109 +85,18 @@ class Wording(abc.ABC):
         words_to_count: number of distinct words that `plain` can draw.
     """
 
-    name: ClassVar[str]
-    tight: ClassVar[bool]
-    noise: ClassVar[tuple[str, ...]]
+    name: ClassVar[str] = "official"
+    tight: ClassVar[bool] = False
+    noise: ClassVar[tuple[str, ...]] = (" ".join(NOISE),)
     words_to_count: ClassVar[int | float] = math.inf
-
-    def draw(self, rng: np.random.Generator, kind: str, count: int) -> list[str]:
-        """Draws a list of `count` texts of a kind: "words" (distinct while there are enough), "numbers" or "uuids"."""
-        return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
-
-    @abc.abstractmethod
-    def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` random words; distinct while the wording has enough."""
-
-    @abc.abstractmethod
-    def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` random numbers as texts; they may repeat."""
-
-    @abc.abstractmethod
-    def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` random identifiers as texts: UUIDs, or shorter ones in the small wording."""
-
-    @abc.abstractmethod
-    def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` distinct random words, for prompts in which words are counted."""
-
-    @abc.abstractmethod
-    def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` distinct random words, for coded texts."""
-
-    @abc.abstractmethod
-    def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Draws a list of `count` random names of variables; `short` ones are for solved examples."""
-
-    @abc.abstractmethod
-    def amount(self, rng: np.random.Generator) -> str:
-        """Draws one random number, as text, that a variable is assigned."""
-
-    @abc.abstractmethod
-    def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """List of sentences that make a text of `size` units: words (official wording) or sentences (small wording)."""
-
-
-class Small(Wording):
-    """Wording for tiny models: nouns of a short list, four-digit numbers, sentences made of the nouns."""
-
-    name = "small"
-    tight = True
-    noise = NOISE
-    words_to_count = len(SMALL_WORDS)
-
-    def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` random nouns, distinct while there are enough."""
-        drawn: list[int] = []
-        while len(drawn) < count:
-            drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
-        return [SMALL_WORDS[each] for each in drawn]
-
-    def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` four-digit numbers as texts; the first digit is not 0."""
-        return [str(each) for each in rng.integers(1000, 10000, count).tolist()]
-
-    def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` texts of four digits, a hyphen and four digits."""
-        return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
-
-    def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` distinct nouns; ValueError if there are fewer."""
-        few = "the small wording has no more words: ask for fewer tokens, or take the official one"
-        require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
-        return self.words(rng, count)
-
-    def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws a list of `count` distinct nouns; ValueError if there are fewer."""
-        return self.plain(rng, count)
-
-    def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Draws a list of `count` nouns in capitals, as names of variables; `short` changes nothing."""
-        return [each.upper() for each in self.words(rng, count)]
-
-    def amount(self, rng: np.random.Generator) -> str:
-        """Draws one four-digit number, as text, that a variable is assigned."""
-        return self.numbers(rng, 1)[0]
-
-    def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """Makes a list of `size` sentences with random nouns."""
-        forms = rng.integers(0, len(SENTENCES), size).tolist()
-        nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
-        return [
-            SENTENCES[form].format(*(SMALL_WORDS[noun] for noun in three))
-            for form, three in zip(forms, nouns, strict=True)
-        ]
-
-
-class Official(Wording):
-    """RULER's own wording: adjectives with nouns, seven-digit numbers, version 4 UUIDs, five-letter variables."""
-
-    name = "official"
-    tight = False
-    noise = (" ".join(NOISE),)
 
     def __init__(self, text: str | None = None):
         """Takes the text that essays are cut from, repeated if short; None for the novel that comes with jaxkv."""
         self._text = text
+
+    def draw(self, rng: Generator, kind: str, count: int) -> list[str]:
+        """Draws a list of `count` texts of a kind: "words" (distinct while there are enough), "numbers" or "uuids"."""
+        return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
 
     @functools.cached_property
     def _units(self) -> list[str]:
@@ -199,7 +109,7 @@ class Official(Wording):
         times = -(-(at + size) // len(self._units))
         return " ".join((self._units * times)[at : at + size])
 
-    def words(self, rng: np.random.Generator, count: int) -> list[str]:
+    def words(self, rng: Generator, count: int) -> list[str]:
         """Draws a list of `count` distinct words, each made of an adjective, a hyphen and a noun."""
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
@@ -209,35 +119,84 @@ class Official(Wording):
             ] = None
         return list(drawn)
 
-    def plain(self, rng: np.random.Generator, count: int) -> list[str]:
+    def plain(self, rng: Generator, count: int) -> list[str]:
         """Draws a list of `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
         every = _every_word()
         drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return drawn + self.words(rng, count - len(drawn))
 
-    def codes(self, rng: np.random.Generator, count: int) -> list[str]:
+    def codes(self, rng: Generator, count: int) -> list[str]:
         """Draws a list of `count` distinct words of six random lower-case letters."""
         return _letters(rng, string.ascii_lowercase, 6, count)
 
-    def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
+    def numbers(self, rng: Generator, count: int) -> list[str]:
         """Draws a list of `count` seven-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(10**6, 10**7, count).tolist()]
 
-    def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
+    def uuids(self, rng: Generator, count: int) -> list[str]:
         """Draws a list of `count` version 4 UUIDs as texts."""
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
-    def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
+    def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
         """Draws a list of `count` distinct names of five random capital letters, or of three if `short`."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
-    def amount(self, rng: np.random.Generator) -> str:
+    def amount(self, rng: Generator) -> str:
         """Draws one five-digit number, as text, that a variable is assigned."""
         return str(int(rng.integers(10000, 99999)))
 
-    def essay(self, rng: np.random.Generator, size: int) -> list[str]:
+    def essay(self, rng: Generator, size: int) -> list[str]:
         """List of sentences: the first `size` words of the text, split into sentences."""
         return sentences(self.passage(size))
+
+
+class Small(Wording):
+    """Wording for tiny models: nouns of a short list, four-digit numbers, sentences made of the nouns."""
+
+    name = "small"
+    tight = True
+    noise = NOISE
+    words_to_count = len(SMALL_WORDS)
+
+    def words(self, rng: Generator, count: int) -> list[str]:
+        """Draws a list of `count` random nouns, distinct while there are enough."""
+        drawn: list[int] = []
+        while len(drawn) < count:
+            drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
+        return [SMALL_WORDS[each] for each in drawn]
+
+    def numbers(self, rng: Generator, count: int) -> list[str]:
+        """Draws a list of `count` four-digit numbers as texts; the first digit is not 0."""
+        return [str(each) for each in rng.integers(1000, 10000, count).tolist()]
+
+    def uuids(self, rng: Generator, count: int) -> list[str]:
+        """Draws a list of `count` texts of four digits, a hyphen and four digits."""
+        return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
+
+    def plain(self, rng: Generator, count: int) -> list[str]:
+        """Draws a list of `count` distinct nouns; ValueError if there are fewer."""
+        few = "the small wording has no more words: ask for fewer tokens, or take the official one"
+        require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
+        return self.words(rng, count)
+
+    codes = plain
+
+    def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
+        """Draws a list of `count` nouns in capitals, as names of variables; `short` changes nothing."""
+        return [each.upper() for each in self.words(rng, count)]
+
+    def amount(self, rng: Generator) -> str:
+        """Draws one four-digit number, as text, that a variable is assigned."""
+        return self.numbers(rng, 1)[0]
+
+    def essay(self, rng: Generator, size: int) -> list[str]:
+        """Makes a list of `size` sentences with random nouns."""
+        forms = rng.integers(0, len(SENTENCES), size).tolist()
+        nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
+        return [
+            SENTENCES[form].format(*(SMALL_WORDS[noun] for noun in three))
+            for form, three in zip(forms, nouns, strict=True)
+        ]
 
 
 def shipped(name: str) -> str:
@@ -259,7 +218,7 @@ def _every_word() -> list[str]:
     return sorted(set().union(*word_lists().values()))
 
 
-def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> list[str]:
+def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
     """Draws a list of `count` distinct strings of `size` random letters of `alphabet`."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
@@ -269,19 +228,6 @@ def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
     """Makes the `Wording` named "official", with essays cut from `text`, or "small", without text; else ValueError."""
-    require(
-        name in ("official", "small"),
-        "wording",
-        name,
-        "take 'official', or 'small' for tiny models",
-    )
-    if name == "small":
-        require(
-            text is None,
-            "wording",
-            name,
-            "its haystacks are made of its own words: take 'official' with a text",
-        )
-        return Small()
-    require(text is None or bool(text.split()), "text", text, "give at least a word")
-    return Official(text)
+    fits = name == "official" or (name == "small" and text is None)
+    require(fits, "wording", name, "take 'official', or without a text 'small' for tiny models")
+    return Small() if name == "small" else Wording(text)

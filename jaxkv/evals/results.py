@@ -1,0 +1,574 @@
+"""Results of evaluations: the file `results.jsonl` of a folder, and `Evaluation`, read from one folder or more.
+
+The file's first line is the `Run`, what results depend on; every other is a `Record`, one sample under one policy.
+Lines are only appended, so that a run that was killed goes on after its last complete batch.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxkv._errors import require
+from jaxkv._values import shortened
+
+RESULTS = "results.jsonl"
+_FORMAT = 2
+# More lengths than these are the samples' own, not lengths that samples were made for.
+_MOST_LENGTHS = 25
+# Shards, and machines with the same weights, may differ in these.
+_OWN = ("shard", "model", "devices")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Settings that an evaluation's results depend on: task, model, batch and seed.
+
+    Attributes:
+        task: name of the task.
+        settings: the task's fields, as JSON values.
+        unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
+        higher: True if a higher score is better.
+        model: name of the model.
+        fingerprint: hash of its weights.
+        dtype: dtype of weights and cache.
+        agnostic: True if contexts were compressed before questions were seen.
+        raw: True if the chat template was left out.
+        seed: seed of policies that draw random numbers.
+        batch: number of samples that run together.
+        shard: `[i, n]` for the i-th of n shards; None for the whole evaluation.
+        samples: number of samples of the whole task.
+        digest: hash of the samples.
+        versions: versions of packages.
+        devices: kind of device and the mesh's sizes.
+        format: version of the file's format.
+    """
+
+    task: str
+    settings: Mapping[str, Any]
+    unit: str
+    higher: bool
+    model: str
+    fingerprint: str
+    dtype: str
+    agnostic: bool
+    raw: bool
+    seed: int
+    batch: int
+    shard: Sequence[int] | None
+    samples: int
+    digest: str
+    versions: Mapping[str, str]
+    devices: str
+    format: int = _FORMAT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of `results.jsonl`: prediction, score, and tokens, rows and bytes of one sample under one policy.
+
+    Attributes:
+        policy: the row, such as "adakv@128".
+        method: the policy's `repr`.
+        budget: the policy's budget; None keeps everything.
+        number: number of the sample in its task.
+        id: id of the sample.
+        group: row of the table that the sample counts in.
+        tags: numbers and names that pictures are drawn over.
+        question: text of the prompt after its context.
+        prediction: the text drawn.
+        answers: right answers.
+        score: as the task gives it.
+        tokens: number of tokens of the prompt; None if the task does not count them.
+        rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
+        nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
+        figures: further numbers, and lists of numbers.
+        held: tokens of the first sample's prompt, and how many kv heads hold each after prefill; else None.
+    """
+
+    policy: str
+    method: str
+    budget: int | float | None
+    number: int
+    id: str
+    group: str
+    tags: Mapping[str, Any]
+    question: str
+    prediction: str
+    answers: Sequence[str]
+    score: float
+    tokens: int | None
+    rows: float | None
+    nbytes: int | None
+    figures: Mapping[str, Any]
+    held: Mapping[str, Any] | None = None
+
+
+def dumped(value: Any) -> bytes:
+    """JSON of a value in UTF-8, with its line feed; ValueError for NaN and infinities, TypeError for other objects."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    # Half of a surrogate pair becomes JSON's own escape.
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """Number or list of a numpy value, dict of a mapping, text of a path; TypeError for other objects."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{shortened(repr(value))}: give numbers, texts, lists and mappings")
+
+
+def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
+    """Returns `out` as a Path; ValueError for a file, or a folder of something else; writes nothing."""
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f"{name}={out!r}: give a folder")
+    require(bool(str(out).strip()), name, str(out), "give a folder")
+    path = Path(out).expanduser()
+    inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
+    fits = not path.is_file() and (not inside or RESULTS in inside)
+    other = "a file, or holds something else, such as an evaluation of an earlier version"
+    require(fits, name, str(out), f"it is {other}: give a new folder")
+    return path
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Context manager: makes the folder and locks it; ValueError if another process has locked it."""
+    import filelock  # 50 ms
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        remedy = "another process is at it: wait for its end, or give another folder"
+        raise ValueError(f"out={str(folder)!r}: {remedy}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def append(folder: Path, lines: bytes) -> None:
+    """Appends lines to a locked folder's `results.jsonl`, and syncs it to disk."""
+    with (folder / RESULTS).open("ab") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def begin(folder: Path, run: Run) -> list[Record]:
+    """Records that a locked folder has; writes `run` to a new one; ValueError for a folder of another run.
+
+    An incomplete last line, of a run that was killed, is removed.
+    """
+    path = folder / RESULTS
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if not whole:
+        path.unlink(missing_ok=True)
+        append(folder, dumped(vars(run)))
+        return []
+    os.truncate(path, len(whole))
+    there, records = _read(folder, "out")
+    found = _differences(there, run, but=("model",))
+    remedy = "give it as it was, or another folder"
+    require(not found, "out", str(folder), f"another evaluation is there ({found}): {remedy}")
+    return records
+
+
+def _differences(one: Run, other: Run, but: Sequence[str]) -> str:
+    """Text such as "batch: 8 there, 4 asked for", for each field in which two runs differ; empty if in none."""
+    pairs = []
+    for run in (one, other):
+        fields = json.loads(dumped(vars(run)))
+        settings = fields.pop("settings")
+        pairs.append(fields | {f"settings.{name}": value for name, value in settings.items()})
+    first, second = pairs
+    return "; ".join(
+        f"{name}: {shortened(str(first.get(name)))} there, {shortened(str(second.get(name)))} asked for"
+        for name in first | second
+        if name not in but and first.get(name) != second.get(name)
+    )
+
+
+def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]]:
+    """`Run` and records of a folder's complete lines; ValueError if there are none, or a line was changed."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"{field}={folder!r}: give the folder of an evaluation")
+    path = Path(folder).expanduser() / RESULTS
+    require(path.is_file(), field, str(folder), f"no evaluation is there ({RESULTS})")
+    head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
+    try:
+        run, records = Run(**json.loads(head)), [Record(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{field}={str(folder)!r}: {RESULTS} was changed ({error}): give another folder"
+        ) from None
+    require(run.format == _FORMAT, field, str(folder), "of another version: give another folder")
+    return run, records
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Mean score, its 95% interval, and mean cache costs of one policy over the samples of one group.
+
+    Attributes:
+        policy: the row's name, such as "adakv@128".
+        group: samples that count together; "mean" for the mean of all groups, each of the same weight.
+        n: number of samples.
+        mean: mean score.
+        low: lower end of the mean's 95% interval; None if it has none, as for one sample that is no share.
+        high: its upper end.
+        tokens: mean number of tokens of a prompt; None if the task does not count them.
+        rows: mean number of rows kept of a prompt per kv head and layer; None if the task does not count them.
+        nbytes: mean bytes of these rows, on the device or in host memory; None if the task does not count them.
+    """
+
+    policy: str
+    group: str
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+    tokens: float | None = None
+    rows: float | None = None
+    nbytes: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Mean difference of two policies' scores on the same samples, its 95% interval, and counts of wins.
+
+    Attributes:
+        mean: mean of the differences; above 0 if the first policy has the higher scores.
+        low: lower end of the mean's 95% interval; None for one sample whose score is no share.
+        high: its upper end.
+        above: number of samples at which the first policy has the higher score.
+        below: number of samples at which the second policy has the higher score.
+        n: number of samples.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    above: int
+    below: int
+    n: int
+
+
+def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[float, float] | None:
+    """95% confidence interval (low, high) of the mean of independent scores; None for one score that is no share.
+
+    Args:
+        scores: the n scores.
+        shares: True if scores lie in [0, 1], and so their mean.
+
+    Returns:
+        Lower and upper end: Wilson's interval where every share is 0 or 1, Student's otherwise; where all shares are
+        equal, Wilson's upper end for 0 of n is the part of others that may differ. None for one score that is no share.
+
+    Raises:
+        ValueError: for no scores, and for shares outside [0, 1].
+    """
+    scores = np.asarray(scores, np.float64)
+    fits = scores.ndim == 1 and scores.size > 0
+    fits = fits and (not shares or bool(((scores >= 0) & (scores <= 1)).all()))
+    remedy = "give a list of some; shares lie in [0, 1]: give shares=False for others"
+    require(fits, "scores", scores.tolist(), remedy)
+    return _interval(scores, (0, 1) if shares else None)
+
+
+def _interval(
+    scores: Float[np.ndarray, " n"], bounds: tuple[int, int] | None
+) -> tuple[float, float] | None:
+    """95% confidence interval of the mean of scores that lie within bounds; None for one score without bounds."""
+    from scipy import stats  # imported late: it takes longer than all of jaxkv's own files
+
+    n, mean = len(scores), float(scores.mean())
+    if bounds and (scores == mean).all():
+        # Of n samples none differs: others may, by as much as can be, as many as Wilson's interval allows.
+        most = float(stats.binomtest(0, n).proportion_ci(method="wilson").high)
+        return mean - most * (mean - bounds[0]), mean + most * (bounds[1] - mean)
+    if bounds == (0, 1) and np.isin(scores, bounds).all():
+        found = stats.binomtest(int(scores.sum()), n).proportion_ci(method="wilson")
+        return float(found.low), float(found.high)
+    if n == 1:
+        return None
+    half = float(stats.t.ppf(0.975, n - 1) * stats.sem(scores))
+    low, high = bounds or (-np.inf, np.inf)
+    return float(max(low, mean - half)), float(min(high, mean + half))
+
+
+def _mean_of(
+    parts: Sequence[Float[np.ndarray, " _"]], bounds: tuple[int, int] | None
+) -> tuple[float, float | None, float | None]:
+    """Mean of groups' means, each of the same weight, and its 95% interval from the groups' own (MOVER)."""
+    means = np.asarray([part.mean() for part in parts])
+    mean, found = float(means.mean()), [_interval(part, bounds) for part in parts]
+    ends = [each for each in found if each is not None]
+    if len(ends) < len(found):
+        return mean, None, None
+    # Zou and Donner 2008: the ends' distances from the means add up in quadrature.
+    low, high = np.hypot.reduce(np.abs(np.transpose(ends) - means), axis=1) / len(parts)
+    return mean, mean - float(low), mean + float(high)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Evaluation of a task: its run and records, with mean scores and tables.
+
+    Attributes:
+        folder: the folder, or the first of several.
+        run: its settings.
+        records: outcome of every sample under every policy, by policy, then by sample.
+    """
+
+    folder: Path
+    run: Run
+    records: tuple[Record, ...] = dataclasses.field(repr=False)
+
+    @classmethod
+    def read(cls, *folders: str | os.PathLike[str]) -> "Evaluation":
+        """Reads an evaluation, finished or not, from the folder that it was written to, or the folders of its shards.
+
+        Args:
+            *folders: what was given as `out`; several are shards, or further policies, of one evaluation.
+
+        Returns:
+            The evaluation.
+
+        Raises:
+            ValueError: if a folder holds no evaluation, or one of other settings.
+            TypeError: for a folder that is no path.
+        """
+        found = [_read(folder, "folder") for folder in folders]
+        require(bool(found), "folder", None, "give the folder of an evaluation")
+        run, records = found[0][0], dict[tuple[str, str], Record]()
+        for folder, (other, lines) in zip(folders, found, strict=True):
+            wrong = _differences(run, other, but=_OWN)
+            require(not wrong, "folder", str(folder), f"not of one evaluation ({wrong})")
+            for each in lines:
+                same = records.setdefault((each.policy, each.id), each) == each
+                remedy = f"another folder has another result of {each.policy}, {each.id}"
+                require(same, "folder", str(folder), remedy)
+        order = [*dict.fromkeys(policy for policy, _ in records)]
+        sort = sorted(records.values(), key=lambda each: (order.index(each.policy), each.number))
+        if len(found) > 1:
+            run = dataclasses.replace(run, shard=None)
+        return cls(folder=Path(folders[0]).expanduser(), run=run, records=tuple(sort))
+
+    @functools.cached_property
+    def methods(self) -> dict[str, str]:
+        """Dict {row: the policy's `repr`}, in the order in which they ran."""
+        return {record.policy: record.method for record in self.records}
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Tuple of the names of the table's rows, such as "adakv@128", in order."""
+        return tuple(self.methods)
+
+    @functools.cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Tuple of the distinct names of the records' groups, in the order in which they first occur."""
+        return tuple(dict.fromkeys(record.group for record in self.records))
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Ascending tuple of distinct prompt lengths (tag "length"); empty if any is missing, or not 2 to 25."""
+        found = set[Any](record.tags.get("length") for record in self.records)
+        fits = None not in found and 1 < len(found) <= _MOST_LENGTHS
+        return tuple(sorted(found)) if fits else ()
+
+    def of(self, policy: str, group: str | None = None, **tags: Any) -> list[Record]:
+        """List of one policy's records, in the order of the samples; optionally of one group, or with given tags.
+
+        Args:
+            policy: name of a row.
+            group: only records of this group; of all groups by default.
+            **tags: only records with these tags, such as `length=4096`.
+
+        Returns:
+            The records.
+
+        Raises:
+            ValueError: for an unknown row or group, and for tags that no sample has.
+        """
+        require(policy in self.methods, "policy", policy, f"there are {', '.join(self.policies)}")
+        found = [
+            record
+            for record in self.records
+            if record.policy == policy
+            and group in (None, record.group)
+            and all(record.tags.get(name) == value for name, value in tags.items())
+        ]
+        wanted = ", ".join(map(str, filter(None, (group, tags))))
+        require(bool(found), "group" if group else "tags", wanted, "no sample is of these")
+        return found
+
+    def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
+        """Array of one policy's scores, one per sample in order, filtered by group and tags."""
+        return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
+
+    def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
+        """`Cell` of one policy: its mean score with a 95% interval, and mean tokens, rows and bytes.
+
+        Args:
+            policy: name of a row.
+            group: only samples of this group; by default the mean of all groups, each of the same weight.
+            **tags: only samples with these tags, such as `length=4096`.
+
+        Returns:
+            The cell.
+
+        Raises:
+            ValueError: for an unknown row or group, and for tags that no sample has.
+        """
+        records = self.of(policy, group, **tags)
+        parts = _by_group(records, [record.score for record in records])
+        mean, low, high = _mean_of(parts, (0, 1) if self.run.unit == "%" else None)
+        costs = {
+            name: _mean([getattr(record, name) for record in records])
+            for name in ("tokens", "rows", "nbytes")
+        }
+        return Cell(
+            policy=policy,
+            group="mean" if group is None else group,
+            n=len(records),
+            mean=mean,
+            low=low,
+            high=high,
+            **costs,
+        )
+
+    def difference(self, first: str, second: str, group: str | None = None) -> Difference:
+        """`Difference` of two policies' scores on the samples that both have, first minus second.
+
+        Args:
+            first: name of a row.
+            second: name of another row.
+            group: only samples of this group; by default the mean of all groups, each of the same weight, as in `cell`.
+
+        Returns:
+            The difference, first minus second.
+
+        Raises:
+            ValueError: for an unknown row or group, and rows without a common sample.
+        """
+        others = {record.id: record.score for record in self.of(second, group)}
+        ones = [record for record in self.of(first, group) if record.id in others]
+        require(bool(ones), "second", second, f"it has no sample in common with {first}")
+        apart = np.asarray([record.score - others[record.id] for record in ones])
+        mean, low, high = _mean_of(
+            _by_group(ones, apart), (-1, 1) if self.run.unit == "%" else None
+        )
+        above, below = int((apart > 0).sum()), int((apart < 0).sum())
+        return Difference(mean=mean, low=low, high=high, above=above, below=below, n=len(apart))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Dict of JSON values: the run, and a cell for each policy and group and each policy's mean."""
+        cells = [
+            dataclasses.asdict(self.cell(policy, group))
+            for policy in self.policies
+            for group in (*self.groups, None)
+        ]
+        return {"run": vars(self.run), "cells": cells}
+
+    def tables(self) -> dict[str, list[list[str]]]:
+        """Dict {name: rows of texts, the head first}: scores and costs, then scores by group and by length."""
+        rows = list[list[str]]()
+        for policy in self.policies:
+            cell = self.cell(policy)
+            costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
+            score = [self.shown(cell.mean), self.shown_interval(cell)]
+            rows.append([policy, *score, str(cell.n), *costs])
+        head = ["policy", self.scale, "95% interval", "n", "rows kept", "MB", "prompt tokens"]
+        tables = {"Policies": [head, *rows]}
+        for name, values in (("group", self.groups), ("length", self.lengths)):
+            parts: list[dict[str, Any]] = [{name: value} for value in values]
+            if len(parts) > 1:
+                rows = [
+                    [policy, *(self.shown(self.cell(policy, **part).mean) for part in parts)]
+                    for policy in self.policies
+                ]
+                tables[f"By {name}"] = [["policy", *map(str, values)], *rows]
+        return tables
+
+    def table(self) -> str:
+        """Text of Markdown: title, notes, and the tables."""
+        lines = [f"# {self.title}", *self.notes]
+        for head, *rows in self.tables().values():
+            first, *others = [f"| {' | '.join(map(_escaped, row))} |" for row in (head, *rows)]
+            lines.append("\n".join([first, "|---|" + "---:|" * (len(head) - 1), *others]))
+        return "\n\n".join(lines)
+
+    @property
+    def notes(self) -> list[str]:
+        """List of sentences on policies that lack samples, and on a full cache that scores nothing."""
+        counts = {name: len(self.of(name)) for name in self.policies}
+        lacking = [f"{name} {n}" for name, n in counts.items() if n < self.run.samples]
+        full = [name for name, method in self.methods.items() if method.startswith("FullKV(")]
+        failed = self.run.higher and not any(self.scores(name).any() for name in full or counts)
+        notes = []
+        if lacking:
+            notes.append(f"Not finished: of {self.run.samples} samples, {', '.join(lacking)}.")
+        if failed:
+            notes.append("The full cache scored 0: this compares nothing; take another model.")
+        return notes
+
+    @property
+    def title(self) -> str:
+        """One line of text: task, number of samples, model and settings."""
+        run = self.run
+        said = [run.model, run.agnostic * "question-agnostic", run.raw * "no chat template"]
+        if run.shard is not None:
+            said.append(f"shard {run.shard[0]} of {run.shard[1]}")
+        return ", ".join(filter(None, [f"{run.task}: {run.samples} samples", *said]))
+
+    @property
+    def scale(self) -> str:
+        """One line of text with the unit of the scores: "score, %, higher is better"."""
+        return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
+
+    def shown(self, score: float | None) -> str:
+        """Score as text: percent without a sign if the unit is "%", else four decimals; a dash for None."""
+        return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
+
+    def shown_interval(self, cell: Cell) -> str:
+        """A cell's 95% interval as text, "low to high"; a dash if it has none."""
+        return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
+
+
+def _by_group(records: Sequence[Record], values: Iterable[float]) -> list[Float[np.ndarray, " _"]]:
+    """List of arrays, one per group: `values`, of which each record has one, split by the records' groups."""
+    groups: dict[str, list[float]] = {}
+    for record, value in zip(records, values, strict=True):
+        groups.setdefault(record.group, []).append(value)
+    return [np.asarray(each, np.float64) for each in groups.values()]
+
+
+def _mean(values: Sequence[int | float | None]) -> float | None:
+    """Mean of the values; None if any of them is None."""
+    known = [value for value in values if value is not None]
+    return None if len(known) < len(values) else float(np.mean(known))
+
+
+def number(value: int | float | None, digits: int, unit: int | float = 1.0) -> str:
+    """`value / unit` as text with `digits` decimals and commas between thousands; a dash for None."""
+    return "-" if value is None else f"{value / unit:,.{digits}f}"
+
+
+def _escaped(text: str) -> str:
+    """Text in one line with "|" escaped, for a cell of a Markdown table."""
+    return " ".join(text.splitlines()).replace("|", "\\|")
