@@ -75,7 +75,7 @@ def test_what_may_be(model):
     ).tokens.tolist()
     assert jaxkv.generate(model, DOC, **given, **DRAWING).tokens.tolist() == hot != wanted
     drawn = [
-        jaxkv.generate(model, DOC, sampling=Sampling(), key=key, **DRAWING).tokens.tolist()
+        jaxkv.generate(model, DOC, sampling=jaxkv.Sampling(), key=key, **DRAWING).tokens.tolist()
         for key in (5, np.int8(5), jax.random.key(5), jax.random.PRNGKey(5), jnp.int32(5))
     ]
     assert drawn[0] != wanted and all(each == drawn[0] for each in drawn)
