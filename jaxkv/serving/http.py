@@ -95,6 +95,7 @@ async def model(id: str, service: Served) -> dict[str, Any]:
     return _model_object(service, service.model(id))
 
 
+@routes.head("/health", include_in_schema=False)
 @routes.get("/health", summary="Whether requests are taken")
 async def health(service: Served) -> dict[str, Any]:
     """200, or 503 while the server drains or after its engine has failed."""

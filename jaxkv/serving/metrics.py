@@ -71,7 +71,7 @@ class Metrics:
 
     def answered(self, model: str, stats: RequestStats) -> None:
         """Counts one answer of a model."""
-        seen = {
+        seen: dict[str, int | float] = {
             "time_to_first_token_seconds": stats.first_token_seconds,
             "answer_seconds": stats.seconds,
             "prompt_tokens": stats.prompt_tokens,
@@ -110,7 +110,7 @@ class _State(Collector):
             yield family
 
 
-def _numbers(engine: Engine) -> dict[str, float]:
+def _numbers(engine: Engine) -> dict[str, int | float]:
     """The numbers of an engine by name."""
     now, documents = engine.stats, engine.documents.all()
     return {

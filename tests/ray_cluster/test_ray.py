@@ -6,7 +6,6 @@ It runs in an environment of its own, `make test-ray`.
 import concurrent.futures
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import ray
 from ray import serve
+from serve_runs import model_folder
 
 import jaxkv
 from jaxkv import cli
@@ -32,18 +32,7 @@ SIZES = {"slots": 2, "max_prompt_tokens": 64, "max_new_tokens": 40}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model's folder with a tokenizer of characters."""
-    folder = tmp_path_factory.mktemp("ray") / "model"
-    shutil.copytree(lettered.FOLDER, folder, copy_function=shutil.copyfile)
-    (folder / "tokenizer.json").write_text(lettered.characters().tokenizer_json())
-    settings = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "chat_template": lettered.TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return model_folder(tmp_path_factory.mktemp("ray"))
 
 
 @pytest.fixture(scope="module")
