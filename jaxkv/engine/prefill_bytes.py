@@ -222,7 +222,8 @@ class PrefillBytes:
     def _held(self, index: int) -> float:
         """Rows of the layers below `index` while they wait for the last one, in prompts: window layers hold windows."""
         widths = self.config.windows[:index]
-        return sum(1.0 if width is None else min(1.0, width / self.slots) for width in widths)
+        shares = (1.0 if width is None else min(1.0, width / self.slots) for width in widths)
+        return sum(shares, 0.0)
 
     def _rows_of(self, size: int) -> int:
         """Bytes of one layer's array `[B, K, S]` with `size` bytes for each row of the uncompressed prompt."""
