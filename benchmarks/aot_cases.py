@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
+import pallas_kernels
 from benchmarks import shapes
-from jaxkv import pallas_kernels
 from jaxkv.cache.quantised import STORES
-from jaxkv.pallas_kernels import mosaic
-from jaxkv.pallas_kernels.codes import itemsize_of
 from jaxkv.planning.named import accelerator_named
 from jaxkv.planning.setting import Setting
+from pallas_kernels import mosaic
+from pallas_kernels.codes import itemsize_of
 
 KERNELS = (
     "decode_token",

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from benchmarks.gpu_kernels import coded
 from benchmarks.gpu_timing import INTERPRET, random
-from jaxkv import pallas_kernels
 from jaxkv.attention import Implementation, backend_of, capability_of
 from jaxkv.attention.backend import Setting
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.quantised import Nibbles
-from jaxkv.pallas_kernels import mosaic
+from pallas_kernels import mosaic
 
 # Largest difference as a share of the largest value.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-3}

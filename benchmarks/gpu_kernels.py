@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import pallas_kernels
 from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
-from jaxkv import pallas_kernels
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.quantised import STORES
-from jaxkv.pallas_kernels.codes import itemsize_of
+from pallas_kernels.codes import itemsize_of
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
 _BYTES, _FLOPS = 3e12, 3e14

@@ -8,8 +8,6 @@ import importlib.util
 import threading
 from typing import TYPE_CHECKING, Any
 
-import jaxkv._beside  # first: it says where two of our packages lie
-
 if TYPE_CHECKING:
     from jaxkv._warnings import UnseenQuestionWarning
     from jaxkv.attention import Implementation

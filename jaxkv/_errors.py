@@ -1,5 +1,26 @@
-"""`require` raises, and `refusal` makes, a ValueError that names the field, the value and the remedy."""
+"""ValueErrors that name the field, its value and the remedy."""
 
-from jaxkv.checkpoints._errors import refusal, require
+from __future__ import annotations
 
-__all__ = ["refusal", "require"]
+import dataclasses
+from typing import Any
+
+_LONGEST = 300
+
+
+def require(condition: bool, field: str, value: Any, remedy: str) -> None:
+    """Raises a ValueError `field=value: remedy` unless `condition` holds."""
+    if not condition:
+        raise refusal(field, value, remedy)
+
+
+def refusal(field: str, value: Any, remedy: str) -> ValueError:
+    """Returns a ValueError with text `field=value: remedy`, for the caller to raise."""
+    # The `str` of a path is without its class, that of a policy without the fields that have their defaults.
+    plain = hasattr(value, "__fspath__") or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+    shown = str(value) if plain else repr(value)
+    if len(shown) > _LONGEST:  # values from files may have any length
+        shown = f"{shown[:_LONGEST]}..."
+    return ValueError(f"{field}={shown}: {remedy}")

@@ -3,17 +3,17 @@
 They take and return arrays and know no caches, policies or models; `jaxkv.attention` calls them.
 """
 
-from .chunks import Chunks, deal
-from .codes import Coded, Nibbles
-from .decode import attend, decode_token
-from .gather import compact
-from .linear import multiply_codes
-from .norm import add_norm
-from .prefill import column_sums, flash
-from .replace import evict_rows, replace_rows
-from .rows import Picks
-from .tiles import programs
-from .window import window_sums
+from pallas_kernels.chunks import Chunks, deal
+from pallas_kernels.codes import Coded, Nibbles
+from pallas_kernels.decode import attend, decode_token
+from pallas_kernels.gather import compact
+from pallas_kernels.linear import multiply_codes
+from pallas_kernels.norm import add_norm
+from pallas_kernels.prefill import column_sums, flash
+from pallas_kernels.replace import evict_rows, replace_rows
+from pallas_kernels.rows import Picks
+from pallas_kernels.tiles import programs
+from pallas_kernels.window import window_sums
 
 __all__ = [
     "Chunks",

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._compat import halves_of_byte, halves_of_nibbles, load, pad_dim
-from .codes import GROUP, groups_of_block, half_of_word
+from pallas_kernels._compat import halves_of_byte, halves_of_nibbles, load, pad_dim
+from pallas_kernels.codes import GROUP, groups_of_block, half_of_word
 
 
 class ByteBlocks:

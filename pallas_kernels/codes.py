@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import store
+from pallas_kernels._compat import store
 
 # As jaxkv's stores have them: float16 scales.
 _LARGEST, SMALLEST_SCALE = 127, 2.0**-24

@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .chunks import Chunks, deal
-from .codes import Coded, Nibbles, Rows, itemsize_of, shape_of
-from .merging import add_mass, merge
-from .rows import How, Logits, Picks, Token, pass_rows
-from .tiles import DecodeTiles, decode_tiles, programs
+from pallas_kernels.chunks import Chunks, deal
+from pallas_kernels.codes import Coded, Nibbles, Rows, itemsize_of, shape_of
+from pallas_kernels.merging import add_mass, merge
+from pallas_kernels.rows import How, Logits, Picks, Token, pass_rows
+from pallas_kernels.tiles import DecodeTiles, decode_tiles, programs
 
 
 @partial(jax.jit, static_argnames=("layer", "widest", "tiles", "softcap", "interpret"))

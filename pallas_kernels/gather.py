@@ -5,8 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows
-from .tiles import GatherTiles, gather_tiles
+from pallas_kernels._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows
+from pallas_kernels.tiles import GatherTiles, gather_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._compat import HALF_OFFSET, dot, load, pad_dim, store, take_rows
-from .blocks import ByteBlocks, NibbleBlocks
-from .codes import Coded, Nibbles, put_bytes, put_nibbles
+from pallas_kernels._compat import HALF_OFFSET, dot, load, pad_dim, store, take_rows
+from pallas_kernels.blocks import ByteBlocks, NibbleBlocks
+from pallas_kernels.codes import Coded, Nibbles, put_bytes, put_nibbles
 
 
 class Reader:

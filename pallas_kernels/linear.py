@@ -11,9 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import BlockSpec, add_products_4, add_products_8, call_named, load, program_id, store
-from .rows import whole
-from .tiles import LinearTiles, cores
+from pallas_kernels._compat import (
+    BlockSpec,
+    add_products_4,
+    add_products_8,
+    call_named,
+    load,
+    program_id,
+    store,
+)
+from pallas_kernels.rows import whole
+from pallas_kernels.tiles import LinearTiles, cores
 
 # Bytes of codes that a thread loads at once; the elements of a group of 4-bit codes, which they hold.
 _PIECE, _GROUP = 16, 32

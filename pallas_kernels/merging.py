@@ -7,9 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import MASKED, BlockSpec, call_named, load, pad_dim, program_id, store, when
-from .chunks import Chunks
-from .rows import How, Logits, by_segment, chunk_of, layer_of, of_chunks, whole
+from pallas_kernels._compat import (
+    MASKED,
+    BlockSpec,
+    call_named,
+    load,
+    pad_dim,
+    program_id,
+    store,
+    when,
+)
+from pallas_kernels.chunks import Chunks
+from pallas_kernels.rows import How, Logits, by_segment, chunk_of, layer_of, of_chunks, whole
 
 
 def merge(

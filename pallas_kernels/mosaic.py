@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat_mosaic as mosaic
-from ._compat import MASKED
+from pallas_kernels import _compat_mosaic as mosaic
+from pallas_kernels._compat import MASKED
 
 DTYPES = ("bfloat16", "float16")
 DIMS = (64, 128)

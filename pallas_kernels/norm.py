@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import BlockSpec, Launch, call, load, store
+from pallas_kernels._compat import BlockSpec, Launch, call, load, store
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))

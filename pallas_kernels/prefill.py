@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import (
+from pallas_kernels._compat import (
     LOG2E,
     MASKED,
     BlockSpec,
@@ -21,7 +21,7 @@ from ._compat import (
     store,
     take_rows,
 )
-from .tiles import PrefillTiles, prefill_tiles
+from pallas_kernels.tiles import PrefillTiles, prefill_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "window", "interpret"))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import BlockSpec, Launch, call, call_named, load, pad_dim, store, when
+from pallas_kernels._compat import BlockSpec, Launch, call, call_named, load, pad_dim, store, when
 
 # Rows that a program ranks at a time.
 _BLOCK = 1024

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import (
+from pallas_kernels._compat import (
     MASKED,
     BlockSpec,
     call_named,
@@ -23,11 +23,11 @@ from ._compat import (
     store,
     when,
 )
-from .chunks import Chunks
-from .codes import Rows, operands, rebuilt, shape_of
-from .keys import KEYS, PlainKeys
-from .tiles import DecodeTiles
-from .values import VALUES, PlainValues
+from pallas_kernels.chunks import Chunks
+from pallas_kernels.codes import Rows, operands, rebuilt, shape_of
+from pallas_kernels.keys import KEYS, PlainKeys
+from pallas_kernels.tiles import DecodeTiles
+from pallas_kernels.values import VALUES, PlainValues
 
 
 class Token(NamedTuple):

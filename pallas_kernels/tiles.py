@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from ._compat import Launch, pad_dim
+from pallas_kernels._compat import Launch, pad_dim
 
 # Multiprocessors of an H100 and an H200, the default for devices that do not report theirs.
 _CORES = 132

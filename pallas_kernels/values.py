@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._compat import (
+from pallas_kernels._compat import (
     HALF_OFFSET,
     dot,
     exp2_of,
@@ -21,9 +21,9 @@ from ._compat import (
     store,
     take_rows,
 )
-from .blocks import ByteBlocks, NibbleBlocks
-from .codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, put_bytes, put_nibbles
-from .keys import Reader, split_halves
+from pallas_kernels.blocks import ByteBlocks, NibbleBlocks
+from pallas_kernels.codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, put_bytes, put_nibbles
+from pallas_kernels.keys import Reader, split_halves
 
 
 class PlainValues(Reader):

@@ -5,7 +5,7 @@ import functools
 import jax
 
 import jaxkv.attention.kernels
-from jaxkv import pallas_kernels
+import pallas_kernels
 
 
 def compile_kernels() -> None:

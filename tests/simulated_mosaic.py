@@ -17,7 +17,7 @@ import numpy as np
 import oracles as o
 from test_kernels import DTYPES, draw, wide
 
-from jaxkv.pallas_kernels import mosaic
+from pallas_kernels import mosaic
 
 TILES = mosaic.HopperTiles(queries=16, keys=16, stages=2)
 # Two unequal prompts of no multiple of a block: more blocks of keys than the ring holds, and a tile of padding. Then

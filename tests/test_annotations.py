@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.checkpoints.gguf_file import GgufFile
 from jaxkv.models.rope import Angles, rotate
-from jaxkv.pallas_kernels import decode
+from pallas_kernels import decode
 
 
 @checked

@@ -27,7 +27,7 @@ def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, ca
 
 
 def test_auto(monkeypatch):
-    monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: None)
+    monkeypatch.setattr("pallas_kernels._compat_mosaic.cuda_version", lambda: None)
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
     for dtype, dim in ((jnp.bfloat16, 128), (jnp.float32, 80)):
         assert chosen(platform="tpu", dtype=dtype, head_dim=dim) == Implementations(
@@ -56,7 +56,7 @@ def test_auto(monkeypatch):
 
 def test_auto_leaves_out_what_cuda_miscompiles(monkeypatch):
     """Under the versions of CUDA that make wrong code of Mosaic's kernel cuDNN prefills on Hopper, too."""
-    monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: 12090)
+    monkeypatch.setattr("pallas_kernels._compat_mosaic.cuda_version", lambda: 12090)
     assert chosen(capability=(9, 0)) == Implementations(prefill=CUDNN, decode=PALLAS)
 
 

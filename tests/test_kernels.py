@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels.tiles import DecodeTiles, GatherTiles
+import pallas_kernels
+from pallas_kernels.tiles import DecodeTiles, GatherTiles
 
 DTYPES = {
     "float32": (jnp.float32, 2e-5),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_kernels import DTYPES, KINDS, SMALL, attend_oracle, draw, inside_any, wide
 from test_quantised import bytes_of, nibbles_of, numbers_of, words_of
 
-from jaxkv import pallas_kernels
+import pallas_kernels
 
 # Two layers in one pool, three sequences: ragged, a head ten times longer, heads without rows; the last has ended.
 LENGTH = np.asarray([[[9, 20], [3, 0], [4, 5]], [[7, 70], [0, 33], [0, 17]]], np.int32)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from test_kernels import draw, wide
 
-from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels.tiles import LinearTiles
+import pallas_kernels
+from pallas_kernels.tiles import LinearTiles
 
 # Outputs and elements: whole tiles, a part of one, several parts of the sum, fewer elements than a step reads.
 VECTORS = ((1, "bfloat16"), (3, "float32"), (4, "float16"))

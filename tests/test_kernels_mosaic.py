@@ -14,7 +14,7 @@ from simulated_mosaic import CASES
 from test_kernels import draw
 
 from jaxkv.attention import Implementation, backend_of
-from jaxkv.pallas_kernels import mosaic
+from pallas_kernels import mosaic
 
 ROOT = Path(__file__).parent
 # The simulator's threads once ended their process (a segmentation fault in JAX, seen in CI): it may try again.
@@ -50,7 +50,7 @@ def test_refused(monkeypatch):
     q, k = draw(0, (1, 1, 1, 16, 96), (1, 1, 16, 96), dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="head dim is 96"):
         mosaic.flash(q, k, k, at, at)
-    monkeypatch.setattr("jaxkv.pallas_kernels._compat_mosaic.cuda_version", lambda: 12090)
+    monkeypatch.setattr("pallas_kernels._compat_mosaic.cuda_version", lambda: 12090)
     q, k = draw(0, (1, 1, 1, 16, 64), (1, 1, 16, 64), dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"CUDA is 12\.9"):
         mosaic.flash(q, k, k, at, at)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_kernels import DTYPES, KINDS, draw, wide
 
-from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels import tiles as sizes
-from jaxkv.pallas_kernels._compat import pad_dim
-from jaxkv.pallas_kernels.tiles import PrefillTiles, WindowTiles
+import pallas_kernels
+from pallas_kernels import tiles as sizes
+from pallas_kernels._compat import pad_dim
+from pallas_kernels.tiles import PrefillTiles, WindowTiles
 
 TILES = PrefillTiles(queries=16, keys=16)
 WINDOW = WindowTiles(rows=16, keys=16, chunk=32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import pallas_kernels
+import pallas_kernels
 from jaxkv.engine.evict import _lowest, _lowest_at_once
 from jaxkv.models.layers import products, project
 from jaxkv.models.stored import Stored

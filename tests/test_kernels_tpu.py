@@ -7,7 +7,7 @@ import pytest
 from test_kernels import DTYPES, attend_oracle, draw, wide
 
 from jaxkv.attention import Implementation, backend_of
-from jaxkv.pallas_kernels.tpu import decode, prefill
+from pallas_kernels.tpu import decode, prefill
 
 # One head ten times longer than the others and over several blocks, heads without rows, segments of one tile; the
 # second sequence has ended.

@@ -8,7 +8,7 @@ from test_kernels import attend_oracle, draw, wide
 from test_kernels_tpu import COUNTS, LENGTH, START, compare, drawn, with_rows
 
 from jaxkv.cache.quantised import Bytes
-from jaxkv.pallas_kernels.tpu import codes, decode
+from pallas_kernels.tpu import codes, decode
 
 # Head dim, dtype, group and rows of a pool: whole registers of scales, none, and tiles of 8 or of 32 rows.
 CASES = [

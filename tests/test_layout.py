@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("pallas_kernels", "checkpoints", "jaxkv")
-BESIDE = ("pallas_kernels", "checkpoints")
-ONLY_INSIDE = "import it as a part of jaxkv: users have modules of this name"
+PACKAGES = ("pallas_kernels", "jaxkv")
 # A module imports from the lines above its own, and from its own package. A new module is a new line.
 LAYERS = (
     "pallas_kernels",
-    "checkpoints",
-    "jaxkv._beside",
     "jaxkv._drawing",
     "jaxkv._errors",
+    "jaxkv.checkpoints",
     "jaxkv._warnings",
     "jaxkv._settings",
     "jaxkv._values",
@@ -101,36 +98,18 @@ def layer_of(module: str) -> str:
     return max(fits, key=len)
 
 
-def plain(name: str) -> str:
-    """Where a module lies: what jaxkv imports as `jaxkv.checkpoints` lies beside it."""
-    inner = name.removeprefix("jaxkv.")
-    return inner if inner.split(".")[0] in BESIDE else name
-
-
 def imported(tree: ast.AST, path: Path) -> Iterator[str]:
     """Names of imported modules, wherever in the file, `from package import module` resolved."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                assert alias.name.split(".")[0] not in BESIDE, (
-                    f"{path}:{node.lineno}: {ONLY_INSIDE}"
-                )
-                yield plain(alias.name)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = ".".join(path.relative_to(ROOT).parent.parts)
-            # They go by two names, `checkpoints` and `jaxkv.checkpoints`, so among themselves they name neither.
-            assert node.level == 0 or (node.level == 1 and package.split(".")[0] in BESIDE), (
-                f"{path}:{node.lineno}: absolute imports"
-            )
-            whole = ".".join(filter(None, [package if node.level else "", node.module]))
-            assert node.level or whole.split(".")[0] not in BESIDE, (
-                f"{path}:{node.lineno}: {ONLY_INSIDE}"
-            )
-            names = [plain(f"{whole}.{alias.name}") for alias in node.names]
+            assert node.level == 0, f"{path}:{node.lineno}: absolute imports"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
             modules = [name for name in names if name in MODULES]
             yield from modules
             if len(modules) < len(names):
-                yield plain(whole)
+                yield str(node.module)
 
 
 def broken(module: str, targets: list[str]) -> list[str]:
@@ -147,10 +126,6 @@ def test_imports_go_one_way(module):
     path = MODULES[module]
     targets = list(imported(ast.parse(path.read_text("utf-8")), path))
     assert not broken(module, targets)
-    package = module.split(".")[0]
-    if package != "jaxkv":
-        others = set(PACKAGES) - {package}
-        assert not others & {target.split(".")[0] for target in targets}, f"{package} stands alone"
 
 
 def test_no_file_needs_itself():
@@ -162,13 +137,6 @@ def test_no_file_needs_itself():
     graphlib.TopologicalSorter(
         {module: names & MODULES.keys() - {module} for module, names in needs.items()}
     ).prepare()
-
-
-def test_contributors_read_the_same_list():
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## How the files lie")[1]
-    lines = text.split("```")[1].strip().splitlines()
-    told = [name for line in lines for name in line.split("  ")[0].split()]
-    assert told == [layer.removeprefix("jaxkv.") for layer in LAYERS]
 
 
 def test_the_rule_bites():
@@ -207,11 +175,11 @@ def test_each_backend_of_pallas_has_one_door():
 
 def test_mosaic_waits_until_it_is_asked_for():
     """It imports a second compiler: nobody pays who does not use it."""
-    code = "import sys, jaxkv.pallas_kernels as p; print(*(n for n in sys.modules if n.startswith(p.__name__)))"
+    code = "import sys, pallas_kernels as p; print(*(n for n in sys.modules if n.startswith(p.__name__)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert "jaxkv.pallas_kernels.prefill" in done.stdout and "mosaic" not in done.stdout
+    assert "pallas_kernels.prefill" in done.stdout and "mosaic" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 import jaxkv
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("checkpoints", "pallas_kernels")
-OURS = "assert jaxkv.checkpoints.names() and jaxkv.pallas_kernels.attend\n"
-THEIRS = "assert checkpoints.MINE and pallas_kernels.MINE\n"
+# Folders of data of a wheel, by where they are in a checkout.
+PACKAGED = {"jaxkv.checkpoints.packaged": ROOT / "checkpoints"}
 
 
 def run(folder, code, *, root=ROOT):
@@ -29,32 +28,17 @@ def run(folder, code, *, root=ROOT):
     assert out.returncode == 0, out.stderr
 
 
-@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py", "{}/step-100/weights"])
-def test_users_keep_modules_and_folders_of_these_names(tmp_path, file):
-    for name in BESIDE:
-        path = tmp_path / file.format(name)
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text("MINE = True\n")
-    if file.endswith("weights"):
-        run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\n" + OURS)
-        return
-    run(
-        tmp_path,
-        "import jaxkv, jaxkv.pallas_kernels\nimport checkpoints, pallas_kernels\n" + OURS + THEIRS,
-    )
-    run(
-        tmp_path,
-        "import checkpoints, pallas_kernels\nimport jaxkv, jaxkv.pallas_kernels\n" + OURS + THEIRS,
-    )
-
-
-def test_a_wheel_holds_them_inside(tmp_path):
+def test_a_wheel_holds_manifests_and_the_packaged_model(tmp_path):
     site = tmp_path / "site-packages"
-    shutil.copytree(ROOT / "jaxkv", site / "jaxkv")
-    for name in BESIDE:
-        shutil.copytree(ROOT / name, site / "jaxkv" / name)
-    (tmp_path / "checkpoints.py").write_text("raise ImportError")
-    inside = "import jaxkv, jaxkv.pallas_kernels\nassert len(jaxkv.__path__) == 1\n" + OURS
+    for name in ("jaxkv", "pallas_kernels"):
+        shutil.copytree(ROOT / name, site / name)
+    shutil.copytree(ROOT / "checkpoints", site / "jaxkv" / "checkpoints" / "packaged")
+    # Folders of users of this name are not ours.
+    (tmp_path / "checkpoints").mkdir()
+    inside = "from jaxkv import checkpoints\n"
+    inside += "assert checkpoints.names()\n"
+    inside += f"assert str(checkpoints.manifests_folder()).startswith({str(site)!r})\n"
+    inside += "assert checkpoints.fetch('tiny-retrieval').is_dir()\n"
     run(tmp_path, inside, root=site)
     # `python -m` finds its command there by the name that it has in a checkout, too.
     asked = "import runpy, sys\nsys.argv[1:] = ['convert', '--help']\n"
@@ -69,10 +53,10 @@ def test_every_file_of_data_is_installed():
         "package-data"
     ]
     inside = {
-        name: ROOT / "jaxkv" / name.replace(".", "/")
+        f"jaxkv.{name}": ROOT / "jaxkv" / name.replace(".", "/")
         for name in ("planning", "evals", "evals.ruler")
     }
-    for name, folder in {**{each: ROOT / each for each in BESIDE}, **inside}.items():
+    for name, folder in (PACKAGED | inside).items():
         others = [path.parent for path in folder.rglob("__init__.py") if path.parent != folder]
         files = [
             path
@@ -81,11 +65,7 @@ def test_every_file_of_data_is_installed():
         ]
         lie = [path.relative_to(folder) for path in files if path.suffix not in (".pyc", ".md")]
         read = {path for path in lie if path.suffix != ".py"}
-        taken = {
-            path
-            for path in lie
-            if any(path.match(pattern) for pattern in data.get(f"jaxkv.{name}", ()))
-        }
+        taken = {path for path in lie if any(path.match(pattern) for pattern in data.get(name, ()))}
         assert read == taken, name
 
 
@@ -96,9 +76,11 @@ def test_every_package_is_installed():
         for name in setuptools["packages"]
     }
     found = {
-        path.parent for top in ("jaxkv", *BESIDE) for path in (ROOT / top).rglob("__init__.py")
+        path.parent
+        for top in ("jaxkv", "pallas_kernels")
+        for path in (ROOT / top).rglob("__init__.py")
     }
-    assert {ROOT / folder for folder in lie.values()} == found
+    assert {ROOT / folder for folder in lie.values()} == found | set(PACKAGED.values())
 
 
 def test_importing_jaxkv_imports_nothing_heavy(tmp_path):

@@ -1,6 +1,8 @@
 """Plans of settings whose GPUs are not there, against arithmetic written anew, and against themselves."""
 
+import contextlib
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -449,3 +451,25 @@ def test_a_plan_of_the_compilers():
     made = dataclasses.replace(made, compiled=compiled)
     assert made.as_dict()["compiled"]["prefill_peak_bytes"] == layer.peak
     assert f"{layer.peak / 1e9:.2f} GB by the compiler" in str(made)
+
+
+@pytest.mark.parametrize("kind", ("seed_oss", "stablelm"))
+def test_types_that_are_not_supported_are_planned_as_llamas_of_their_size(kind, tmp_path):
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 8192}
+    given = {"gpus": "h100x1", "context": 4096, "policy": jaxkv.SnapKV(budget=256)}
+    plans = []
+    for name, more in (("llama", {}), (kind, {"a_key_of_its_own": 1})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": name} | sizes | more))
+        with contextlib.nullcontext() if name == "llama" else pytest.warns(UserWarning, match=kind):
+            plans.append(jaxkv.plan(folder, **given))
+    assert plans[0].sizes == plans[1].sizes
+    with pytest.raises(ValueError, match=kind):
+        jaxkv.load(tmp_path / kind)

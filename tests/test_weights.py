@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from test_bad_input import DOWN, folder, holed
 
 import jaxkv
-from jaxkv import pallas_kernels
+import pallas_kernels
 from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
 from jaxkv.models.config import ModelConfig

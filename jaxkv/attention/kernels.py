@@ -34,7 +34,7 @@ class Kernels(Backend):
     @property
     def _kernels(self) -> ModuleType:
         """Module `pallas_kernels`, imported on first use: Pallas takes half a second and tens of megabytes."""
-        import jaxkv.pallas_kernels as pallas_kernels
+        import pallas_kernels as pallas_kernels
 
         return pallas_kernels
 

@@ -17,7 +17,7 @@ class Mosaic(Kernels):
     @property
     def _mosaic(self) -> ModuleType:
         """Module `pallas_kernels.mosaic`, imported on first use: its compiler loads slower than Triton's."""
-        import jaxkv.pallas_kernels.mosaic as mosaic
+        import pallas_kernels.mosaic as mosaic
 
         return mosaic
 

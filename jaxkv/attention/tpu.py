@@ -38,14 +38,14 @@ class Tpu(Xla):
     @property
     def _decode(self) -> ModuleType:
         """Module `pallas_kernels.tpu.decode`, imported on first use."""
-        import jaxkv.pallas_kernels.tpu.decode as decode
+        import pallas_kernels.tpu.decode as decode
 
         return decode
 
     @property
     def _prefill(self) -> ModuleType:
         """Module `pallas_kernels.tpu.prefill`, imported on first use."""
-        import jaxkv.pallas_kernels.tpu.prefill as prefill
+        import pallas_kernels.tpu.prefill as prefill
 
         return prefill
 

@@ -148,7 +148,7 @@ class ModelConfig:
         require(len(shares) == 1, "share", sorted(shares), remedy)
         count = rotated_channels(self.spec_of(0).rope, self.head_dim)
         remedy = f"{count} of head_dim={self.head_dim} channels are rotated: an even number of 2 or more is needed"
-        require(count >= 2 and count % 2 == 0, "share", *shares, remedy)
+        require(count >= 2 and count % 2 == 0, "share", min(shares), remedy)
         for rope in {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}:
             given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
             remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"

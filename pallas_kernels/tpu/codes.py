@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat as tpu
-from .rows import CHUNK, LANES, TILE, Copies
+from pallas_kernels.tpu import _compat as tpu
+from pallas_kernels.tpu.rows import CHUNK, LANES, TILE, Copies
 
 # Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as `Int8` holds them.
 Pair = tuple[jax.Array, jax.Array]

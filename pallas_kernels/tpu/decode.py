@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat as tpu
-from . import codes
-from .codes import Rows
-from .rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewRows
+from pallas_kernels.tpu import _compat as tpu
+from pallas_kernels.tpu import codes
+from pallas_kernels.tpu.codes import Rows
+from pallas_kernels.tpu.rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewRows
 
 # Sublanes of a 32-bit register; queries are padded to multiples of it.
 _SUBLANES = 8

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat as tpu
+from pallas_kernels.tpu import _compat as tpu
 
 # Queries and keys of a block, and keys multiplied at once, at most: the largest that divide the prompt are taken.
 QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512

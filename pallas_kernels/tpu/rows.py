@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat as tpu
+from pallas_kernels.tpu import _compat as tpu
 
 # Rows of a tile of HBM, of 16 and of 32 bits.
 TILE = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .converting import DTYPES, convert
+from jaxkv.checkpoints.converting import DTYPES, convert
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from ._errors import refusal, require
-from .json_files import AGAIN, read_json
-from .tensor import Index, StoredTensor
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.json_files import AGAIN, read_json
+from jaxkv.checkpoints.tensor import Index, StoredTensor
 
 # Dtypes that the library reads as numpy arrays.
 _READ: dict[str, Any] = {

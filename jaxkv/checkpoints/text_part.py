@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._errors import require
-from .hub_config import IGNORED
-from .tensor import StoredTensor
+from jaxkv._errors import require
+from jaxkv.checkpoints.hub_config import IGNORED
+from jaxkv.checkpoints.tensor import StoredTensor
 
 # Model type with images -> model type and class of the text model in it.
 _TEXT_MODELS = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM")}

@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ._errors import refusal, require
-from .named_models import FolderSource, WheelSource, manifest, names
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.named_models import FolderSource, WheelSource, manifest, names
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -6,13 +6,12 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ._errors import require
-from .json_files import write_json
+from jaxkv._errors import require
+from jaxkv.checkpoints.json_files import write_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,8 @@ class FolderSource:
 
     @property
     def path(self) -> Path:
-        """Path of the model's folder inside this package."""
-        return Path(str(resources.files(__package__) / "data" / self.folder))
+        """Path of the model's folder."""
+        return data_folder() / "data" / self.folder
 
     @property
     def bytes(self) -> int:
@@ -108,6 +107,12 @@ class Manifest:
     notes: str
     hub_id: str | None = None
     filter_layers: tuple[int, ...] | None = None
+
+
+def data_folder() -> Path:
+    """Folder of manifests and packaged models: inside this package in a wheel, `checkpoints/` in a checkout."""
+    inside = Path(__file__).with_name("packaged")
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "checkpoints"
 
 
 def names() -> tuple[str, ...]:
@@ -143,7 +148,7 @@ def manifests_folder() -> Path:
     Returns:
         The folder, inside the package.
     """
-    return Path(str(resources.files(__package__) / "manifests"))
+    return data_folder() / "manifests"
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
@@ -168,11 +173,8 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
     """Dict of all named models' `Manifest`s by model name, read from the package; cached."""
-    folder = resources.files(__package__) / "manifests"
     parsed = (
-        _parse(json.loads(file.read_text("utf-8")))
-        for file in folder.iterdir()
-        if file.name.endswith(".json")
+        _parse(json.loads(file.read_text("utf-8"))) for file in manifests_folder().glob("*.json")
     )
     return {each.name: each for each in parsed}
 

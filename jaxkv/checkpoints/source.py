@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import gguf_file, orbax_files, safetensors_files
-from ._errors import refusal, require
-from .gguf_tokenizer import GgufTokenizer
-from .gpt_oss import with_experts
-from .json_files import read_json
-from .tensor import StoredTensor
-from .text_part import text_config, text_tensors
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints import gguf_file, orbax_files, safetensors_files
+from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
+from jaxkv.checkpoints.gpt_oss import with_experts
+from jaxkv.checkpoints.json_files import read_json
+from jaxkv.checkpoints.tensor import StoredTensor
+from jaxkv.checkpoints.text_part import text_config, text_tensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 

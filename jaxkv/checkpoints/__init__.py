@@ -1,9 +1,9 @@
 """Checkpoints without a model: fetching and converting them, and reading tensors as numpy arrays, whole or in parts."""
 
-from .converting import convert
-from .fetching import cache_dir, fetch
-from .gguf_tokenizer import GgufTokenizer
-from .named_models import (
+from jaxkv.checkpoints.converting import convert
+from jaxkv.checkpoints.fetching import cache_dir, fetch
+from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
+from jaxkv.checkpoints.named_models import (
     FolderSource,
     Manifest,
     PackagedFile,
@@ -13,8 +13,8 @@ from .named_models import (
     names,
     save_filter_layers,
 )
-from .source import Checkpoint, open_checkpoint
-from .tensor import StoredTensor
+from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
+from jaxkv.checkpoints.tensor import StoredTensor
 
 __all__ = [
     "Checkpoint",

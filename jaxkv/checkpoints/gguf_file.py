@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from . import gguf_reader
-from ._errors import refusal, require
-from .gguf_config import read_config
-from .gguf_metadata import Metadata
-from .gguf_names import IN_LAYER, hf_name, is_table
-from .gguf_tokenizer import GgufTokenizer
-from .gpt_oss import with_joined_experts
-from .tensor import Index, StoredTensor
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints import gguf_reader
+from jaxkv.checkpoints.gguf_config import read_config
+from jaxkv.checkpoints.gguf_metadata import Metadata
+from jaxkv.checkpoints.gguf_names import IN_LAYER, hf_name, is_table
+from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
+from jaxkv.checkpoints.gpt_oss import with_joined_experts
+from jaxkv.checkpoints.tensor import Index, StoredTensor
 
 # Types whose blocks are 4-bit steps of one size from a least value, in groups of 32.
 _STEPPED = ("Q4_0", "Q4_1", "Q4_K")

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ._errors import refusal, require
-from .whole_files import write_whole
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.whole_files import write_whole
 
 AGAIN = "copy or download the file again"
 # Settings take kilobytes, the index of a large model megabytes; parsed JSON takes up to 30 times as much memory.

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from ._errors import require
-from .json_files import AGAIN
-from .tensor import Index, StoredTensor
+from jaxkv._errors import require
+from jaxkv.checkpoints.json_files import AGAIN
+from jaxkv.checkpoints.tensor import Index, StoredTensor
 
 # Expert tensors of a layer: floats, or blocks with their scales, and biases.
 _EXPERTS = re.compile(r"(.+\.mlp\.experts\.(gate_up|down)_proj)(|_blocks|_scales|_bias)")

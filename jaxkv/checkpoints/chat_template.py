@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._errors import require
-from .json_files import read_json, read_text
+from jaxkv._errors import require
+from jaxkv.checkpoints.json_files import read_json, read_text
 
 # Templates add texts such as descriptions of tools to their input; none comes near.
 _MOST_CHARACTERS = 1 << 28

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ._errors import require
-from .gguf_metadata import Metadata, decimal
-from .tensor import StoredTensor
+from jaxkv._errors import require
+from jaxkv.checkpoints.gguf_metadata import Metadata, decimal
+from jaxkv.checkpoints.tensor import StoredTensor
 
 # Names in transformers of architectures that llama.cpp calls otherwise.
 _CALLED = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ._errors import refusal, require
-from .gguf_tokenizer import GgufTokenizer
-from .json_files import read_json, write_json
-from .tensor import Index, StoredTensor, dtype_of
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
+from jaxkv.checkpoints.json_files import read_json, write_json
+from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
 
 MANIFEST = "jaxkv.json"
 # Suffix of a folder's name until it is completely written.

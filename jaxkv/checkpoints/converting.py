@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ._errors import refusal, require
-from .fetching import bar, fetch
-from .gguf_tokenizer import GgufTokenizer
-from .hub_config import completed
-from .json_files import write_json
-from .named_models import manifest, names
-from .orbax_files import (
+from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.fetching import bar, fetch
+from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
+from jaxkv.checkpoints.hub_config import completed
+from jaxkv.checkpoints.json_files import write_json
+from jaxkv.checkpoints.named_models import manifest, names
+from jaxkv.checkpoints.orbax_files import (
     MANIFEST,
     TENSORS,
     VOCABULARY,
@@ -28,8 +28,8 @@ from .orbax_files import (
     whole_folder,
     write_arrays,
 )
-from .source import Checkpoint, open_checkpoint
-from .tensor import dtype_of
+from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
+from jaxkv.checkpoints.tensor import dtype_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Files beside the weights: tokenizer, chat template, generation settings.

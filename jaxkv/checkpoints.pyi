@@ -1,1 +1,0 @@
-from checkpoints import *
