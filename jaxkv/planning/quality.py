@@ -71,6 +71,8 @@ def qualities(
     """
     if folder is None:
         return [None] * len(settings), ()
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"quality={folder!r}: give the folder of an evaluation")
     # Reading evaluations imports much that a plan without one does not need.
     from jaxkv.evals.results import Evaluation
 
