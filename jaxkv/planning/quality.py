@@ -76,7 +76,10 @@ def qualities(
     # Reading evaluations imports much that a plan without one does not need.
     from jaxkv.evals.results import Evaluation
 
-    evaluation = Evaluation.read(folder)
+    try:
+        evaluation = Evaluation.read(folder)
+    except ValueError as error:
+        raise ValueError(str(error).replace("folder=", "quality=", 1)) from None
     run, methods = evaluation.run, evaluation.methods
     found, notes = list[Quality | None](), list[str]()
     for setting, policy in zip(settings, given, strict=True):
