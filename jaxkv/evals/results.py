@@ -208,7 +208,7 @@ def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"{field}={folder!r}: give the folder of an evaluation")
     path = Path(folder).expanduser() / RESULTS
-    require(path.is_file(), field, str(folder), f"no evaluation is there ({RESULTS})")
+    require(path.is_file(), field, str(folder), f"no evaluation lies there: no {RESULTS}")
     head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
     try:
         run, records = Run(**json.loads(head)), [Record(**json.loads(line)) for line in lines]
