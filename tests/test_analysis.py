@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -253,7 +252,7 @@ def test_pictures():
 @pytest.fixture
 def own_manifests(monkeypatch, tmp_path):
     """A copy of the package's manifests, which can be written."""
-    shutil.copytree(Path(checkpoints.__file__).parent / "manifests", tmp_path / "manifests")
+    shutil.copytree(checkpoints.manifests_folder(), tmp_path / "manifests")
     # Its own name alone: other modules' data lie where they lay.
     monkeypatch.setattr(named_models, "resources", SimpleNamespace(files=lambda package: tmp_path))
     named_models._manifests.cache_clear()

@@ -117,7 +117,7 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
     for value in (out, one, out.cache, out.stats, plan, long):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
-    assert "2 prompts in 64 slots; 16 rows per kv head" in repr(plan) and "tokens/s" in repr(
+    assert "2 prompts in 64 slots; 16 to 16 rows per kv head" in repr(plan) and "tokens/s" in repr(
         out.stats
     )
     mixed = jaxkv.prefill(model, [DOC, [5, 6, 7]])
