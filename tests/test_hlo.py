@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from meshes import mesh_of, model_of
 
-from jaxkv.planning import hlo
+from benchmarks import hlo
 from jaxkv.sharding.collectives import gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
