@@ -236,22 +236,6 @@ def test_a_sampler_of_ones_own(model):
         np.testing.assert_array_equal(own.tokens, ours.tokens)
 
 
-def test_a_sampler_of_ones_own_is_told_from_its_equal(model):
-    @dataclasses.dataclass(frozen=True)
-    class Nth:
-        n: int | float
-
-        def __call__(self, logits, keys):
-            rank = 3 if isinstance(self.n, float) else self.n
-            return jnp.argsort(-logits, axis=-1)[:, rank].astype(jnp.int32)
-
-    options = {"key": jax.random.key(0), **DRAWING}
-    drawn = [
-        jaxkv.generate(model, PROMPT, sampling=Nth(n), **options).tokens.tolist() for n in (1, 1.0)
-    ]
-    assert drawn[0] != drawn[1]
-
-
 def test_keys(model):
     policy = jaxkv.Random(budget=16)
     caches = [
