@@ -40,8 +40,6 @@ CASES = [
     ("full", "bfloat16"),
     ("adakv", "float32"),
     ("h2o", "float32"),
-    ("cam", "float32"),
-    ("every", "float32"),
     ("expected-every", "float32"),
     ("layerdefensive", "float32"),
 ]

@@ -159,7 +159,6 @@ def test_a_clock_counts_nested_compilations_once():
 
 
 GROWING = {
-    "snapkv": jaxkv.SnapKV(budget=24, window=8),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)),
     # Prompts shorter than the budget grow to it; some layers have no limit.
     "h2o": jaxkv.H2O(budget=120),

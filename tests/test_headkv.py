@@ -92,8 +92,7 @@ def test_invariants():
     check_alone(row, model, 4, (45, 6), 20)
 
 
-@pytest.mark.parametrize("every", (None, 3))
-@pytest.mark.parametrize("kv_heads", (4, 2))
+@pytest.mark.parametrize(("kv_heads", "every"), ((4, None), (2, 3)))
 def test_meshes(monkeypatch, kv_heads, every):
     monkeypatch.setitem(BY_NAME, "headkv", row_of(meshes.LAYERS, 2 * kv_heads))
     meshes.run.cache_clear()

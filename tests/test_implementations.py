@@ -95,25 +95,13 @@ POLICIES = {
     "streaming": jaxkv.StreamingLLM(budget=16),
     "again": jaxkv.SnapKV(budget=16, window=8, every=3),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
-    "omnikv, windowed": jaxkv.OmniKV(
-        budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4
-    ),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
-    "quest, compressed": jaxkv.Quest(
-        budget=12, page=4, dense_layers=0, base=jaxkv.PyramidKV(budget=20, window=4)
-    ),
     "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
     "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
     "h2o, int8": jaxkv.H2O(budget=16, store="int8"),
     "adakv, int4": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8, store="int4")),
     "snapkv, mixed": jaxkv.SnapKV(budget=24, window=8, store="mixed"),
     "quest, int4": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int4"),
-    "omnikv, compressed": jaxkv.OmniKV(
-        budget=12,
-        filter_layers=(0,),
-        adjacent=0,
-        base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)),
-    ),
 }
 
 
