@@ -136,7 +136,7 @@ def test_each_class_is_warned_of(chatting):
 
 
 def test_nothing_is_said_where_nothing_is_dropped(chatting):
-    whole = len(chatting.text.encode("<turn>user:" + DOCUMENT, bos=True))
+    whole = len(chatting.text.encode("<turn>user:" + DOCUMENT, bos=False))
     assert not told(chatting, policy=SnapKV(budget=whole)) and not told(
         chatting, policy=SnapKV(budget=1.0)
     )
