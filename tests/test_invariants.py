@@ -142,7 +142,9 @@ def check_alone(row: Row, model, seed, lengths, budget, steps=2):
             for index, name in enumerate(names)
         }
 
-    for name, beside, other in (("a", "ab", "ao"), ("b", "ab", "ob"), ("b", "ab", "b")):
+    # Alone it lies in a smaller bucket: programs of its own, of which a row of each kind shows enough.
+    alone = (("b", "ab", "b"),) if row.name in KINDS else ()
+    for name, beside, other in (("a", "ab", "ao"), ("b", "ab", "ob"), *alone):
         (kept, logits), (same_kept, same_logits) = result(beside)[name], result(other)[name]
         assert kept == same_kept
         chex.assert_trees_all_close(logits, same_logits, atol=1e-4, rtol=0)
@@ -262,7 +264,7 @@ def test_contract_of_one_head_and_a_share_of_each_prompt(name):
 
 
 @each_kind
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(1, 32)))
 def test_prefill_at_any_length(name, seed, lengths):
     check_prefill(BY_NAME[name], tiny.tiny(GQA), seed, lengths, BUDGETS[0])

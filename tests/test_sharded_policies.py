@@ -27,17 +27,13 @@ def nothing_of_other_files():
 NAMES = (
     *KINDS,
     "adakv-critical",
-    "adakv-protected",
     "cake",
     "capkv",
-    "chunkkv",
     "compactor",
     "criticalkv-pyramidinfer",
     "expected",
     "layerdefensivekv-mass",
     "pyramidkv-entropy",
-    "streaming-slide",
-    "threshold",
 )
 
 
