@@ -36,12 +36,12 @@ class EvictionLoss(NamedTuple):
         loss: L1 change of a layer's attention output, for each layer and query.
         bound: theorem 3.1's: 2 h C - 2 C times the attention on rows that are seen, over the h query heads; C is the
             largest L1 norm of a value at the layer's output.
-        rows: rows kept, over layers and kv heads.
+        kept: number of entries kept, over layers and kv heads.
     """
 
     loss: Float[np.ndarray, "P N T L w"]
     bound: Float[np.ndarray, "P N T L w"]
-    rows: Int[np.ndarray, "P N T"]
+    kept: Int[np.ndarray, "P N T"]
 
 
 @settled

@@ -212,7 +212,11 @@ def _setting(hint: Any, value: Any, name: str) -> Any:
     return value
 
 
-TASKS: dict[str, type[Task]] = {}
+class Tasks(dict[str, type[Task]]):
+    """Dict {name: registered task class}; the decorator `task` adds to it."""
+
+
+TASKS = Tasks()
 _Task = TypeVar("_Task", bound=type[Task])
 
 
