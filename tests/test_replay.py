@@ -170,7 +170,7 @@ def test_texts_need_a_tokenizer_and_ids_a_vocabulary(as_users_call):
         jaxkv.Session(model, KVzip(budget=16, **REPEATED | {"closing": (64,)}))
     with pytest.raises(TypeError, match="first=7: give text, or token ids"):
         KVzip(first=7)
-    with pytest.raises(ValueError, match=r"following=\(1, -2\)"):
+    with pytest.raises(ValueError, match="following="):
         KVzip(following=(1, -2))
 
 

@@ -56,7 +56,7 @@ def check(policy, q, k, lengths, **options):
 def test_scores_are_those_of_the_definition_however_many_rows_a_block_has(
     monkeypatch, cells, dtype
 ):
-    monkeypatch.setattr(redundant, "_CELLS", cells)
+    monkeypatch.setattr(redundant, "COSINES", cells)
     lengths = (30, 19)
     check(RKV(), *drawn(lengths, dtype), lengths)
 
