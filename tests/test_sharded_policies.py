@@ -105,7 +105,7 @@ def fits(shape, letters, config):
     """Whether a shape may be that of an array of these letters."""
     exact, names = {"E": config.embed, "V": config.vocab}, letters.split()
     # No pool of a device has as many rows as that, and no row's numbers one after the other are as few.
-    most = exact | {"R": 320, "B": 8, "K": 4, "J": 4 * LAYERS, "G": 2, "w": BUDGET, "n": 128}
+    most = exact | {"R": 480, "B": 8, "K": 4, "J": 4 * LAYERS, "G": 2, "w": BUDGET, "n": 128}
     return len(names) == len(shape) and all(
         exact.get(name, 1) <= size <= most[name] for name, size in zip(names, shape, strict=True)
     )
