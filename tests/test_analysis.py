@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -253,8 +252,7 @@ def test_pictures():
 def own_manifests(monkeypatch, tmp_path):
     """A copy of the package's manifests, which can be written."""
     shutil.copytree(checkpoints.manifests_folder(), tmp_path / "manifests")
-    # Its own name alone: other modules' data lie where they lay.
-    monkeypatch.setattr(named_models, "resources", SimpleNamespace(files=lambda package: tmp_path))
+    monkeypatch.setattr(named_models, "data_folder", lambda: tmp_path)
     named_models._manifests.cache_clear()
     yield tmp_path / "manifests"
     named_models._manifests.cache_clear()
