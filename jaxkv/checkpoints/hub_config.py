@@ -256,7 +256,7 @@ def _missing(config: Mapping[str, Any]) -> list[str]:
 
 
 def _usual(config: Mapping[str, Any], missing: list[str]) -> dict[str, Any]:
-    """What transformers' class of a family says of keys that a config leaves out."""
+    """Values, by key, that transformers' config class of a family gives keys that a config leaves out."""
     usual = _of_transformers(config)
     local, rope = (usual.rope_parameters.get(key, usual.rope_parameters) for key in LAYER_TYPES)
     values = {

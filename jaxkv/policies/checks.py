@@ -1,4 +1,4 @@
-"""What users say of any policy: its budget, the spans that stay, how rows are held."""
+"""Typed budgets, protected spans and stores: validation of the fields that all policies share."""
 
 import dataclasses
 import math

@@ -105,7 +105,7 @@ def plain(messages: Iterable[Message]) -> list[dict[str, str]]:
 
 
 class StreamOptions(Body):
-    """What a stream has besides text; the numbers of tokens come once, at its end."""
+    """Options of a streamed answer: numbers of tokens come once, at its end, where `include_usage` asks for them."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
