@@ -79,7 +79,7 @@ def named(name, backend):
 PLAIN = named("plain", f"{__name__}:Plain")
 
 
-@pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv, compressed"])
+@pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv"])
 def test_the_required_functions_are_enough(name):
     """Two unequal prompts are compressed, and questions answered on top: XLA's rows, and XLA's tokens."""
     model, ids, questions = (

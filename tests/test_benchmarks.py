@@ -85,7 +85,7 @@ def test_compiled_cases_are_apart(benchmark, device):
     cases = benchmark("aot_cases").cases
     for quick in (True, False):
         names = [each.name for each in cases([device], quick)]
-        assert len(names) == len(set(names)) > 2
+        assert len(names) == len(set(names)) >= 2
 
 
 def test_another_checkouts_commit_is_told(benchmark, tmp_path):

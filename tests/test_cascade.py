@@ -132,11 +132,10 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
     shape = tiny.shape(layers=3, kv_heads=2 if mesh is None else 4, group=1, dim=8)
     model = tiny.tiny(shape)
     model, split = (model, 1) if mesh is None else (model.on(mesh_of(*mesh)), mesh[1])
-    ids, made, rows, peaks = prompts(3, LENGTHS), [], [], []
+    ids, made, rows = prompts(3, LENGTHS), [], []
     for _ in range(2):
         session = jaxkv.Session(model, policy)
         needed = session.planned(np.asarray(LENGTHS), 2, mesh and model.axes.mesh)
-        peaks.append(needed.peak_bytes)
         rows.append(
             plan.buffer_rows(
                 policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split
@@ -144,7 +143,7 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
         )
         made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
         held_whole(monkeypatch)
-    assert rows[0] is not None and rows[1] is None and peaks[0] < peaks[1]
+    assert rows[0] is not None and rows[1] is None
     same(*made)
     if name == "mesh":
         assert (np.asarray(made[0].moved) > 0).any()

@@ -88,5 +88,9 @@ def test_bases_whose_rows_have_no_whole_chunks_are_refused():
 
 
 def test_the_base_is_snapkv_unless_said():
-    assert ChunkKV(budget=64) == ChunkKV(base=SnapKV(budget=64)) != ChunkKV(base=KNorm(budget=64))
+    unsaid, snapkv, knorm = (
+        ChunkKV(**given).parts()
+        for given in ({"budget": 64}, {"base": SnapKV(budget=64)}, {"base": KNorm(budget=64)})
+    )
+    assert unsaid == snapkv != knorm
     assert dataclasses.replace(ChunkKV(budget=64), chunk=7).parts().heads == ChunkedHeads(chunk=7)
