@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxkv import cli
-from jaxkv.cli import generating
+from jaxkv.cli import generating, models
+from jaxkv.loading import LanguageModel
 from jaxkv.results import Generation, Stats
 
 ANSWER = "Schön, 你好 \U0001f600"
@@ -61,10 +63,22 @@ def answering(monkeypatch, given: list[str] | None = None) -> list[dict]:
         calls.append({"prompt": prompt, **keywords})
         return Pieces([] if given is None else given) if keywords["stream"] else generation()
 
-    monkeypatch.setattr(generating, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(generating, "load", lambda name, **_: None)
+    loading(monkeypatch)
     monkeypatch.setattr(generating, "generate", generate)
     return calls
+
+
+def loading(monkeypatch, model=None) -> None:
+    """Lets every command load this model, and keeps no programs on disk: the setting would outlive the test."""
+    monkeypatch.setattr(models, "enable_compilation_cache", lambda: None)
+    made = object.__new__(LanguageModel) if model is None else model
+    monkeypatch.setattr(models, "load", lambda name, **_: made)
+
+
+def unloadable(monkeypatch) -> None:
+    """Fails if a command loads a model."""
+    loading(monkeypatch)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("loaded a model"))
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -79,7 +93,7 @@ def refused(capsys, *arguments: str) -> str:
 
 _SCRIPT = """
 import sys
-from jaxkv.cli import generating, main
+from jaxkv.cli import main
 sys.path.append(sys.argv.pop(1))
 import cli_runs
 class Always:

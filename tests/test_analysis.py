@@ -31,7 +31,7 @@ from jaxkv import (
     checkpoints,
 )
 from jaxkv.checkpoints import named_models
-from jaxkv.cli import filters, main
+from jaxkv.cli import main, models
 from jaxkv.evals import COLOURS, two_stage
 from jaxkv.evals.visible import visible_attention
 from jaxkv.models.values import LayerSpec
@@ -277,7 +277,7 @@ def test_filter_layers_are_saved_whole(own_manifests):
 @pytest.mark.real
 def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, monkeypatch):
     # A setting of the whole process: switched on here, it would serve the tests that count compilations.
-    monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(models, "enable_compilation_cache", lambda: None)
     text = tmp_path / "text.txt"
     text.write_text(
         "It was a bright cold day in April, and the clocks were striking thirteen. " * 12
@@ -294,13 +294,13 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
 def test_the_command_refuses_a_picture_that_cannot_be_before_its_work(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(filters, "load", None)
+    monkeypatch.setattr(models, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(models, "load", None)
     text = tmp_path / "text.txt"
     text.write_text("Some text.")
     given = ["filters", "--text-file", str(text), "--picture"]
     assert main([*given, str(tmp_path / "nowhere" / "map.png")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "--picture=" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*given, str(tmp_path / "map.png")]) == 2
     assert "jaxkv[plots]" in capsys.readouterr().err

@@ -7,24 +7,15 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import cli_runs
 import jax
 import pytest
 import running
 from cli_runs import refused
 
 import jaxkv
-from jaxkv import (
-    AdaKV,
-    FullKV,
-    OmniKV,
-    PyramidKV,
-    Sampling,
-    SnapKV,
-    StreamingLLM,
-    cli,
-)
-from jaxkv.cli import generating
-from jaxkv.policies import LinearLayers, MaxPool, NoPool
+from jaxkv import Sampling, cli
+from jaxkv.cli import models
 from jaxkv.policies.registry import POLICIES
 
 TINY = str(running.GOLDEN / "models" / "llama_gqa")
@@ -40,28 +31,14 @@ REAL = [
 REAL += ["--window", "8", "--max-new-tokens", "8"]
 
 
-@pytest.fixture(autouse=True)
-def no_cache_of_programs(monkeypatch):
-    """A setting of the whole process: switched on here, it would serve the tests that count compilations."""
-    monkeypatch.setattr(generating, "enable_compilation_cache", lambda: None)
-
-
 @pytest.fixture
 def asked(monkeypatch):
-    """Runs `jaxkv generate` up to the call of `generate`, and gives that call's arguments."""
-
-    class Called(Exception):
-        pass
-
-    def stop(model, prompt, **keywords):
-        raise Called({"prompt": prompt, **keywords})
+    """Runs `jaxkv generate`, which answers at once, and gives the arguments of its call of `generate`."""
+    calls = cli_runs.answering(monkeypatch)
 
     def run(*arguments):
-        monkeypatch.setattr(generating, "load", lambda name, **_: None)
-        monkeypatch.setattr(generating, "generate", stop)
-        with pytest.raises(Called) as caught:
-            cli.main(["generate", *arguments])
-        return caught.value.args[0]
+        assert cli.main(["generate", *arguments]) == 0
+        return calls[-1]
 
     return run
 
@@ -112,73 +89,6 @@ def test_models(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "policy"),
-    [
-        ([], FullKV()),
-        (["--policy", "SnapKV", "--budget", "256"], SnapKV(budget=256)),
-        (
-            ["--policy", "snapkv", "--budget", "1.0", "--pool-kernel", "1"],
-            SnapKV(budget=1.0, pooling=NoPool()),
-        ),
-        (
-            ["--policy", "streamingllm", "--sinks", "0", "--budget", "9"],
-            StreamingLLM(sinks=0, budget=9),
-        ),
-        (
-            [
-                "--policy",
-                "snapkv",
-                "--budget",
-                "0.2",
-                "--window",
-                "16",
-                "--pool-kernel",
-                "5",
-                "--min-budget",
-                "clamp",
-            ],
-            SnapKV(budget=0.2, window=16, pooling=MaxPool(5), min_budget="clamp"),
-        ),
-        (
-            ["--policy", "adakv", "--budget", "64", "--alpha", "0.5"],
-            AdaKV(base=SnapKV(budget=64), alpha=0.5),
-        ),
-        (
-            [
-                "--policy",
-                "adakv",
-                "--base",
-                "pyramidkv",
-                "--beta",
-                "14",
-                "--protect",
-                "1:3",
-                "--protect=-9:-4",
-            ],
-            AdaKV(base=PyramidKV(allocation=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
-        ),
-        (
-            [
-                "--policy",
-                "omnikv",
-                "--mem",
-                "0.3",
-                "--filters",
-                "2",
-                "6",
-                "--selector",
-                "uniform",
-                "--offload",
-            ],
-            OmniKV(mem=0.3, filter_layers=(2, 6), selector="uniform", offload=True),
-        ),
-    ],
-)
-def test_options_make_the_policy(asked, arguments, policy):
-    assert asked("--prompt", "x", *arguments)["policy"] == policy
-
-
-@pytest.mark.parametrize(
     ("arguments", "sampling"),
     [
         ([], Sampling(temperature=0)),
@@ -201,7 +111,7 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
     )
     assert call["prompt"] == "Some téxt.\n\nWhy?"
     assert call["raw"] is True
-    assert call["stop"] == ["a", "b"]
+    assert call["stop"] == ("a", "b")
     assert not asked("--prompt", "x")["stop"]
     assert call["key"] == jax.random.key(3)
 
@@ -209,120 +119,56 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "snap"], "policy='snap': no such policy; known policies: full, "),
-        (["--policy", "snap"], "did you mean snapkv?"),
-        (
-            ["--policy", "streamingllm", "--window", "8"],
-            "--window=8: streamingllm has no such option",
-        ),
-        (["--policy", "knorm", "--sinks", "4"], "--sinks=4: knorm has no such option"),
-        (["--policy", "knorm", "--pool-kernel", "5"], "--pool-kernel=5: knorm has no such option"),
-        (["--policy", "snapkv", "--beta", "20"], "--beta=20: snapkv has no such option"),
-        (["--policy", "snapkv", "--alpha", "0.2"], "--alpha=0.2: snapkv has no such option"),
-        (
-            ["--policy", "snapkv", "--base", "knorm"],
-            "--base='knorm': snapkv is not built on a policy",
-        ),
-        (["--policy", "adakv", "--beta", "20"], "--beta=20: adakv over snapkv has no such option"),
-        (["--policy", "adakv", "--base", "full"], "give a policy that drops rows"),
-        (["--budget", "256"], "--budget=256: full has no such option"),
-        (["--protect", "1:2"], "--protect=1:2: full has no such option"),
-        (["--policy", "snapkv", "--budget", "16"], "budget=16: below sinks + window = 0 + 32"),
-        (["--policy", "snapkv", "--budget", "0"], "budget=0: "),
-        (["--policy", "snapkv", "--budget", "1.5"], "budget=1.5: "),
-        (["--policy", "snapkv", "--budget", "nan"], "--budget=nan: give a finite number"),
-        (["--policy", "snapkv", "--budget", "many"], "--budget=many: give a number"),
-        (["--policy", "snapkv", "--pool-kernel", "4"], "kernel=4"),
-        (["--policy", "snapkv", "--protect", "7"], "--protect=7: give first and last + 1"),
-        (["--policy", "adakv", "--alpha", "2"], "alpha=2.0"),
-        (["--top-k", "0"], "argument --top-k: '0': give at least 1"),
-        (["--temperature", "nan"], "argument --temperature: 'nan': give a finite number"),
-        (["--temperature", "inf"], "argument --temperature: 'inf': give a finite number"),
-        (["--top-k", str(2**40)], "give at most 2147483647"),
-        (["--top-p", "nan"], "give a finite number"),
-        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0': give at least 1"),
-        (["--max-new-tokens", str(2**63)], "give at most 2147483647"),
-        (["--seed", str(2**64)], "give a number of 64 bits"),
-        (["--seed", str(-(2**63) - 1)], "give a number of 64 bits"),
-        (["--seed", "9" * 5000], "give a number of 64 bits"),
-        (["--seed", "0.5"], "argument --seed: '0.5': give a whole number"),
-        (["--stop", "a", ""], "--stop='': a stop string has at least one character"),
-        (["--stop", "\udcff"], "not UTF-8 text"),
-        (["--question", "\udcff"], "not UTF-8 text"),
-        (["--model=--"], "model: -- is no value"),
-        (["--policy", "snapkv", "--budget=--"], "budget: -- is no value"),
-        (["--model", ""], "--model='': give a name"),
-        (["--model", "~no-such-user/x"], "there is no such home folder"),
-        (
-            ["--output", "no/such/folder/x.json"],
-            "--output='no/such/folder/x.json': there is no folder",
-        ),
-        (
-            ["--max-new-tokens", "several"],
-            "argument --max-new-tokens: 'several': give a whole number",
-        ),
-        (
-            ["--prompt-file", "no-such-file"],
-            "--prompt-file=no-such-file: No such file or directory",
-        ),
-        (["--colour"], "unrecognized arguments: --colour"),
-        (
-            ["--max-new-token", "5", "--buget", "5"],
-            "unrecognized arguments: --buget 5; did you mean --budget?",
-        ),
-        (
-            ["--compression-ratio=0.5"],
-            "--compression-ratio=0.5; it is kvpress' share of rows removed: give --budget",
-        ),
+        (["--top-k", "-2"], "top_k=-2"),
+        (["--top-k", "1.5"], "--top-k=1.5"),
+        (["--temperature", "nan"], "--temperature=nan"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0"),
+        (["--max-new-tokens", str(2**63)], f"--max-new-tokens={2**63}"),
+        (["--seed", str(2**64)], f"--seed={2**64}"),
+        (["--seed", "9" * 5000], "--seed=9"),
+        (["--stop", "a", ""], "--stop=''"),
+        (["--stop", "\udcff"], "--stop="),
+        (["--question", "\udcff"], "--question="),
+        (["--model=--"], "--model='--'"),
+        (["--policy", "snapkv", "--budget=--"], "--budget='--'"),
+        (["--model", ""], "--model=''"),
+        (["--model", "~no-such-user/x"], "--model='~no"),
+        (["--implementation", "triton"], "--implementation=triton"),
+        (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json'"),
+        (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file"),
+        (["--buget", "5"], "unrecognized arguments: --buget 5; did you mean --budget?"),
+        (["--compression-ratio=0.5"], "it is kvpress' share of rows removed: give --budget"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(generating, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    cli_runs.unloadable(monkeypatch)
     assert message in refused(capsys, "generate", "--prompt", "x", *arguments)
 
 
-def test_a_question_needs_a_text(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(generating, "load", lambda *_, **__: pytest.fail("loaded a model"))
-    (tmp_path / "empty.txt").write_text("\n")
-    for text in ([], ["--prompt", ""], ["--prompt-file", str(tmp_path / "empty.txt")]):
-        message = refused(capsys, "generate", "--question", "Why?", *text)
-        assert (
-            "--question='Why?': it has no text to be asked about: give --prompt-file FILE; "
-            in message
-        )
-
-
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
-def test_bad_prompt_files(capsys, tmp_path, content):
+def test_bad_prompt_files(capsys, monkeypatch, tmp_path, content):
+    """A question alone is no prompt."""
+    cli_runs.unloadable(monkeypatch)
     file = tmp_path / "bad.txt"
     file.write_bytes(content)
-    message = refused(capsys, "generate", "--prompt-file", str(file))
+    message = refused(capsys, "generate", "--prompt-file", str(file), "--question", "Why?")
     assert ("not UTF-8" if content.startswith(b"\xff") else "give --prompt TEXT") in message
 
 
-def test_no_command_and_unknown_models(capsys):
+def test_no_command_and_unknown_models(capsys, monkeypatch):
+    monkeypatch.setattr(models, "enable_compilation_cache", lambda: None)
     assert "COMMAND" in refused(capsys)
     message = refused(capsys, "generate", "--model", "gpt-17", "--prompt", "x")
     assert "gpt-17" in message and "smollm2-135m-instruct" in message
-    assert "dtype='int8'" in refused(
-        capsys, "generate", "--model", TINY, "--dtype", "int8", "--prompt", "x"
-    )
-    assert "implementation='triton'" in refused(
-        capsys, "generate", "--model", TINY, "--implementation", "triton", "--prompt", "x"
-    )
+    given = ("--model", TINY, "--dtype", "int8", "--prompt", "x")
+    assert "dtype='int8'" in refused(capsys, "generate", *given)
 
 
 def test_seeds_of_64_bits_are_told_apart(asked):
-    keys = {
-        number: asked("--prompt", "x", f"--seed={number}")["key"]
-        for number in (-1, 5, 2**32 + 5, 2**63 + 5)
-    }
-    assert keys[5] == jax.random.key(5) and keys[-1] == jax.random.key(-1)
-    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys.values()}) == 4
-    assert (
-        asked("--prompt", "x", f"--seed={2**64 - 1}")["key"]
-        == asked("--prompt", "x", f"--seed={2**64 - 1}")["key"]
-    )
+    numbers = (-1, 5, 2**32 + 5, 2**63 + 5, 2**64 - 1)
+    keys = [asked("--prompt", "x", f"--seed={number}")["key"] for number in numbers]
+    assert keys[0] == jax.random.key(-1) and keys[1] == jax.random.key(5)
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 5
 
 
 def test_versions(capsys, monkeypatch):
@@ -356,10 +202,8 @@ def test_versions(capsys, monkeypatch):
     ],
 )
 def test_errors_have_no_traceback(capsys, monkeypatch, error):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(generating, "load", fail)
+    cli_runs.loading(monkeypatch)
+    monkeypatch.setattr(models, "load", Mock(side_effect=error))
     message = refused(capsys, "generate", "--prompt", "x")
     assert ("; ".join(str(error).split("\n\n")) or "MemoryError") in message
     assert len(message.splitlines()) == 1
@@ -372,13 +216,15 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
         RuntimeError("a bug"),
         ZeroDivisionError(),
     ]
+    cli_runs.loading(monkeypatch)
     for error in (*ours, jax.errors.JaxRuntimeError("INTERNAL")):
-        monkeypatch.setattr(generating, "load", Mock(side_effect=error))
+        monkeypatch.setattr(models, "load", Mock(side_effect=error))
         with pytest.raises(type(error)):
             cli.main(["generate", "--prompt", "x"])
 
 
-def test_a_failing_run_leaves_the_old_output(capsys, tmp_path):
+def test_a_failing_run_leaves_the_old_output(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "enable_compilation_cache", lambda: None)
     output = tmp_path / "answer.json"
     output.write_text("old")
     message = refused(capsys, "generate", "--model", TINY, "--prompt", "x", "--output", str(output))
@@ -389,7 +235,7 @@ def test_a_failing_run_leaves_the_old_output(capsys, tmp_path):
 
 @pytest.mark.real
 def test_generate_answers(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(generating, "load", lambda name, **_: running.smollm2())
+    cli_runs.loading(monkeypatch, running.smollm2())
     output = tmp_path / "answer.json"
     output.write_text("old")
     assert cli.main([*REAL, "--json", "--output", str(output)]) == 0

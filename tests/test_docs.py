@@ -18,7 +18,7 @@ import jaxkv.evals
 import jaxkv.policies
 from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
 from jaxkv.cli import _parser as of_jaxkv
-from jaxkv.cli.policy_options import policy_from
+from jaxkv.cli.options import chosen
 from jaxkv.policies.registry import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -160,8 +160,8 @@ def test_commands_are_taken(name):
             of_checkpoints().parse_args(words[3:])
         if words[:1] == ["jaxkv"]:
             options = of_jaxkv().parse_args(words[1:])
-            if words[1] in ("generate", "plan") and not getattr(options, "compare", None):
-                policy_from(options)
+            if hasattr(options, "policy") and not vars(options).get("--compare"):
+                chosen(options).policy()
 
 
 @pytest.mark.parametrize("name", TEXTS)

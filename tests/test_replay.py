@@ -1,6 +1,5 @@
 """KVzip's second pass over prompts, against float64 attention over prompt and repeated chunk in one text."""
 
-import argparse
 import dataclasses
 
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from policy_table import REPEATED
 
 import jaxkv
 from jaxkv import GlobalBudget, KVzip
-from jaxkv.cli import policy_options
 from jaxkv.engine import replay
 from jaxkv.engine.compress import finished
 from jaxkv.engine.ends import embed
@@ -222,13 +220,4 @@ def test_the_scorer_is_a_part_of_ones_own_policies():
     ours = KVzip(budget=8, over="head", sinks=SINKS, **REPEATED)
     assert tiny.kept(tiny.run(model, prompts, mine)[0]) == tiny.kept(
         tiny.run(model, prompts, ours)[0]
-    )
-
-
-def test_the_command_line_sets_the_texts():
-    parser = argparse.ArgumentParser()
-    policy_options.add_policy_options(parser)
-    words = ["--policy", "kvzip", "--first", "Say it.", "--following", "", "--closing", "\n"]
-    assert policy_options.policy_from(parser.parse_args(words)) == KVzip(
-        first="Say it.", following="", closing="\n"
     )

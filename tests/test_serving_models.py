@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import jaxkv
-from jaxkv.cli.serving_policies import engines, further_policies
+from jaxkv.cli.serving import engines, further_policies
 from jaxkv.serving import room
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
@@ -276,21 +276,23 @@ def test_pieces_join_to_the_text_and_special_tokens_are_marked():
 
 
 def test_further_policies_share_the_budget_unless_they_have_one():
-    found = further_policies(["full", "snapkv --window 8", "adakv --budget 40, knorm"], POLICY)
+    found = further_policies(
+        ["full", "snapkv --window 8", "adakv --budget 40, knorm"], POLICY, "tiny"
+    )
     assert found == {
-        "full": jaxkv.FullKV(),
-        "snapkv-window-8": jaxkv.SnapKV(budget=16, window=8),
-        "adakv-budget-40": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=40)),
-        "knorm": jaxkv.KNorm(budget=16),
+        "tiny:full": jaxkv.FullKV(),
+        "tiny:snapkv-window-8": jaxkv.SnapKV(budget=16, window=8),
+        "tiny:adakv-budget-40": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=40)),
+        "tiny:knorm": jaxkv.KNorm(budget=16),
     }
-    assert further_policies(["snapkv"], jaxkv.FullKV()) == {"snapkv": jaxkv.SnapKV()}
+    assert further_policies(["snapkv"], jaxkv.FullKV(), "m") == {"m:snapkv": jaxkv.SnapKV()}
     for given, said in (
         ([""], "--also="),
         (["full", "full"], "given twice"),
         (["snapkv --beams 3"], "--also='snapkv"),
     ):
         with pytest.raises(ValueError, match=said):
-            further_policies(given, POLICY)
+            further_policies(given, POLICY, "tiny")
 
 
 def test_each_policy_keeps_documents_in_a_folder_of_its_own(tmp_path):

@@ -14,7 +14,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Writes bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
 
     The bytes may come in parts, which are written as they come.
-    A new file gets the mode that the umask gives; a replaced one hands on its mode and, where allowed, its owner.
+    A new file gets the mode that the umask gives; a replaced one hands on its mode.
 
     Raises:
         OSError: where it cannot be written, naming the file.
@@ -31,7 +31,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         if old is not None:
-            _take_after(part, old)
+            os.chmod(part, old.st_mode & 0o777)
         os.replace(part, path)
         sync_folder(path.parent)
     except BaseException as error:
@@ -40,16 +40,6 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
-
-
-def _take_after(path: Path, old: os.stat_result) -> None:
-    """Sets a file's mode, and if permitted its owner, to those of another file's `stat` result."""
-    if hasattr(os, "chown"):
-        for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
-            with contextlib.suppress(OSError):
-                os.chown(path, owner, group)
-    # Without setuid and setgid bits, since the owner may have changed.
-    os.chmod(path, old.st_mode & 0o777)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,68 +1,117 @@
-"""Options and helpers that commands with a model share: its name and dtype, texts as token ids."""
+"""Options that commands with a model share, and how they load it."""
 
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.loading import LanguageModel
+from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, whole
+from jaxkv.compilation import enable_compilation_cache
+from jaxkv.loading import LanguageModel, load
 
-_KNOWN = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id "
-
-
-def add_model_option(add: Callable[..., Any], about: str = _KNOWN) -> None:
-    """Adds the `--model` option by `add`, an argparse group's `add_argument`."""
-    add(
-        "--model",
-        default="smollm2-135m-instruct",
-        metavar="NAME",
-        help=f"{about}(default: %(default)s)",
-    )
+Bits = Annotated[str, Word("BITS")]
 
 
-def add_dtype_option(add: Callable[..., Any]) -> None:
-    """Adds the `--dtype` option by `add`, an argparse group's `add_argument`."""
-    add(
-        "--dtype",
-        help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Option of commands with a model.
+
+    Attributes:
+        model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
+    """
+
+    model: Name = "smollm2-135m-instruct"
+
+    def __post_init__(self) -> None:
+        """Refuses a name that is blank, or in the home folder of a user that does not exist."""
+        require_model(self.model)
+
+    def loaded(self) -> LanguageModel:
+        """Loads the model; compiled programs are kept on disk."""
+        enable_compilation_cache()
+        options: dict[str, Any] = {name: getattr(self, name, None) for name in ("dtype", "weights")}
+        return load(self.model, **options)
+
+    def ids_of(self, params: LanguageModel, texts: Sequence[str]) -> list[list[int]]:
+        """List of each text's token ids, BOS first if the tokenizer adds it; ValueError without a tokenizer."""
+        remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
+        require(params.text is not None, "--model", self.model, remedy)
+        assert params.text is not None
+        return [params.text.encode(text, bos=True) for text in texts]
 
 
-def add_weights_option(add: Callable[..., Any]) -> None:
-    """Adds the `--weights` option by `add`, an argparse group's `add_argument`."""
-    add(
-        "--weights",
-        metavar="BITS",
-        help="int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype)",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded(Model):
+    """Options of how a model is loaded.
+
+    Attributes:
+        dtype: float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU).
+        weights: int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype).
+    """
+
+    dtype: Name | None = None
+    weights: Bits | None = None
 
 
-def add_implementation_option(add: Callable[..., Any]) -> None:
-    """Adds the `--implementation` option by `add`, an argparse group's `add_argument`."""
-    computing = (
-        "what computes attention: auto, xla, pallas, cudnn, mosaic or tpu (default: %(default)s)"
-    )
-    add("--implementation", default=Implementation.AUTO.value, help=computing)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Computing(Loaded):
+    """Option of how a model computes.
+
+    Attributes:
+        implementation: what computes attention: auto, xla, pallas, cudnn, mosaic or tpu.
+    """
+
+    implementation: Implementation = Implementation.AUTO
 
 
 def require_model(name: str) -> None:
     """Raises ValueError for a `--model` that is blank or in the home folder (`~name`) of a user that does not exist."""
-    require(
-        bool(name.strip()),
-        "--model",
-        name,
-        "give a name from `jaxkv models`, a folder, a .gguf file or a hub id",
-    )
+    remedy = "give a name from `jaxkv models`, a folder, a .gguf file or a hub id"
+    require(bool(name.strip()), "--model", name, remedy)
     home = name.startswith("~") and os.path.expanduser(name) == name
-    require(
-        not home, "--model", name, "there is no such home folder; a file of that name is ./" + name
-    )
+    remedy = f"there is no such home folder; a file of that name is ./{name}"
+    require(not home, "--model", name, remedy)
 
 
-def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:
-    """List of each text's token ids, BOS first if the tokenizer adds it; ValueError if the model has no tokenizer."""
-    remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
-    require(params.text is not None, "--model", name, remedy)
-    assert params.text is not None
-    return [params.text.encode(text, bos=True) for text in texts]
+def _slots(text: str) -> int | str:
+    """Value of --slots parsed from text: "auto", or an int of at least 1; ValueError for other text."""
+    try:
+        return text if text == "auto" else whole(text, least=1)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots(Computing):
+    """Options of commands that answer requests by an engine.
+
+    Attributes:
+        served_model_name: the model's name in requests (default: what --model says).
+        mesh: devices to run on, such as 1x8: slots over D, kv heads over M.
+        slots: requests answered at the same time; auto: as many as fit.
+        max_prompt_tokens: most tokens of a prompt (default: 4096, if the model can).
+        max_new_tokens: most tokens of an answer.
+        max_question_tokens: most tokens of a question on a document; 0: no documents.
+        documents: folder that keeps documents for the next start (default: they are gone at the end).
+    """
+
+    served_model_name: Name | None = None
+    mesh: Mesh | None = None
+    slots: Annotated[int | str, Word("N", _slots)] = "auto"
+    max_prompt_tokens: Count | None = None
+    max_new_tokens: Count = 512
+    max_question_tokens: Natural = 256
+    documents: Name | None = None
+    policy: Spelled
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests."""
+        return self.served_model_name or self.model
+
+    def engine(self) -> dict[str, Any]:
+        """Dict of the arguments of `Engine` that these options are."""
+        names = "slots max_prompt_tokens max_new_tokens max_question_tokens implementation"
+        return {name: getattr(self, name) for name in names.split()}

@@ -1,22 +1,18 @@
 """`jaxkv plan`: whether a model, a policy and prompts fit on GPUs, which need not be present."""
 
-import argparse
+import dataclasses
 import json
+from typing import Annotated
 
-from jaxkv._drawing import drawing
 from jaxkv._errors import require
-from jaxkv.cli.files import Target
-from jaxkv.cli.models import add_weights_option, require_model
-from jaxkv.cli.numbers import argument, natural, positive
-from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
-from jaxkv.cli.policy_rows import spelled
-from jaxkv.cli.streams import to_stderr, to_stdout
+from jaxkv.cli.models import Bits, require_model
+from jaxkv.cli.options import Count, File, Mesh, Name, Natural, Spelled, Word, spelled, written
+from jaxkv.cli.outputs import Picture, to_stderr, to_stdout
 from jaxkv.planning import picture
 from jaxkv.planning.comparison import compared
 from jaxkv.planning.compiled import plugin
-from jaxkv.planning.named import accelerators, accelerators_named
+from jaxkv.planning.named import accelerators_named
 from jaxkv.planning.planner import plan
-from jaxkv.planning.plans import Plan
 from jaxkv.planning.setting import tokens_of
 from jaxkv.policies import Method
 
@@ -43,119 +39,82 @@ examples:
 """
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jaxkv plan` to its parser."""
-    count = argument(positive)
-    add = parser.add_argument_group("what is planned for").add_argument
-    known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
-    known += ", a .gguf file or a hub id"
-    add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
-    kinds = (
-        f"h100x8, 8xh100 or h100:8, say; kinds: {', '.join(accelerators())}; or cpu, this machine's"
-    )
-    add("--gpus", required=True, metavar="KINDxN", help=kinds)
-    groups = (
-        "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
-    )
-    add("--mesh", metavar="DxM", help=groups)
-    add(
-        "--context",
-        type=argument(_tokens),
-        required=True,
-        metavar="N",
-        help="tokens of each prompt, such as 128K",
-    )
-    add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
-    add(
-        "--new",
-        type=argument(natural),
-        default=256,
-        metavar="N",
-        help="tokens to draw (default: %(default)s)",
-    )
-    asked = "questions that each prompt answers, which share its prefill (default: %(default)s)"
-    add("--questions", type=count, default=1, metavar="N", help=asked)
-    add(
-        "--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)"
-    )
-    add_weights_option(add)
-    add("--rope-scaling", metavar="yarn:N", help="N times the model's positions, by YaRN")
-    add(
-        "--serve",
-        action="store_true",
-        help="an engine, too: slots that fit, and such prompts answered an hour",
-    )
-    add = parser.add_argument_group("output").add_argument
-    compare = "policies, with commas between them: a table, a row each; options go behind a name: 'snapkv --store int8'"
-    add("--compare", metavar="NAMES", help=compare)
-    add(
-        "--plot",
-        metavar="FILE",
-        help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])",
-    )
-    add("--compile", action="store_true", help="ask XLA's compiler for these GPUs, too; minutes")
-    add("--json", action="store_true", help="print JSON; of --compare a list")
-    add_policy_options(parser)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planning:
+    """`jaxkv plan`.
 
-
-def _tokens(text: str) -> int:
-    """Number of tokens, 1 to 2^31 - 1, parsed from text such as 131072 or 128K; ValueError for other text."""
-    return positive(text) if text.strip().isdigit() else positive(str(tokens_of(text, "--context")))
-
-
-def print_plan(options: argparse.Namespace) -> int:
-    """Runs `jaxkv plan`: prints plans as text, table or JSON, then writes the picture of `--plot`; returns exit code 0.
-
-    If the picture cannot be written, the plans are already on stdout.
+    Attributes:
+        model: a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder, a
+            .gguf file or a hub id; no weights are read.
+        gpus: h100x8, 8xh100 or h100:8, say, and so a100-80gb, h200, l4, v5e; an unknown kind is told all; or cpu, this
+            machine's.
+        mesh: groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group).
+        context: tokens of each prompt, such as 128K.
+        batch: prompts.
+        new: tokens to draw.
+        questions: questions that each prompt answers, which share its prefill.
+        dtype: bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU).
+        weights: int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype).
+        rope_scaling: N times the model's positions, by YaRN.
+        serve: an engine, too: slots that fit, and such prompts answered an hour.
+        compare: policies, with commas between them: a table, a row each; options go behind a name: 'snapkv --store
+            int8'.
+        plot: draw memory against context: .png, .svg or .pdf (needs jaxkv[plots]).
+        compile: ask XLA's compiler for these GPUs, too; minutes.
+        json: print JSON; of --compare a list.
     """
-    require_model(options.model)
-    target = _target(options)
-    policies = [policy_from(options)] if options.compare is None else _compared(options)
-    plans = _plans(options, policies)
-    if options.json:
-        records = [each.as_dict() for each in plans]
-        to_stdout(json.dumps(records if options.compare is not None else records[0], indent=2))
-    elif options.compare is not None:
-        to_stdout(compared(plans))
-    else:
-        to_stdout(str(plans[0]))
-    if target is not None:
-        target.write(picture.drawn(plans, picture.kind_of(target.name)))
-    return 0
 
+    model: Name
+    gpus: Annotated[str, Word("KINDxN")]
+    mesh: Mesh | None = None
+    context: Annotated[int, Word("N", tokens_of)]
+    batch: Count = 1
+    new: Natural = 256
+    questions: Count = 1
+    dtype: Name | None = None
+    weights: Bits | None = None
+    rope_scaling: Annotated[str, Word("yarn:N")] | None = None
+    serve: bool = False
+    compare: Annotated[str, Word("NAMES")] | None = None
+    plot: File | None = None
+    compile: bool = False
+    json: bool = False
+    policy: Spelled
 
-def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan]:
-    """List of each policy's plan (memory, speed), with XLA's figures under --compile."""
-    if options.compile:
-        plugin(accelerators_named(options.gpus)[0])
-        to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
-    names = "model gpus mesh context batch new questions dtype weights rope_scaling serve compile"
-    given = {name: getattr(options, name) for name in names.split()}
-    return [plan(policy=each, **given) for each in policies]
+    def run(self) -> None:
+        """Prints plans as text, table or JSON, then writes the picture of `--plot`.
 
+        If the picture cannot be written, the plans are already on stdout.
+        """
+        require_model(self.model)
+        out = None
+        if self.plot is not None:
+            out = Picture(flag="--plot", name=self.plot)
+            out.check([self.model])
+        policies = [self.policy.policy()] if self.compare is None else self._compared(self.compare)
+        if self.compile:
+            plugin(accelerators_named(self.gpus)[0])
+            to_stderr(f"jaxkv: compiling for {self.gpus}, a minute or two for each policy")
+        names = (
+            "model gpus mesh context batch new questions dtype weights rope_scaling serve compile"
+        )
+        given = {name: getattr(self, name) for name in names.split()}
+        plans = [plan(policy=each, **given) for each in policies]
+        if self.json:
+            records = [each.as_dict() for each in plans]
+            to_stdout(json.dumps(records[0] if self.compare is None else records, indent=2))
+        else:
+            to_stdout(str(plans[0]) if self.compare is None else compared(plans))
+        if out is not None:
+            out.write(picture.drawn(plans, out.kind))
 
-def _target(options: argparse.Namespace) -> Target | None:
-    """`Target` of `--plot`, checked to be writable before any plan is printed; None if the option is not given."""
-    if options.plot is None:
-        return None
-    picture.kind_of(options.plot)
-    target = Target(flag="--plot", name=options.plot)
-    target.check({"--model": options.model})
-    drawing()
-    return target
-
-
-def _compared(options: argparse.Namespace) -> list[Method]:
-    """List of `--compare`'s policies, each with the given options it has; ValueError for an option that none has."""
-    require(
-        options.policy == "full",
-        "--policy",
-        options.policy,
-        "give it among those of --compare, or leave it out",
-    )
-    entries = list(spelled(options.compare, "--compare"))
-    for flag, written in given_flags(options).items():
-        some = any(flag in each.flags for each in entries)
-        require(some, "--compare", options.compare, f"none of them has {written}: leave it out")
-    # A policy that is named twice is compared once.
-    return list(dict.fromkeys(each.beside(options) for each in entries))
+    def _compared(self, names: str) -> list[Method]:
+        """List of `--compare`'s policies, each with the given options it has; ValueError for one that none has."""
+        remedy = "give it among those of --compare, or leave it out"
+        require(self.policy.name == "full", "--policy", self.policy.name, remedy)
+        entries = spelled(names, "--compare")
+        for flag, words in self.policy.given.items():
+            remedy = f"none of them has {written(flag, words)}: leave it out"
+            require(any(flag in each.flags for each in entries), "--compare", names, remedy)
+        # A policy that is named twice is compared once.
+        return list(dict.fromkeys(each.over(self.policy.given).policy() for each in entries))

@@ -5,20 +5,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxkv._drawing import saved, sheet, style
-from jaxkv._errors import require
 from jaxkv.planning.plans import Plan, policy_name, title
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import sizes_of
 
-KINDS = ("png", "svg", "pdf")
 _LEAST, _POINTS = 1024, 15
-
-
-def kind_of(name: str) -> str:
-    """File format of a picture's name by its suffix, as text: png, svg or pdf; ValueError for any other."""
-    suffix = name.rpartition(".")[2].lower() if "." in name else ""
-    require(suffix in KINDS, "--plot", name, f"give a file that ends in .{', .'.join(KINDS)}")
-    return suffix
 
 
 def peaks(setting: Setting) -> list[tuple[int, int]]:

@@ -1,0 +1,205 @@
+"""Standard streams, texts that are read, and outputs: `-` or a path, checked before anything is computed."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxkv._drawing import drawing
+from jaxkv._errors import require
+
+# More text than any model has positions for; also stops reading from /dev/zero.
+MOST_BYTES = 64 * 2**20
+# Where a file can be written but not replaced: a mount of its own (as containers make them), a folder that is
+# read-only or sticky.
+_NOT_REPLACED = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.EROFS)
+
+
+class Unwritten(Exception):
+    """Raised when a write to stdout fails; `gone` is True if its reader has left, as `head` does, which is no error."""
+
+    def __init__(self, error: OSError):
+        super().__init__(f"stdout: {error.strerror or error}")
+        self.gone = isinstance(error, BrokenPipeError)
+
+
+def prepare_streams() -> None:
+    """Opens closed standard streams, so that using them fails, and lets stdout escape characters it cannot encode.
+
+    Without it, the next opened file would get the descriptor of a closed stream, and what libraries write to it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor: this one
+    # Python sets closed streams to None: it would read nothing from them, and drop what is written.
+    for number, (name, mode) in enumerate((("stdin", "w"), ("stdout", "r"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))
+    out: Any = sys.stdout
+    if getattr(out, "errors", "") in ("strict", "surrogateescape") and hasattr(out, "reconfigure"):
+        out.reconfigure(errors="backslashreplace")
+
+
+def stdout_is_closed() -> bool:
+    """True if the process was started without stdout."""
+    return not sys.stdout.writable()
+
+
+def to_stdout(text: str, *, end: str = "\n") -> None:
+    """Writes and flushes text to stdout; raises `Unwritten` if that fails, and discards all later output."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        _silence(sys.stdout)
+        raise Unwritten(error) from None
+
+
+def to_stderr(text: str) -> None:
+    """Writes a line of text to stderr; errors are ignored."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: Any) -> None:
+    """Redirects a stream to the null device, because a failing flush at exit would end Python with code 120."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Context manager in which warnings are printed to stderr as one line each."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def json_text(record: Any, indent: int | None = None) -> str:
+    """JSON text; non-ASCII characters are escaped where stdout's encoding may lack them."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(record, indent=indent, ensure_ascii="utf" not in encoding.lower())
+
+
+def read_text(name: str, flag: str) -> str:
+    """Text of a UTF-8 file, or stdin for "-", without byte order mark, line ends as newlines; ValueError above 64 MiB.
+
+    `flag` is the option that names the file, for the error message.
+    """
+    if name == "-" and sys.stdin.isatty():
+        to_stderr("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
+    try:
+        with contextlib.ExitStack() as stack:
+            file: Any = sys.stdin.buffer
+            if name != "-":
+                file = stack.enter_context(open(os.path.expanduser(name), "rb"))
+            data = file.read(MOST_BYTES + 1)
+        most = f"more than {MOST_BYTES >> 20} MiB; give a shorter text"
+        require(len(data) <= MOST_BYTES, flag, name, most)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        said = error.strerror or error
+        raise OSError(f"{flag}={name}: {said}; give a readable text file") from None
+    except UnicodeDecodeError as error:
+        said = f"{error.reason} at byte {error.start}"
+        raise ValueError(f"{flag}={name}: not UTF-8 text ({said})") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_long_text(name: str, flag: str) -> str:
+    """Text of a file as from `read_text`; ValueError if it is empty or only white space."""
+    text = read_text(name, flag)
+    require(bool(text.strip()), flag, name, "it is empty: give a long text")
+    return text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """What option `flag` names: `-` for stdout, or a path; `check` it before the work, `write` it once afterwards.
+
+    A missing path or a regular file is written beside and renamed, links followed. Anything else that is there (a
+    device, a FIFO), and a file that cannot be replaced, is written in place.
+    """
+
+    flag: str
+    name: str
+
+    def check(self, inputs: Iterable[str] = ()) -> None:
+        """Raises ValueError if it cannot be written or is one of the files `inputs`."""
+        path = place = os.path.expanduser(self.name)
+        if path == "-":
+            return
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            place = os.path.dirname(os.path.realpath(path))
+        except (OSError, ValueError):  # a name that is too long, a loop of links
+            place = ""
+        named = bool(os.path.basename(path)) and not os.path.isdir(path)
+        remedy = "give a file that can be written, in a folder that is there"
+        require(named and os.access(place, os.W_OK), self.flag, self.name, remedy)
+        files = [each for each in map(os.path.expanduser, inputs) if os.path.isfile(each)]
+        read = os.path.exists(path) and any(os.path.samefile(each, path) for each in files)
+        require(not read, self.flag, self.name, "it is a file that is read; give another")
+
+    def write(self, data: bytes) -> None:
+        """Writes `data`; an OSError names the option."""
+        # Here, for `jaxkv --help` does without numpy.
+        from jaxkv.checkpoints.whole_files import write_whole
+
+        path = os.path.expanduser(self.name)
+        try:
+            if self.name == "-":
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+            elif os.path.exists(path) and not os.path.isfile(path):
+                _write_in_place(path, data)
+            else:
+                path = os.path.realpath(path)
+                try:
+                    write_whole(Path(path), data)
+                except OSError as error:
+                    if error.errno not in _NOT_REPLACED or not os.path.exists(path):
+                        raise
+                    _write_in_place(path, data)
+        except OSError as error:
+            # A plain OSError, so that a FIFO's BrokenPipeError is not taken for stdout's.
+            raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture(Output):
+    """Output of a picture, whose suffix says its kind; a PNG on stdout."""
+
+    @property
+    def kind(self) -> str:
+        """Its kind: png, svg or pdf; ValueError for another suffix."""
+        kind = "png" if self.name == "-" else os.path.splitext(self.name)[1][1:].lower()
+        remedy = "give a file that ends in .png, .svg or .pdf"
+        require(kind in ("png", "svg", "pdf"), self.flag, self.name, remedy)
+        return kind
+
+    def check(self, inputs: Iterable[str] = ()) -> None:
+        """Raises ValueError as an output does, and for another kind; ImportError without matplotlib."""
+        assert self.kind
+        super().check(inputs)
+        drawing()
+
+
+def _write_in_place(path: str, data: bytes) -> None:
+    """Overwrites what is there with bytes; not by `open`: O_CREAT is refused for others' FIFOs in /tmp."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        file.write(data)
