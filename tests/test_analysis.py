@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -289,21 +288,6 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
     assert main(["filters", "--text-file", str(text), "--model", "elsewhere", "--save"]) == 2
     assert "only named models" in capsys.readouterr().err
     assert main(["filters", "--text-file", str(tmp_path / "none.txt")]) == 2
-
-
-def test_the_command_refuses_a_picture_that_cannot_be_before_its_work(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(models, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(models, "load", None)
-    text = tmp_path / "text.txt"
-    text.write_text("Some text.")
-    given = ["filters", "--text-file", str(text), "--picture"]
-    assert main([*given, str(tmp_path / "nowhere" / "map.png")]) == 2
-    assert "--picture=" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*given, str(tmp_path / "map.png")]) == 2
-    assert "jaxkv[plots]" in capsys.readouterr().err
 
 
 # --- 2StageRetr ------------------------------------------------------------------------------------------------------

@@ -92,8 +92,6 @@ def test_models(capsys):
     ("arguments", "sampling"),
     [
         ([], Sampling(temperature=0)),
-        (["--temperature", "0.5"], Sampling(temperature=0.5)),
-        (["--top-k", "5"], Sampling(top_k=5)),
         (["--top-p", "0.9", "--temperature", "2"], Sampling(top_p=0.9, temperature=2.0)),
         (["--min-p", "0.1", "--top-k", "9"], Sampling(min_p=0.1, top_k=9)),
         (["--temperature", "0"], Sampling(temperature=0)),

@@ -1,5 +1,7 @@
 """`jaxkv compress` and `jaxkv ask`: a document saved by one, asked by the other, as in Python; what they refuse."""
 
+import contextlib
+import io
 import json
 
 import lettered
@@ -30,7 +32,9 @@ def saved(model):
     (model.parent / "text.txt").write_text(f"\ufeff{lettered.DOC}\r\n")
     out = model.parent / "saved"
     asked = ["compress", str(model.parent / "text.txt"), "--out", str(out), "--model", str(model)]
-    assert cli.main([*asked, "--policy", "keydiff", "--budget", "20"]) == 0
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        assert cli.main([*asked, "--policy", "keydiff", "--budget", "20"]) == 0
+    assert all(each in told.getvalue() for each in ("20 of 45 rows", "KeyDiff(budget=20)"))
     return out
 
 
@@ -67,25 +71,6 @@ def test_answers_are_those_of_python(model, saved, capsys):
     assert capsys.readouterr().out == f"{drawn.text}\n"
 
 
-def test_figures_go_to_stderr(model, capsys, tmp_path):
-    (tmp_path / "text").write_text(lettered.DOC)
-    asked = [
-        "compress",
-        str(tmp_path / "text"),
-        "--out",
-        str(tmp_path / "out"),
-        "--model",
-        str(model),
-    ]
-    assert cli.main([*asked, "--policy", "keydiff", "--budget", "20"]) == 0
-    captured = capsys.readouterr()
-    assert (
-        captured.out == ""
-        and "20 of 45 rows per kv head" in captured.err
-        and "KeyDiff(budget=20)" in captured.err
-    )
-
-
 def test_what_is_refused(model, saved, capsys, tmp_path):
     (tmp_path / "text").write_text(lettered.DOC)
     (tmp_path / "empty").write_text(" \n")
@@ -95,10 +80,6 @@ def test_what_is_refused(model, saved, capsys, tmp_path):
     assert "--out=" in said("compress", text, *base, "--out", str(tmp_path / "no" / "folder"))
     assert "it is empty" in said(
         "compress", str(tmp_path / "empty"), *base, "--out", str(tmp_path / "a")
-    )
-    assert "FILE=" in said("compress", str(tmp_path / "none"), *base, "--out", str(tmp_path / "a"))
-    assert "budget=0" in said(
-        "compress", text, *base, "--budget", "0", "--out", str(tmp_path / "a")
     )
     assert not (tmp_path / "a").exists()
     assert "ask something" in said("ask", str(saved), " ", "--model", str(model))

@@ -109,6 +109,7 @@ def test_what_is_refused(capsys, monkeypatch, named):
 
 
 def test_pictures_need_matplotlib(capsys, monkeypatch, tmp_path):
+    """As those of `jaxkv filters` do, before anything is computed."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'jaxkv[plots]'" in refused(
         capsys, "plan", *ASKED, "--plot", str(tmp_path / "memory.png")

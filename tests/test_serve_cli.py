@@ -145,9 +145,6 @@ def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch
         (["--timeout", "0"], "--timeout=0.0"),
         (["--api-key", "a b"], "without blanks"),
         (["--host", "256.0.0.1"], "give another --host or --port"),
-        (["--policy", "full", "--budget", "4"], "full has no such option"),
-        (["--max-body-bytes", "0"], "--max-body-bytes=0"),
-        (["--also", "nothing"], "nothing"),
         (
             ["--also", "full --window 3"],
             "--also='full --window 3': --window=3: full has no such option",
