@@ -247,9 +247,9 @@ def _pooling(kind: Any, text: str) -> MaxPool | AvgPool | NoPool:
     return NoPool() if kernel == 1 else kind(kernel)
 
 
-def _nested(cls: type) -> dict[str, Any]:
-    """Dict of a dataclass's fields that are dataclasses, or policies, with options of their own, and their classes."""
-    hints = typing.get_type_hints(cls)
+def _nested(cls: type, prefix: str) -> dict[str, Any]:
+    """Dict of a command's fields that are dataclasses, or policies, with options of their own, and their classes."""
+    hints = {} if prefix else typing.get_type_hints(cls)
     return {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
 
 
@@ -264,7 +264,7 @@ def add_options(
     for option in _options_of(cls).values():
         if option.name not in leave:
             option.add_to(parser, group, prefix)
-    for name, kind in _nested(cls).items():
+    for name, kind in _nested(cls, prefix).items():
         if kind is Spelled:
             add_policy_options(parser)
         else:
@@ -286,7 +286,7 @@ def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -
         words = given.get(prefix + flag)
         if words is not None:
             values[option.name] = option.value(words)
-    for name, kind in _nested(cls).items():
+    for name, kind in _nested(cls, prefix).items():
         if kind is Spelled:
             values[name] = chosen(options)
         elif any(given.get(f"{name} {flag}") is not None for flag in _options_of(kind)):
