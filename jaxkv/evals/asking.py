@@ -15,7 +15,7 @@ from jaxkv.cache import Turn
 from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.evals.kept import Watch
-from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
+from jaxkv.evals.task import How, Outcome, Sample, Task, require_text
 from jaxkv.generation import prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -85,13 +85,6 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     return first, second
 
 
-def answers(
-    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
-) -> list[str]:
-    """Answers a batch of samples over compressed caches, greedily; returns a list of one text for each."""
-    return [answer.prediction for answer in asked(params, policy, samples, how)]
-
-
 def asked(
     params: LanguageModel,
     policy: Method,
@@ -126,13 +119,13 @@ def asked(
         at = [number for number, kind in enumerate(kinds) if kind == (agnostic, new)]
         # The context alone is compressed, or all of the prompt.
         split = [pairs[n] if agnostic else (sum(pairs[n], []), []) for n in at]
-        shown = next((row for row, n in enumerate(at) if samples[n].id == how.shown), None)
-        watch = None if shown is None else Watch(split[shown][0])
+        watch = Watch(how.shown, [samples[n].id for n in at], [context for context, _ in split])
         group = _Group(params, policy, split, new, how.seed, watch)
         drawn = group.by_context() if agnostic and shared else group.each(len(samples))
-        if shown is not None and watch is not None:
-            drawn[shown] = dataclasses.replace(drawn[shown], held=watch.held)
-        found |= zip(at, drawn, strict=True)
+        found |= {
+            number: dataclasses.replace(each, held=watch.of(row))
+            for row, (number, each) in enumerate(zip(at, drawn, strict=True))
+        }
     return [found[at] for at in range(len(samples))]
 
 
@@ -147,7 +140,7 @@ class _Group(NamedTuple):
     pairs: Sequence[tuple[list[int], list[int]]]
     new: int
     key: int
-    watch: Watch | None
+    watch: Watch
 
     def each(self, size: int) -> list[Outcome]:
         """List of one `Outcome` per sample; each compresses its own context."""
@@ -176,12 +169,10 @@ class _Group(NamedTuple):
         """
         several = several + several[-1:] * (size - len(several))
         contexts = [self.pairs[each[0]][0] for each in several]
-        look = None if self.watch is None else partial(self.watch, prompts=contexts)
         cache = None
         if any(question for _, question in self.pairs):
             cache = prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
-            if look is not None:
-                look(cache)
+            self.watch(cache, contexts)
         found = dict[int, Outcome]()
         for turn in range(max(map(len, several))):
             rows = [each[min(turn, len(each) - 1)] for each in several]
@@ -199,24 +190,22 @@ class _Group(NamedTuple):
                 stop_at_eos=True,
                 interval=None,
                 progress=False,
-                look=look if cache is None else None,
+                look=partial(self.watch, prompts=contexts) if cache is None else None,
             )
             found |= zip(rows, self._outcomes(rows, finished(answered(call))), strict=True)
         return found
 
     def _outcomes(self, rows: Sequence[int], out: Generation) -> list[Outcome]:
         """List of an `Outcome` for each sample: the drawn text, with rows and bytes kept."""
-        tokenizer = tokenizer_of(self.params)
         # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
-        ends = set(tokenizer.eos_ids)
         return [
             Outcome(
                 score=0.0,
-                prediction=tokenizer.decode([each for each in drawn.tolist() if each not in ends]),
+                prediction=text,
                 tokens=sum(map(len, self.pairs[number])),
                 rows=float(kept[:, row].mean()),
                 nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,
             )
-            for row, (number, drawn) in enumerate(zip(rows, out.tokens, strict=True))
+            for row, (number, text) in enumerate(zip(rows, out.text or (), strict=True))
         ]

@@ -104,7 +104,7 @@ class Turns(Task):
         values = [str(rng.choice(several.split())) for *_, several in chosen]
         said = [text.format(value) for (text, *_), value in zip(chosen, values, strict=True)]
         for _ in range(self.turns - 2 * facts):
-            text = passages[rng.integers(len(passages))]
+            text = passages[int(rng.integers(len(passages)))]
             first = int(rng.integers(max(1, len(text) - self.words)))
             passage = " ".join(text[first : first + self.words])
             said.append(f'Here is a passage: "{passage}" Say in a few words what it is about.')
@@ -149,7 +149,7 @@ def _hold(
     tokenizer = tokenizer_of(params)
     cache: KVCache | None = None
     spoken: list[list[str]] = [[] for _ in samples]
-    kept, ends = [], set(tokenizer.eos_ids)
+    kept = []
     for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
         if how.raw or not tokenizer.has_template:
             # Without a template, empty lines stand between question and answer.
@@ -166,7 +166,7 @@ def _hold(
         )
         cache = out.cache
         kept.append(cache.kept)
-        for mine, tokens in zip(spoken, out.tokens, strict=True):
-            mine.append(tokenizer.decode([each for each in tokens.tolist() if each not in ends]))
+        for mine, text in zip(spoken, out.text or (), strict=True):
+            mine.append(text)
     assert cache is not None
     return spoken, kept, cache
