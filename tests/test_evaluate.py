@@ -256,19 +256,22 @@ def test_a_models_answers_under_chance_do_not_depend_on_the_batch(tmp_path):
 
 @pytest.mark.parametrize("agnostic", [True, False])
 def test_what_is_asked_of_one_sample_changes_none_beside_it(agnostic):
-    """One has no question, one may answer longer, and one prompt leaves room for its own answer alone."""
-    made = Words(count=3).samples(words())
+    """One has no question; or one may answer longer, and one prompt leaves room for its own answer alone."""
+    one, two, three = Words(count=3).samples(words())
     longest = " ".join(["w5"] * (words().config.max_positions - 5))
-    given = [
-        dataclasses.replace(made[0], question=""),
-        dataclasses.replace(made[1], new_tokens=9),
-        made[2] if agnostic else dataclasses.replace(made[2], context=longest),
-    ]
+    if agnostic:
+        given = [dataclasses.replace(one, question=""), two, three]
+    else:
+        given = [
+            one,
+            dataclasses.replace(two, new_tokens=9),
+            dataclasses.replace(three, context=longest),
+        ]
     policy, how = jaxkv.StreamingLLM(budget=0.5), How(agnostic=agnostic, raw=True)
     together = asking.asked(words(), policy, given, how)
     assert together == [asking.asked(words(), policy, [each], how)[0] for each in given]
     # Of 20 and 21 words, and of the question's two where the policy sees them.
-    assert [each.rows for each in together[:2]] == [10, 10 if agnostic else 11]
+    assert [each.rows for each in together[:2]] == ([10, 10] if agnostic else [11, 11])
 
 
 def test_a_prefix_is_kept_from_the_policy_with_the_question():
