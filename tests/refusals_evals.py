@@ -30,12 +30,10 @@ from jaxkv.evals import (
     evaluate,
     interval,
     task,
-    two_stage,
     visible_attention,
 )
-from jaxkv.evals.infinitebench import InfiniteBench
-from jaxkv.evals.longbench import LongBench
-from jaxkv.evals.perplexity import Perplexity
+from jaxkv.evals.perplexity import Loss
+from jaxkv.evals.published import InfiniteBench, LongBench
 from jaxkv.evals.turns import Turns
 from jaxkv.models.values import LayerSpec
 from tests.ruler_cases import model
@@ -62,7 +60,6 @@ RUNS = [
         evaluated,
         ({"task": "2stageret"}, "^task="),
         ({"batch": 0}, "^batch="),
-        ({"shard": (2, 2)}, "^shard="),
         ({"shard": (0, 9)}, "^shard="),
         ({"policies": {}}, "^policies="),
         ({"policies": {"a\nb": jaxkv.FullKV()}}, "^policies="),
@@ -76,10 +73,7 @@ RUNS = [
     *door(
         "a sample",
         lambda odd: Sample(id="0", group="g", **{"context": "w1", **odd}),
-        ({"answers": "Paris"}, "^answers="),
         ({"context": ""}, "^context="),
-        ({"tags": 3}, "^tags="),
-        ({"new_tokens": 1.5}, "^new_tokens="),
         ({"raw": "no"}, "^raw="),
     ),
     *calls(
@@ -98,16 +92,12 @@ TASKS = [
     *door(
         "Ruler",
         lambda settings: Ruler(**settings).samples(model()),
-        ({"tasks": ("niah",)}, "^tasks="),
         ({"tasks": ("vt", "vt")}, "^tasks="),
         ({"data": "x"}, "^data="),
-        ({"lengths": ()}, "^lengths="),
         ({"lengths": (512, 512)}, "^lengths="),
-        ({"count": 0}, "^count="),
         ({"seed": -1}, "^seed="),
         ({"wording": "tiny"}, "^wording="),
         ({"wording": "small", "haystack": "x.txt"}, "^haystack="),
-        ({"lengths": (1 << 20,)}, "^lengths="),
         ({"lengths": (100,)}, "^length="),
         ({"tasks": ("qa_1",), "wording": "small", "data": "x"}, "^tasks="),
         ({"tasks": ("cwe",), "wording": "small", "lengths": (32768,)}, "^length="),
@@ -118,13 +108,9 @@ TASKS = [
     *door(
         "Needle",
         lambda settings: Needle(**settings).samples(model()),
-        ({"depths": ()}, "^depths="),
         ({"depths": (0.5, 1.5)}, "^depths="),
         ({"depths": (0.5, 0.5)}, "^depths="),
         ({"new_tokens": 0}, "^new_tokens="),
-        ({"needle": " "}, "^needle="),
-        ({"needle": "A stone.", "wording": "small"}, "^needle="),
-        ({"needle": "A stone."}, "^question="),
     ),
     *door(
         "Visible",
@@ -155,10 +141,10 @@ TASKS = [
         (lambda: InfiniteBench(count=-1), "^count="),
     ),
     *calls(
-        "Perplexity",
-        (lambda: Perplexity(prefix=0), "^prefix="),
+        "Loss",
+        (lambda: Loss(prefix=0), "^prefix="),
         (
-            lambda: Perplexity(data="nowhere").samples(eval_models.speaking()),
+            lambda: Loss(data="nowhere").samples(eval_models.speaking()),
             FileNotFoundError,
             "^data=",
         ),
@@ -167,17 +153,15 @@ TASKS = [
         "Turns",
         lambda settings: Turns(**settings).samples(eval_models.speaking()),
         ({"turns": 10}, "^turns="),
-        ({"data": "none.jsonl"}, FileNotFoundError, "^data="),
-        ({"judge": "gpt-4"}, "^judge="),
         ({"turns": 1}, "^turns="),
         ({"count": 0}, "^count="),
-        ({"words": 0}, "^words="),
     ),
     *calls("Turns", (lambda: Turns().samples(tiny.tiny(tiny.TWO_LAYERS)), "^params=")),
-    *calls(
+    *door(
         "TwoStage",
-        (lambda: two_stage(0), "^count="),
-        (lambda: TwoStage(sizes=(3, 2)), "^sizes="),
+        lambda settings: TwoStage(**settings),
+        ({"sizes": (3, 2)}, "^sizes="),
+        ({"count": 0}, "^count="),
     ),
 ]
 
@@ -201,14 +185,9 @@ ANALYSES = [
     *door(
         "an analysis of policies",
         counted,
-        ({"budgets": 8}, "budgets="),
-        ({"budgets": "8"}, "budgets="),
         ({"budgets": ["8MB"]}, "budgets="),
         ({"budgets": [2]}, "budget="),
-        ({"policies": SnapKV}, "policies="),
-        ({"policies": []}, "policies="),
         ({"policies": [OmniKV()]}, "policies="),
-        ({"following": True}, "following="),
         ({"following": 60}, "texts="),
         ({"run": recall, "following": 0}, "following="),
         ({"run": eviction_loss, "policies": [D2O()]}, "policies="),
@@ -221,19 +200,11 @@ ANALYSES = [
         "an analysis",
         looked,
         ((density, {"least": 1.0}), "least="),
-        ((density, {"bins": 0}), "bins="),
-        ((density, {"texts": [[1]]}), "texts="),
         ((retained, {"shares": (0.0,)}), "shares="),
-        ((retained, {"queries": 1.5}), "queries="),
         ((similarity, {"share": "a"}), "share="),
-        ((similarity, {"queries": 0}), "queries="),
-        ((similarity, {"texts": TEXTS[0]}), "texts="),
-        ((similarity, {"texts": None}), "texts="),
         ((similarity, {"texts": [[1] * 600]}), "texts="),
-        ((filter_layers, {"m": 1.0}), "m="),
         ((filter_layers, {"m": 3}), "m="),
         ((filter_layers, {"m": 1, "adjacent": 0.5}), "adjacent="),
-        ((filter_layers, {"m": 1, "most_whole": 1.5}), "most_whole="),
     ),
     *calls(
         "an analysis of other models",

@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 
 import jaxkv
 from jaxkv import (
-    D2O,
     H2O,
     AdaKV,
     CriticalKV,
@@ -31,7 +30,7 @@ from jaxkv import (
 )
 from jaxkv.checkpoints import named_models
 from jaxkv.cli import main, models
-from jaxkv.evals import COLOURS, two_stage
+from jaxkv.evals import COLOURS, TwoStage
 from jaxkv.evals.visible import visible_attention
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
@@ -41,14 +40,11 @@ DEEP = tiny.shape(layers=6, kv_heads=2, group=2, dim=16)
 NAME = "smollm2-135m-instruct"
 FOLLOWING, LEAST, BINS, QUERIES, SHARES = 5, 0.05, 4, 6, (0.1, 0.5, 1.0)
 SNAP = SnapKV(window=4)
-# Layers with budgets of their own, heads that compete, sums over all queries; what a mesh compiles for comes last.
+# Layers with budgets of their own and heads that compete, sums over all queries; what a mesh compiles for comes last.
 POLICIES = (
     FullKV(),
-    SNAP,
-    PyramidKV(window=4),
     CriticalKV(base=AdaKV(base=PyramidKV(window=4))),
     H2O(),
-    D2O(merge=None),
     AdaKV(base=SNAP, alpha=0.0),
 )
 BUDGETS = (16, 0.5)
@@ -151,7 +147,7 @@ def test_recall_is_the_oracles_over_kept_positions(at):
         assert found.visible[where] == pytest.approx((mine + behind) / FOLLOWING, abs=1e-5)
 
 
-@pytest.mark.parametrize("at", [1, len(POLICIES) - 1])
+@pytest.mark.parametrize("at", [1, 3])
 def test_eviction_loss_and_its_bound_are_the_oracles(at):
     found = measured()["loss"]
     assert (found.loss <= found.bound + 1e-3).all()
@@ -192,14 +188,11 @@ def test_layers_with_a_window_are_left_out():
     # Of three layers one may read everything: the lowest.
     found = analysis.filter_layers(windowed, TEXTS, m=1, adjacent=0, queries=4)
     assert found.filters == (1,) and found.mass.shape == (3, 3)
-    policy = jaxkv.OmniKV(filter_layers=found.filters, adjacent=0, budget=16)
-    drawn = jaxkv.generate(windowed, TEXTS[0], policy=policy, max_new_tokens=4, stop_at_eos=False)
-    assert drawn.stats.filter_layers == (1,)
     with pytest.raises(ValueError, match="model="):
         visible_attention(windowed, SNAP, TEXTS[0][:-4], TEXTS[0][-4:])
 
 
-@pytest.mark.parametrize(("m", "adjacent", "most"), [(1, 1, None), (2, 1, 5), (1, 0, 2), (2, 0, 4)])
+@pytest.mark.parametrize(("m", "adjacent", "most"), [(1, 1, None), (2, 1, 5), (2, 0, 4)])
 def test_filter_layers_are_the_best_of_all_sets(m, adjacent, most):
     given = {"m": m, "adjacent": adjacent, "most_whole": most}
     found = analysis.filter_layers(tiny.tiny(DEEP), TEXTS[1:], queries=4, **given)
@@ -294,16 +287,16 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
 
 
 def test_sums_are_keys_and_answers_their_colours():
-    for case in two_stage(20, seed=3) + two_stage(4, reason=True):
-        entries = case.prompt[case.prompt.index("{") + 1 : case.prompt.index("}")].split(", ")
+    model = tiny.tiny(CONFIG)
+    made = TwoStage(count=20, seed=3).samples(model)
+    for case in made + TwoStage(count=4, reason=True).samples(model):
+        entries = case.context[case.context.index("{") + 1 : case.context.index("}")].split(", ")
         table = dict(entry.split(": ") for entry in entries)
-        first, second = (
-            int(part) for part in case.prompt.split("equation is ")[1].split(" =")[0].split(" + ")
-        )
-        assert first >= 1 and second >= 1 and first + second == case.key
-        assert [int(key) for key in table] == list(range(case.size))
-        assert table[str(case.key)] == case.answer in COLOURS
-        assert case.answer in COLOURS and case.answer in case.prompt
+        first, second = map(int, case.question.split("equation is ")[1].split(" =")[0].split(" + "))
+        assert first >= 1 and second >= 1 and first + second == case.tags["key"]
+        assert [int(key) for key in table] == list(range(case.tags["size"]))
+        assert (table[str(case.tags["key"])],) == case.answers and case.answers[0] in COLOURS
     assert len(set(COLOURS)) == 23
-    assert two_stage(5, seed=1) == two_stage(5, seed=1) != two_stage(5, seed=2)
-    assert {case.size for case in two_stage(17)} == set(range(40, 201, 10))
+    assert made == TwoStage(count=20, seed=3).samples(model)
+    assert made[0] != TwoStage(count=20, seed=2).samples(model)[0]
+    assert {case.tags["size"] for case in made} == set(range(40, 201, 10))

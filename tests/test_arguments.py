@@ -17,7 +17,6 @@ import jaxkv
 from jaxkv import AdaKV, KVCache, OmniKV, SnapKV
 from jaxkv.attention import Implementation
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.policies import EntropyLayers
 
 pytestmark = pytest.mark.usefixtures("as_users_call")
 GQA = tiny.MODELS["gqa3"]
@@ -48,26 +47,16 @@ def test_what_may_be(model):
     wanted = out.tokens.tolist()
     for options in (
         {"max_new_tokens": np.int64(12)},
-        {"max_new_tokens": np.asarray(12)},
-        {"stop": None},
-        {"stop": ()},
         {"stop": {"~"}},
-        {"stop": np.asarray(["~"])},
         {"key": 0},
-        {"key": np.uint32(7)},
         {"key": jax.random.PRNGKey(0)},
-        {"implementation": None},
         {"implementation": Implementation.XLA},
         {"raw": np.False_},
     ):
         assert jaxkv.generate(model, DOC, **{**DRAWING, **options}).tokens.tolist() == wanted, (
             options
         )
-    for options in (
-        {"temperature": 0},
-        {"temperature": 0, "top_p": 0.9},
-        {"top_p": None},
-    ):
+    for options in ({"temperature": 0, "top_p": 0.9}, {"top_p": None}):
         assert jaxkv.generate(model, DOC, **DRAWING, **options).tokens.tolist() == wanted, options
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "seed": 5}
     hot = jaxkv.generate(
@@ -76,7 +65,7 @@ def test_what_may_be(model):
     assert jaxkv.generate(model, DOC, **given, **DRAWING).tokens.tolist() == hot != wanted
     drawn = [
         jaxkv.generate(model, DOC, sampling=jaxkv.Sampling(), key=key, **DRAWING).tokens.tolist()
-        for key in (5, np.int8(5), jax.random.key(5), jax.random.PRNGKey(5), jnp.int32(5))
+        for key in (5, np.int8(5), jax.random.key(5), jax.random.PRNGKey(5))
     ]
     assert drawn[0] != wanted and all(each == drawn[0] for each in drawn)
     with pytest.raises(TypeError, match=r"cache=Generation: give its \.cache"):
@@ -101,25 +90,17 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     out = jaxkv.generate(model, [DOC, "Hi, you"], policy=policy, **DRAWING)
     shown, seen = repr(out.cache), np.asarray(out.cache.seen)
     size = f"{out.cache.nbytes / 1e6:.2f} MB"
-    wanted = (
-        "SnapKV(budget=16, window=4)",
-        "2 sequences",
-        f"{seen.min()} to {seen.max()} tokens",
-        size,
-        "turn: answer",
-    )
-    assert all(each in shown for each in wanted) and str(out.cache) == shown
+    wanted = f"SnapKV(budget=16, window=4)|2 sequences|{seen.min()} to {seen.max()} tokens|{size}|turn: answer"
+    assert all(each in shown for each in wanted.split("|")) and str(out.cache) == shown
     assert re.search(r"\d+ to \d+ rows in each of 3 x 2 heads", shown), shown
     assert repr(out) == f"Generation(2 answers, 24 tokens; {shown})"
     one = jaxkv.generate(model, DOC, policy=policy, **DRAWING)
     assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
-    long = dataclasses.replace(one, text="x" * 500)
-    plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
-    for value in (out, one, out.cache, out.stats, plan, long):
+    for value in (one, out.cache, out.stats, dataclasses.replace(one, text="x" * 500)):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
-    assert "2 prompts in 64 slots; 16 to 16 rows per kv head" in repr(plan) and "tokens/s" in repr(
-        out.stats
-    )
+    plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
+    assert "2 prompts in 64 slots; 16 to 16 rows per kv head" in repr(plan)
+    assert "tokens/s" in repr(out.stats)
     mixed = jaxkv.prefill(model, [DOC, [5, 6, 7]])
     assert "turn: user, raw" in repr(mixed)
 
@@ -136,17 +117,14 @@ def test_a_cache_prints_whatever_its_leaves_are():
     deleted = jax.tree.map(jnp.copy, cache)
     for leaf in jax.tree.leaves(deleted):
         leaf.delete()
-    others = [jax.tree.map(np.asarray, cache), shapes, deleted]
-    others += [jax.tree.map(lambda _, leaf=leaf: leaf, cache) for leaf in (None, 1.5, "leaf")]
-    for other in others:
-        assert "\n" not in repr(other) and repr(other).startswith(
-            "KVCache(OmniKV(budget=8, filter_layers=(0,)"
-        )
+    others = [jax.tree.map(np.asarray, cache), shapes, deleted, jax.tree.map(lambda _: 1.5, cache)]
+    start = "KVCache(OmniKV(budget=8, filter_layers=(0,)"
+    assert all(repr(each).startswith(start) and "\n" not in repr(each) for each in others)
     assert repr(others[0]) == repr(cache)
     with pytest.raises(ValueError, match="cache='deleted': .*prefill anew"):
         jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=deleted, max_new_tokens=1)
     with pytest.raises(TypeError, match="cache=a KVCache of float: its leaves are arrays"):
-        jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=others[-2], max_new_tokens=1)
+        jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=others[-1], max_new_tokens=1)
 
 
 # --- caches as pytrees ------------------------------------------------------------------------------------------------
@@ -157,9 +135,8 @@ def test_a_cache_prints_whatever_its_leaves_are():
     [
         AWAY,
         AdaKV(base="h2o", budget=16),
-        jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers()),
     ],
-    ids=["offloaded", "evicting", "shared"],
+    ids=["offloaded", "evicting"],
 )
 def test_a_cache_goes_to_numpy_and_back(policy):
     model = tiny.tiny(GQA)
@@ -175,7 +152,7 @@ def test_a_cache_goes_to_numpy_and_back(policy):
         model, [[1, 2], [3]], cache=cache, max_new_tokens=4, stop_at_eos=False
     )
     before = [leaf.copy() for leaf in jax.tree.leaves(host)]
-    for given in (host, jax.device_put(host), jax.device_put(cache)):
+    for given in (host, jax.device_put(cache)):
         out = jaxkv.generate(model, [[1, 2], [3]], cache=given, max_new_tokens=4, stop_at_eos=False)
         for one, other in zip(out.tokens, expected.tokens, strict=True):
             np.testing.assert_array_equal(one, other)

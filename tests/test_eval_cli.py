@@ -109,7 +109,6 @@ def test_help_and_list_say_what_there_is(told, capsys):
         (("told", "--policies", "snapkv", "--budgets", "9x"), "--budgets=9x"),
         (("told", *RUN, "--shard", "2/2"), "--shard=2/2"),
         (("told", *RUN, "--mesh", "0x2"), "--mesh='0x2'"),
-        (("told", *RUN, "--count", "many"), "--count"),
         (("told", *RUN, "--model", ""), "--model=''"),
     ],
 )

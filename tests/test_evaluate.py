@@ -2,12 +2,6 @@
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +15,6 @@ from jaxkv.evals import (
     Evaluation,
     How,
     Sample,
-    TwoStage,
-    answers,
     asking,
     at_budgets,
     evaluate,
@@ -31,7 +23,6 @@ from jaxkv.evals import (
 )
 from jaxkv.evals.arguments import seed_of
 
-ROOT = Path(__file__).parent.parent
 FEW = {"few": jaxkv.KNorm(budget=9)}
 
 
@@ -57,7 +48,8 @@ def test_lines_are_what_the_model_says(tmp_path, agnostic):
     samples = task.samples(words())
     for name, policy in policies.items():
         parts = (samples[:3], samples[3:])
-        said = [text for part in parts for text in answers(words(), policy, part, how)]
+        drawn = [each for part in parts for each in asking.asked(words(), policy, part, how)]
+        said = [each.prediction for each in drawn]
         records = found.of(name)
         assert [record.prediction for record in records] == said
         assert [record.score for record in records] == [task.score(samples[0], x) for x in said]
@@ -81,17 +73,10 @@ def test_a_mesh_says_the_same(tmp_path):
     assert one.run.devices != other.run.devices
 
 
-@pytest.mark.parametrize(
-    "settings", [{"jax_enable_x64": True}, {"jax_numpy_rank_promotion": "raise"}]
-)
-def test_settings_of_jax_change_no_line(tmp_path, settings):
+def test_settings_of_jax_change_no_line(tmp_path):
     usual = told(tmp_path / "usual", Words(count=3), policies=FEW)
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        jax.config.update(*next(iter(settings.items())))
+    with jax.enable_x64(True):
         assert told(tmp_path / "other", Words(count=3), policies=FEW) == usual
-    finally:
-        jax.config.update(*next(iter(before.items())))
 
 
 # --- ended, and gone on with ----------------------------------------------------------------------------------------
@@ -106,7 +91,7 @@ def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, whole, mo
     assert [name for name, _ in said] == [name for name in POLICIES for _ in range(14)]
     out = tmp_path / "out"
     told(out)
-    cuts = {0, 1, len(whole) - 1, *np.random.default_rng(0).integers(0, len(whole), 12)}
+    cuts = {0, 1, len(whole) - 1, *np.random.default_rng(0).integers(0, len(whole), 5)}
     for cut in sorted(int(each) for each in cuts):
         (out / "results.jsonl").write_bytes(whole[:cut])
         assert told(out) == whole, cut
@@ -117,35 +102,6 @@ def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, whole, mo
     more = {**POLICIES, "more": jaxkv.KNorm(budget=8)}
     assert told(out, policies=more).startswith(whole) and len(ran) == 5
     assert Evaluation.read(out).policies == tuple(more)
-
-
-_SLOW = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-import evaluating
-from pathlib import Path
-from jaxkv.evals import runs
-runs.PLOTS_MISSING = True
-run = evaluating.Told.run
-evaluating.Told.run = lambda self, *each: (time.sleep(0.05), run(self, *each))[1]
-evaluating.told(Path(sys.argv[2]))
-"""
-
-
-def test_a_process_that_is_killed_leaves_whole_lines(tmp_path, whole):
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", _SLOW, str(Path(__file__).parent), str(out)]
-    lines = out / "results.jsonl"
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as slow:
-        while not lines.exists() or lines.read_bytes().count(b"\n") < 6:
-            assert slow.poll() is None
-            time.sleep(0.01)
-        with pytest.raises(ValueError, match="^out="):
-            told(out)
-        slow.send_signal(signal.SIGKILL)
-    cut = lines.read_bytes()
-    assert 0 < len(cut) < len(whole) and whole.startswith(cut)
-    assert told(out) == whole
 
 
 def test_programs_are_freed_before_there_are_too_many(tmp_path, monkeypatch):
@@ -163,9 +119,7 @@ def test_programs_are_freed_before_there_are_too_many(tmp_path, monkeypatch):
     [
         {"score": float("nan")},
         {"score": 1.5},
-        {"score": None},
         {"rows": float("nan")},
-        {"figures": {"loss": float("inf")}},
         {"figures": {"loss": jnp.ones(2)}},
         None,
     ],
@@ -193,7 +147,6 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, odd):
     [
         ({"task": Told(count=8)}, "settings.count: 7 there, 8"),
         ({"batch": 4}, "batch: 3 there, 4"),
-        ({"how": How(agnostic=True)}, "agnostic: "),
         ({"how": How(seed=1)}, "seed: "),
         ({"shard": (0, 2)}, "shard: "),
         ({"policies": {"knorm@9": jaxkv.KNorm(budget=8)}}, "policies.*knorm@9"),
@@ -216,11 +169,8 @@ def test_other_samples_weights_and_versions_are_refused(tmp_path, whole):
     moved = json.dumps(json.loads(head) | {"model": "elsewhere"}).encode() + b"\n" + rest
     path.write_bytes(moved)
     assert told(tmp_path / "whole") == moved
-    for changed in (b"{}", b"[]", b"\x00"):
-        path.write_bytes(changed + b"\n" + rest)
-        with pytest.raises(ValueError, match="^folder="):
-            Evaluation.read(tmp_path / "whole")
-        path.write_bytes(head + b"\n" + changed + b"\n")
+    for changed in (b"{}\n" + rest, head + b"\n[]\n"):
+        path.write_bytes(changed)
         with pytest.raises(ValueError, match="^folder="):
             Evaluation.read(tmp_path / "whole")
 
@@ -228,10 +178,9 @@ def test_other_samples_weights_and_versions_are_refused(tmp_path, whole):
 def test_folders_that_are_none_are_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    for name in ("thesis.tex", "run.json"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text("mine")
-    for out in (file, tmp_path / "thesis.tex", tmp_path / "run.json"):
+    (tmp_path / "run.json").mkdir()
+    (tmp_path / "run.json" / "thesis.tex").write_text("mine")
+    for out in (file, tmp_path / "run.json"):
         with pytest.raises(ValueError, match="^out="):
             told(out)
     with results.locked(tmp_path / "busy"), pytest.raises(ValueError, match="^out="):
@@ -278,33 +227,26 @@ def test_parts_say_whether_they_draw():
     assert jaxkv.AdaKV(base=jaxkv.Random(budget=9)).parts().draws
 
 
-def test_every_sample_has_draws_of_its_own_in_whatever_batch(tmp_path, monkeypatch):
-    ran, run = [], Told.run
-    monkeypatch.setattr(Told, "run", lambda self, *each: ran.append(each) or run(self, *each))
-    drawing = {"random@9": jaxkv.Random(budget=9), "knorm@9": jaxkv.KNorm(budget=9)}
+def test_every_sample_has_draws_of_its_own(tmp_path, monkeypatch):
+    found, run = {}, Told.run
 
-    def seeds(name, **options):
-        ran.clear()
-        told(tmp_path / name, policies=drawing, how=How(seed=3), **options)
-        of = {kind: [] for kind in (jaxkv.Random, jaxkv.KNorm)}
-        for _, policy, samples, how in ran:
-            of[type(policy)].append((samples, how.seed))
-        assert {(len(samples), seed) for samples, seed in of[jaxkv.KNorm]} == {
-            (options["batch"], 3)
-        }
-        return {sample.id: seed for (sample,), seed in of[jaxkv.Random]}
+    def seen(self, params, policy, samples, how):
+        found[policy, tuple(sample.id for sample in samples)] = how.seed
+        return run(self, params, policy, samples, how)
 
-    found = seeds("threes", batch=3)
-    assert len(found) == 14 == len(set(found.values())) and 3 not in found.values()
-    assert seeds("twos", batch=2) == found
-    assert seeds("0", batch=3, shard=(0, 2)) | seeds("1", batch=3, shard=(1, 2)) == found
-    assert found["00"] == seed_of(3, "00") != seed_of(4, "00")
+    monkeypatch.setattr(Told, "run", seen)
+    drawing, other = jaxkv.Random(budget=9), jaxkv.KNorm(budget=9)
+    told(tmp_path / "out", policies={"random": drawing, "knorm": other}, how=How(seed=3))
+    seeds = {ids: seed for (policy, ids), seed in found.items() if policy == drawing}
+    assert len(seeds) == len(set(seeds.values())) == 14 and 3 not in seeds.values()
+    assert seeds["00",] == seed_of(3, "00") != seed_of(4, "00")
+    assert {seed for (policy, _), seed in found.items() if policy == other} == {3}
 
 
 def test_a_models_answers_under_chance_do_not_depend_on_the_batch(tmp_path):
     policies = {"random@9": jaxkv.Random(budget=9)}
     one, other = (
-        evaluate(words(), Words(count=5), policies, tmp_path / f"{n}", batch=n) for n in (1, 3)
+        evaluate(words(), Words(count=2), policies, tmp_path / f"{n}", batch=n) for n in (1, 2)
     )
     assert one.records == other.records
 
@@ -312,48 +254,27 @@ def test_a_models_answers_under_chance_do_not_depend_on_the_batch(tmp_path):
 # --- batches of questions ---------------------------------------------------------------------------------------------
 
 
-def test_a_sample_without_a_question_changes_none_beside_it():
-    made = Words(count=4).samples(words())
-    given = [
-        dataclasses.replace(each, question="" if at in (1, 2) else each.question)
-        for at, each in enumerate(made)
-    ]
-    policy = jaxkv.StreamingLLM(budget=0.5)
-    for agnostic in (True, False):
-        how = How(agnostic=agnostic, raw=True)
-        together = asking.asked(words(), policy, given, how)
-        assert together == [asking.asked(words(), policy, [each], how)[0] for each in given]
-        # Of 20 + at words, and of the question's two where the policy sees them.
-        lengths = [20 + at + 2 * (at not in (1, 2) and not agnostic) for at in range(4)]
-        assert [each.rows for each in together] == [length // 2 for length in lengths]
-
-
-def test_what_one_sample_may_answer_changes_none_beside_it():
-    made = Words(count=4).samples(words())
-    # The longest prompt that there is leaves room for its own answer alone.
+@pytest.mark.parametrize("agnostic", [True, False])
+def test_what_is_asked_of_one_sample_changes_none_beside_it(agnostic):
+    """One has no question; or one may answer longer, and one prompt leaves room for its own answer alone."""
+    one, two, three = Words(count=3).samples(words())
     longest = " ".join(["w5"] * (words().config.max_positions - 5))
-    given = [
-        dataclasses.replace(
-            each, new_tokens=3 + 20 * (at % 2), context=longest if at == 2 else each.context
-        )
-        for at, each in enumerate(made)
-    ]
-    policy, how = jaxkv.H2O(budget=30), How(raw=True)
+    if agnostic:
+        given = [dataclasses.replace(one, question=""), two, three]
+    else:
+        given = [
+            one,
+            dataclasses.replace(two, new_tokens=9),
+            dataclasses.replace(three, context=longest),
+        ]
+    policy, how = jaxkv.StreamingLLM(budget=0.5), How(agnostic=agnostic, raw=True)
     together = asking.asked(words(), policy, given, how)
     assert together == [asking.asked(words(), policy, [each], how)[0] for each in given]
+    # Of 20 and 21 words, and of the question's two where the policy sees them.
+    assert [each.rows for each in together[:2]] == ([10, 10] if agnostic else [11, 11])
 
 
 def test_a_prefix_is_kept_from_the_policy_with_the_question():
     sample = Sample(id="0", group="g", context="w1 w2 w3", prefix=" w4", new_tokens=1)
     context, question = asking.ids_of(words().text, sample)
     assert (len(context), len(question)) == (3, 1)
-
-
-def test_a_task_of_the_library_runs(tmp_path):
-    task, policies = (
-        TwoStage(count=3, sizes=(3, 4), new_tokens=2),
-        {"s": jaxkv.StreamingLLM(budget=16)},
-    )
-    found = evaluate(words(), task, policies, tmp_path / "out", how=How(agnostic=True))
-    assert found.run.task == "2stageretr" and found.run.settings["sizes"] == [3, 4]
-    assert all(record.score == (record.answers[0] in record.prediction) for record in found.records)

@@ -10,10 +10,8 @@ import eval_models
 import pytest
 
 import jaxkv
-from jaxkv.evals import TASKS, How, Sample, ids_of
-from jaxkv.evals.infinitebench import InfiniteBench
-from jaxkv.evals.longbench import LongBench
-from jaxkv.evals.stored import table
+from jaxkv.evals import How, Sample, ids_of
+from jaxkv.evals.published import InfiniteBench, LongBench, table
 
 OFFICIAL = Path(__file__).parent / "official"
 LONG = LongBench(data=str(OFFICIAL / "longbench"))
@@ -25,20 +23,11 @@ def samples(task, **changes):
     return {sample.id: sample for sample in dataclasses.replace(task, **changes).samples(model)}
 
 
-def test_tasks_are_known():
-    assert TASKS["longbench"] is LongBench and TASKS["infinitebench"] is InfiniteBench
-
-
 def test_longbench_has_all_sets_in_the_official_prompts():
     made = samples(LONG)
     assert {sample.group for sample in made.values()} == set(table("longbench")) and len(
         table("longbench")
     ) == 16
-    lengths = {
-        name: made[f"{name}-000"].new_tokens
-        for name in ("narrativeqa", "gov_report", "trec", "hotpotqa")
-    }
-    assert lengths == {"narrativeqa": 128, "gov_report": 512, "trec": 64, "hotpotqa": 32}
     first = made["hotpotqa-000"]
     row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_text("utf-8"))
     asked = (
@@ -60,16 +49,11 @@ def test_longbench_has_all_sets_in_the_official_prompts():
 
 
 def test_few_shot_prompts_have_no_chat_template():
-    model = eval_models.speaking(chat=True)
-    chat, raw = (
-        Sample(id="1", group="x", context="abc", question="?", raw=raw) for raw in (False, True)
-    )
-    (context, question), plain = ids_of(model.text, chat), ids_of(model.text, raw)
-    assert model.text.decode(context + question) == "user:abc?assistant:"
-    assert plain == (
-        [model.text.bos_id, *model.text.encode("abc", bos=False)],
-        model.text.encode("?", bos=False),
-    )
+    text = eval_models.speaking(chat=True).text
+    given = {"id": "1", "group": "x", "context": "abc", "question": "?"}
+    chat, plain = (sum(ids_of(text, Sample(**given, raw=raw)), []) for raw in (False, True))
+    assert text.decode(chat) == "user:abc?assistant:"
+    assert plain == text.encode("abc?", bos=True)
 
 
 def test_long_prompts_lose_their_middle():
@@ -110,17 +94,12 @@ def test_infinitebench_has_all_tasks_in_the_official_prompts():
         "longbook_choice_eng-000"
     ].answers == ("Oslo", "B")
     assert "\nA. Bergen\nB. Oslo\nC. Rome\nD. Lima\n" in made["longbook_choice_eng-000"].question
-    official = {name: of["new_tokens"] for name, of in table("infinitebench").items()}
-    assert len(official) == 12 and official["math_calc"] == 30000
-    assert official["passkey"] == 6 and official["longbook_sum_eng"] == 1200
 
 
-@pytest.mark.parametrize("task", [LONG, INFINITE], ids=["longbench", "infinitebench"])
-def test_some_samples_run(task):
+def test_some_samples_run():
     model, policy = eval_models.speaking(positions=8192), jaxkv.SnapKV(budget=96)
-    names = ("triviaqa", "lcc") if task is LONG else ("code_run", "longbook_qa_chn")
-    made = dataclasses.replace(task, tasks=names, new_tokens=3).samples(model)
-    outcomes = task.run(model, policy, made, How(agnostic=True))
+    made = dataclasses.replace(LONG, tasks=("triviaqa", "lcc"), new_tokens=3).samples(model)
+    outcomes = LONG.run(model, policy, made, How(agnostic=True))
     assert len(outcomes) == len(made) == 2 and all(0 <= each.score <= 1 for each in outcomes)
     assert all(each.prediction for each in outcomes)
 

@@ -7,9 +7,7 @@ import pytest
 import running
 
 from jaxkv.evals import metrics
-from jaxkv.evals.infinitebench import InfiniteBench
-from jaxkv.evals.longbench import LongBench
-from jaxkv.evals.stored import table
+from jaxkv.evals.published import InfiniteBench, LongBench, table
 from jaxkv.evals.task import Sample
 
 GOLDEN = json.loads((running.GOLDEN / "metrics" / "metrics.json").read_text("utf-8"))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxkv.evals import TASKS, Needle, Ruler, ids_of
-from jaxkv.evals.ruler import SMALL_WORDS, pieces
+from jaxkv.evals import Needle, Ruler, ids_of
+from jaxkv.evals.needle import NEEDLE
+from jaxkv.evals.ruler import pieces
 from tests.ruler_cases import model, small_vocabulary
 
 DEPTHS = (0.0, 0.25, 0.5, 1.0)
@@ -21,9 +22,7 @@ def test_a_grid(wording):
     for each in made:
         taken = sum(map(len, ids_of(model().text, each))) + each.new_tokens
         assert 0.9 * each.tags["length"] <= taken <= each.tags["length"]
-        at = each.context.find(
-            asked.needle if wording == "official" else "One of the special magic"
-        )
+        at = each.context.find(NEEDLE if wording == "official" else "One of the special magic")
         opening = (
             each.context.index("<book> ") + 7
             if wording == "official"
@@ -64,56 +63,22 @@ def test_the_first_sample_begins_with_the_text():
 
 
 def test_the_small_wording():
-    made = Needle(lengths=(300,), depths=DEPTHS, wording="small").samples(model())
-    for each in made:
-        (value,) = each.answers
-        assert each.context.count(value) == 1 and each.context.count("One of the special") == 1
-        assert set(pieces(each.context + each.question + each.prefix)) <= small_vocabulary()
-        assert each.question.split()[7] in SMALL_WORDS
-    asked = Needle(wording="small")
-    assert (
-        asked.score(made[0], f" {made[0].answers[0]}.") == 1 and asked.score(made[0], "0000") == 0
-    )
+    asked = Needle(lengths=(300,), depths=(0.5,), wording="small")
+    (made,) = asked.samples(model())
+    (value,) = made.answers
+    assert set(pieces(made.context + made.question + made.prefix)) <= small_vocabulary()
+    assert asked.score(made, f" {value}.") == 1 and asked.score(made, "0000") == 0
 
 
 def test_scores():
     """Those of the papers' maps: different words of the answer that were said, whatever their order."""
     asked = Needle(lengths=(256,), depths=(0.5,))
     (sample,) = asked.samples(model())
-    words = "eat a sandwich and sit in Dolores Park on a sunny day.".lower().split()
-    for said in (
-        " eat a sandwich and sit in Dolores Park on a sunny day.",
-        "\n\nTo EAT a sandwich",
-        " visit the bridge in a park on foot.\neat a sandwich and sit in Dolores Park on a sunny day.",
-        " a sunny day",
-        "",
+    for said, shares in (
+        (" eat a sandwich and sit in Dolores Park on a sunny day.", 1),
+        ("DAY. a and park IN eat sandwich sit dolores on sunny", 1),
+        ("\n\nTo EAT a sandwich", 3 / 11),
+        (" a park\neat a sandwich and sit in Dolores Park on a sunny day.", 2 / 11),
+        ("", 0),
     ):
-        line = said.strip().split("\n")[0]
-        expected = len(set(line.lower().split()).intersection(words)) / len(set(words))
-        assert asked.score(sample, said) == expected
-    assert asked.score(sample, words_of(sample)) == 1
-    assert asked.score(sample, "\n\nTo EAT a sandwich") == 3 / 11
-
-
-def words_of(sample) -> str:
-    return sample.answers[0].upper()
-
-
-def test_own_needle(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("It rained. " * 20, "utf-8")
-    asked = Needle(
-        lengths=(200,),
-        depths=(1.0,),
-        needle="The key is under the stone.",
-        question="Where is the key?",
-        prefix="",
-        answer="under the stone.",
-        haystack=str(path),
-    )
-    (sample,) = asked.samples(model())
-    assert sample.context.endswith(" The key is under the stone.") and sample.prefix == "Answer:"
-    assert "Question: Where is the key?" in sample.question and sample.answers == (
-        "under the stone.",
-    )
-    assert TASKS["needle"] is Needle
+        assert asked.score(sample, said) == shares

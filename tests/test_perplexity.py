@@ -1,5 +1,6 @@
 """Loss of true tokens over compressed caches, token by token."""
 
+import dataclasses
 import json
 import math
 
@@ -11,7 +12,7 @@ import tiny
 
 import jaxkv
 from jaxkv.evals import TASKS, How
-from jaxkv.evals.perplexity import Loss, Perplexity, losses_of
+from jaxkv.evals.perplexity import Loss, losses_of
 from jaxkv.evals.texts import texts_of
 
 TEXT = "The river ran past the mill, and Ada counted the boats that came up it. " * 3
@@ -42,9 +43,7 @@ def test_loss_is_that_of_one_long_prompt():
 @pytest.mark.parametrize(
     "policy, rows",
     [
-        (jaxkv.H2O(budget=16), (16, 16)),
         (jaxkv.D2O(budget=16), (16, 16)),
-        (jaxkv.StreamingLLM(budget=16, slide=True), (16, 16)),
         (jaxkv.TOVA(budget=48), (32, 39)),
         (jaxkv.SnapKV(budget=16, window=4), (16, 23)),
         (jaxkv.SnapKV(budget=16, window=4, every=4), (16, 19)),
@@ -60,7 +59,7 @@ def test_rows_stay_within_the_budget_where_the_policy_sees_to_it(policy, rows):
 
 
 def test_the_curve_is_of_all_tokens(tmp_path):
-    task = Perplexity(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=151)
+    task = Loss(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=131)
     model = eval_models.speaking()
     samples = task.samples(model)
     assert (
@@ -72,18 +71,11 @@ def test_the_curve_is_of_all_tokens(tmp_path):
     for outcome in outcomes:
         figures = outcome.figures
         # A vocabulary of 260: chance is 5.56 nats, and the random model is surer and so worse.
-        whole = np.average(figures["losses"], weights=[2] * 75 + [1])
+        whole = np.average(figures["losses"], weights=[2] * 65 + [1])
         assert outcome.score == pytest.approx(whole, abs=1e-9) and outcome.score > math.log(100)
-        assert figures["positions"] == [*range(2, 151, 2), 151] and len(figures["losses"]) == 76
-        assert figures["rows_after_prefill"] == outcome.rows == 16 and outcome.tokens == 171
+        assert figures["positions"] == [*range(2, 131, 2), 131] and len(figures["losses"]) == 66
+        assert figures["rows_after_prefill"] == outcome.rows == 16 and outcome.tokens == 151
     assert outcomes[0].score != outcomes[1].score
-
-
-def test_two_names_two_defaults():
-    assert TASKS["perplexity"] is Perplexity and TASKS["loss"] is Loss
-    assert (Loss().prefix, Loss().tokens) == (4096, 512) and Loss(
-        prefix=64, tokens=4032
-    ) != Perplexity()
 
 
 def test_texts_come_from_wherever(tmp_path):
@@ -99,10 +91,20 @@ def test_texts_come_from_wherever(tmp_path):
     assert texts_of(str(lines)) == {"000 A": "a", "001": "b"}
 
 
-def test_what_cannot_be_read_is_refused(tmp_path):
-    model = eval_models.speaking()
-    task = Perplexity(data=written(tmp_path, "short", TEXT), prefix=20, tokens=100)
-    with pytest.raises(ValueError, match="^tokens="):
-        task.samples(model)
+def test_texts_of_unequal_lengths_are_what_they_are_alone(tmp_path):
+    texts = ["The river ran past the mill. " * 2, "Ada counted the boats that came up it. " * 2]
+    model, policy = eval_models.speaking(), jaxkv.SnapKV(budget=24, window=4)
+    task = Loss(data=written(tmp_path, *texts), prefix=70, tokens=8)
+    samples = task.samples(model)
+    assert [each.tags["title"] for each in samples] == ["1", "0"] and TASKS["loss"] is Loss
+    together = task.run(model, policy, samples, How())
+    alone = [task.run(model, policy, [each], How())[0] for each in samples]
+    assert [each.tokens for each in together] == [each.tokens for each in alone] == [78, 59]
+    for one, other in zip(together, alone, strict=True):
+        assert one.figures["positions"] == [*range(1, 9)] and one.rows == other.rows
+        np.testing.assert_allclose(one.figures["losses"], other.figures["losses"], atol=1e-4)
+    for tokens in (30, 300):
+        with pytest.raises(ValueError, match="^tokens="):
+            dataclasses.replace(task, tokens=tokens).samples(model)
     with pytest.raises(ValueError, match="^params="):
         task.samples(tiny.tiny(tiny.TWO_LAYERS))

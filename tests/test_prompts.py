@@ -1,6 +1,5 @@
 """Prompts of every kind and of several kinds at once: each sequence has its own turn."""
 
-import array
 import collections
 import enum
 
@@ -114,12 +113,6 @@ def test_a_mixed_list_is_answered_as_each_alone(model):
         assert tokens(alone)[0] == tokens(first)[row], row
         again = jaxkv.generate(model, "So?", cache=alone.cache, **DRAWING)
         assert again.tokens.tolist() == tokens(second)[row], row
-    # The other way round: what came first does not decide.
-    turned = jaxkv.generate(model, prompts[::-1], **DRAWING)
-    straight = jaxkv.generate(model, prompts, **DRAWING)
-    assert (
-        tokens(turned)[::-1] == tokens(straight) and turned.cache.turn == straight.cache.turn[::-1]
-    )
 
 
 def test_one_cache_is_asked_in_several_ways(model):
@@ -150,16 +143,12 @@ def test_one_cache_is_asked_in_several_ways(model):
     [
         (np.str_(DOC), DOC),
         (Named.DOC, DOC),
-        (np.asarray(DOC), DOC),
         (np.asarray([DOC, "Hi"]), [DOC, "Hi"]),
         (np.asarray([DOC, [5, 6]], object), [DOC, [5, 6]]),
         ([jnp.int32(5), jnp.int32(6)], [5, 6]),
-        ([np.asarray(5), np.int8(6)], [5, 6]),
         (jnp.asarray([5, 6], jnp.uint8), [5, 6]),
-        (np.asarray([5, 6], np.uint64), [5, 6]),
         (np.asarray([np.asarray([5]), np.asarray([6, 7])], object), [[5], [6, 7]]),
         (range(5, 8), [5, 6, 7]),
-        (array.array("i", [5, 6]), [5, 6]),
         (collections.deque([5, 6]), [5, 6]),
         (tuple(CHAT), CHAT),
     ],

@@ -102,20 +102,14 @@ def test_a_chain_of_four_hops(wording):
         *shot, text = re.split(r"(?=Memorize and track)", prompt.context)[1:]
         # RULER shows a solved one first; a tiny model was trained on the task.
         assert len(shot) == (wording == "official")
-        (first,), hops = (
-            re.findall(r"VAR (\w+) = (\d+)", text),
-            re.findall(r"VAR (\w+) = VAR (\w+)", text),
-        )
-        names = [first[0], *(name for name, _ in hops)]
+        ((start, value),) = re.findall(r"VAR (\w+) = (\d+)", text)
+        hops = re.findall(r"VAR (\w+) = VAR (\w+)", text)
+        names = [start, *(name for name, _ in hops)]
         assert [before for _, before in hops] == names[:-1] and tuple(names) == prompt.answers
-        assert len(set(names)) == 5 and f"assigned the value {first[1]} in" in prompt.question
-        assert re.fullmatch(r"\d{5}" if wording == "official" else r"\d{4}", first[1])
-        form = (
-            re.compile(r"[A-Z]{5}")
-            if wording == "official"
-            else re.compile("|".join(SMALL_WORDS), re.IGNORECASE)
-        )
-        assert all(form.fullmatch(name) and name.isupper() for name in names)
+        assert len(set(names)) == 5 and f"assigned the value {value} in" in prompt.question
+        assert len(value) == (5 if wording == "official" else 4)
+        known = [re.fullmatch("[A-Z]{5}", name) or name.lower() in SMALL_WORDS for name in names]
+        assert all(known) and all(name.isupper() for name in names)
         assert "5 variables are assigned" in prompt.prefix and prompt.target.split() == names
         if shot:
             solved = re.findall(r"VAR (\w{3}) =", shot[0])
@@ -151,48 +145,20 @@ def test_ten_common_words(wording, length, often, seldom):
         assert len(words) == (20 if length < 4096 else 40) and solved.count(". ") == 10
 
 
-@pytest.mark.parametrize(
-    "wording, length", [("official", 1024), ("official", 4096), ("small", 512)]
-)
-def test_three_frequent_words(wording, length):
-    made = cell("fwe", wording, length)
-    prompt = made.make(np.random.default_rng(0))
-    text = Counter(prompt.context.partition("coded words. ")[2].split(" "))
-    # Ranks 2, 3 and 4 of a zeta distribution of exponent 2, of which the dots are the first.
-    first = text.pop("...")
-    ranked = text.most_common(4)
-    assert {word for word, _ in ranked[:3]} == set(prompt.answers) and ranked[2][1] > ranked[3][1]
-    for rank, (_, times) in enumerate(ranked, start=2):
-        assert abs(times - first / rank**2) <= 1
-    if wording == "official":
-        assert all(re.fullmatch("[a-z]{6}", word) for word in text)
-        assert made.recipe.vocabulary == (length - 50) // 50
-
-
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
 def test_documents(name):
     data = read(str(GOLDEN), name)
     made, rng = cell(name, "official", 375), np.random.default_rng(0)
     for index, asked in enumerate(data.questions):
         prompt = made.make(rng, index)
-        numbers, texts = zip(
-            *re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|\Z)", prompt.context, re.S),
-            strict=True,
-        )
-        assert list(numbers) == [str(each) for each in range(1, len(texts) + 1)]
-        assert len(set(texts)) == len(texts) and {
-            data.documents[each] for each in asked.context
-        } <= set(texts)
-        assert prompt.answers == asked.answers and prompt.question.endswith(
-            f"Question: {asked.text}"
-        )
+        texts = re.findall(r"Document \d+:\n(.+?)(?=\n\nDocument|\Z)", prompt.context, re.S)
+        own = {data.documents[each] for each in asked.context}
+        assert len(set(texts)) == len(texts) and own <= set(texts)
+        assert prompt.answers == asked.answers
     # Questions without an answer are left out; a question of two hops has several documents.
     assert len(data.questions) == (12 if name == "qa_1" else 4)
     assert {len(each.context) for each in data.questions} == ({1} if name == "qa_1" else {10})
-    with pytest.raises(
-        ValueError,
-        match="^count=",
-    ):
+    with pytest.raises(ValueError, match="^count="):
         made.make(rng, len(data.questions))
 
 
@@ -250,12 +216,8 @@ class TestTask:
     def test_samples(self):
         asked = Ruler(tasks=("vt", "niah_multiquery"), lengths=(512, 256), count=3, wording="small")
         made = asked.samples(model())
-        assert [(each.group, each.tags["length"]) for each in made[::3]] == [
-            ("vt", 512),
-            ("vt", 256),
-            ("niah_multiquery", 512),
-            ("niah_multiquery", 256),
-        ]
+        grid = [(name, length) for name in asked.tasks for length in asked.lengths]
+        assert [(each.group, each.tags["length"]) for each in made[::3]] == grid
         assert len({each.id for each in made}) == len({each.context for each in made}) == 12
         for each in made:
             assert (
@@ -281,14 +243,6 @@ class TestTask:
             asked.score(one, one.answers[1].upper()) == 1 and asked.score(one, "I do not know") == 0
         )
         assert (many.new_tokens, one.new_tokens) == (128, 32)
-
-    def test_own_text(self, tmp_path):
-        path = tmp_path / "text.txt"
-        path.write_text("Nothing happened. " * 50, "utf-8")
-        (made,) = Ruler(
-            tasks=("niah_single_2",), lengths=(512,), count=1, haystack=str(path)
-        ).samples(model())
-        assert made.context.count("Nothing happened.") > 60
 
 
 def test_files_of_another_format(tmp_path):

@@ -1,5 +1,6 @@
 """Visible attention: against loops over what caches hold and filter layers choose, and as a task."""
 
+import dataclasses
 import functools
 
 import jax
@@ -106,19 +107,15 @@ def test_on_a_mesh_it_is_refused():
 
 def test_the_task_has_cases_of_all_sizes(monkeypatch):
     assert TASKS["visible"] is Visible
-    model = tiny.tiny(CONFIG)
-    cases = Visible(count=4, steps=3).samples(model)
+    model, task = tiny.tiny(CONFIG), Visible(count=4, steps=3)
+    cases = task.samples(model)
     assert len({case.id for case in cases}) == 4 and {case.group for case in cases} == {"visible"}
     assert [case.tags["size"] for case in cases] == [40, 80, 120, 160]
-    assert (
-        Visible(count=4, steps=3).samples(model)
-        == cases
-        != Visible(count=4, steps=3, seed=1).samples(model)
-    )
+    assert task.samples(model) == cases != dataclasses.replace(task, seed=1).samples(model)
     monkeypatch.setattr(
         "jaxkv.evals.visible.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:7])
     )
-    outcomes = Visible(count=2, steps=3).run(model, D2O(budget=0.5), cases[:2], How())
+    outcomes = task.run(model, D2O(budget=0.5), cases[:2], How())
     for outcome in outcomes:
         assert len(outcome.figures["visible"]) == 3 and 0.3 < outcome.score < 1
         assert (

@@ -36,9 +36,15 @@ def draw_lines(
 
 
 def draw_maps(
-    figure: Any, maps: Mapping[str, np.ndarray], *, across: str, down: str, label: str
+    figure: Any,
+    maps: Mapping[str, np.ndarray],
+    *,
+    across: str,
+    down: str,
+    label: str,
+    most: int | float | None = None,
 ) -> None:
-    """Draws heat maps side by side, all on one scale of colours.
+    """Draws heat maps, five side by side, all on one scale of colours; cells of NaN stay empty.
 
     Args:
         figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.
@@ -46,12 +52,19 @@ def draw_maps(
         across: what the arrays' columns are.
         down: what their rows are.
         label: what the colours show.
+        most: end of the scale; by default the largest number.
     """
-    panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
-    largest = max(float(each.max()) for each in maps.values())
+    wide = min(len(maps), 5)
+    grid = figure.subplots(-(-len(maps) // wide), wide, squeeze=False, sharey=True)
+    panels, spare = grid.flat[: len(maps)], grid.flat[len(maps) :]
+    if most is None:
+        most = max(float(np.nanmax(each)) for each in maps.values())
     for panel, (title, values) in zip(panels, maps.items(), strict=True):
-        image = panel.imshow(values, vmin=0, vmax=largest, cmap="viridis", aspect="auto")
+        image = panel.imshow(values, vmin=0, vmax=most, cmap="viridis", aspect="auto")
         panel.set_title("\n".join(textwrap.wrap(title, 24)), fontsize=8)
         panel.set_xlabel(across)
-    panels[0].set_ylabel(down)
+    for panel in spare:
+        panel.remove()
+    for panel in grid[:, 0]:
+        panel.set_ylabel(down)
     figure.colorbar(image, ax=list(panels), label=label)

@@ -1,16 +1,15 @@
 """Evaluations: tasks that score compressed caches, and `evaluate` and `report`, which run and show them."""
 
 from jaxkv.evals.arguments import at_budgets
-from jaxkv.evals.asking import QuestionTask, answers, asked, ids_of
-from jaxkv.evals.infinitebench import InfiniteBench
+from jaxkv.evals.asking import QuestionTask, asked, ids_of
 from jaxkv.evals.kept import Held
-from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
-from jaxkv.evals.perplexity import Loss, OwnTexts, Perplexity
+from jaxkv.evals.perplexity import Loss
+from jaxkv.evals.published import InfiniteBench, LongBench
 from jaxkv.evals.qa import DocumentQuestions
 from jaxkv.evals.results import Cell, Difference, Evaluation, Record, Run, interval
-from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
+from jaxkv.evals.retrieval import COLOURS, TwoStage
 from jaxkv.evals.ruler import Ruler
 from jaxkv.evals.runs import evaluate
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
@@ -31,9 +30,6 @@ __all__ = [
     "Loss",
     "Needle",
     "Outcome",
-    "OwnTexts",
-    "Perplexity",
-    "Question",
     "QuestionTask",
     "Record",
     "Ruler",
@@ -43,7 +39,6 @@ __all__ = [
     "Turns",
     "TwoStage",
     "Visible",
-    "answers",
     "asked",
     "at_budgets",
     "evaluate",
@@ -51,6 +46,5 @@ __all__ = [
     "interval",
     "report",
     "task",
-    "two_stage",
     "visible_attention",
 ]

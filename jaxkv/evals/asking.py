@@ -11,12 +11,12 @@ import numpy as np
 from jaxkv._settings import settled
 from jaxkv.answering import Call, answered
 from jaxkv.arguments import require_fits
-from jaxkv.cache import KVCache, Turn
+from jaxkv.cache import Turn
 from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.evals.kept import Watch
-from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
-from jaxkv.generation import generate, prefill
+from jaxkv.evals.task import How, Outcome, Sample, Task, require_text
+from jaxkv.generation import prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.results import Generation
@@ -85,13 +85,6 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     return first, second
 
 
-def answers(
-    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
-) -> list[str]:
-    """Answers a batch of samples over compressed caches, greedily; returns a list of one text for each."""
-    return [answer.prediction for answer in asked(params, policy, samples, how)]
-
-
 def asked(
     params: LanguageModel,
     policy: Method,
@@ -126,18 +119,13 @@ def asked(
         at = [number for number, kind in enumerate(kinds) if kind == (agnostic, new)]
         # The context alone is compressed, or all of the prompt.
         split = [pairs[n] if agnostic else (sum(pairs[n], []), []) for n in at]
-        shown = next((row for row, n in enumerate(at) if samples[n].id == how.shown), None)
-        watch = None if shown is None else Watch(split[shown][0])
+        watch = Watch(how.shown, [samples[n].id for n in at], [context for context, _ in split])
         group = _Group(params, policy, split, new, how.seed, watch)
-        if agnostic and shared:
-            drawn = group.by_context()
-        else:
-            # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
-            rows = [*range(len(at)), *[len(at) - 1] * (len(samples) - len(at))]
-            drawn = group.draw(rows, group.prefilled(rows)) if agnostic else group.generated(rows)
-        if shown is not None and watch is not None:
-            drawn[shown] = dataclasses.replace(drawn[shown], held=watch.held)
-        found |= zip(at, drawn, strict=False)
+        drawn = group.by_context() if agnostic and shared else group.each(len(samples))
+        found |= {
+            number: dataclasses.replace(each, held=watch.of(row))
+            for row, (number, each) in enumerate(zip(at, drawn, strict=True))
+        }
     return [found[at] for at in range(len(samples))]
 
 
@@ -152,28 +140,12 @@ class _Group(NamedTuple):
     pairs: Sequence[tuple[list[int], list[int]]]
     new: int
     key: int
-    watch: Watch | None
+    watch: Watch
 
-    @settled
-    def generated(self, rows: Sequence[int]) -> list[Outcome]:
-        """Answers prompts as `generate` does, where the whole of them is compressed; the watch sees the cache."""
-        prompts = [self.pairs[n][0] for n in rows]
-        session = Session(self.params, self.policy, key=self.key)
-        encoded = encode(prompts, self.params.text, self.params.config, close=True)
-        require_fits(self.params.config, session.policy, encoded.lengths, self.new, None)
-        call = Call(
-            session=session,
-            encoded=encoded,
-            cache=None,
-            max_new_tokens=self.new,
-            sampling=GREEDY,
-            stops=(),
-            stop_at_eos=True,
-            interval=None,
-            progress=False,
-            look=None if self.watch is None else partial(self.watch, prompts=prompts),
-        )
-        return self._outcomes(rows, finished(answered(call)))
+    def each(self, size: int) -> list[Outcome]:
+        """List of one `Outcome` per sample; each compresses its own context."""
+        found = self._drawn([[number] for number in range(len(self.pairs))], size)
+        return [found[number] for number in range(len(self.pairs))]
 
     def by_context(self) -> list[Outcome]:
         """List of one `Outcome` per sample; compresses each distinct context once, for all questions on it."""
@@ -183,49 +155,57 @@ class _Group(NamedTuple):
             asks.setdefault(tuple(context), {}).setdefault(tuple(question), number)
             for number, (context, question) in enumerate(self.pairs)
         ]
-        several = [[*each.values()] for each in asks.values()]
-        # Programs are compiled for each batch size: powers of two keep them few.
-        several += several[-1:] * ((1 << (len(several) - 1).bit_length()) - len(several))
-        cache, found = self.prefilled([each[0] for each in several]), dict[int, Outcome]()
-        for turn in range(max(map(len, several))):
-            rows = [each[min(turn, len(each) - 1)] for each in several]
-            found |= zip(rows, self.draw(rows, cache), strict=True)
+        # Powers of two keep the programs few.
+        found = self._drawn(
+            [[*each.values()] for each in asks.values()], 1 << (len(asks) - 1).bit_length()
+        )
         return [found[number] for number in first]
 
-    def prefilled(self, rows: Sequence[int]) -> KVCache:
-        """Prefills contexts of token ids and returns their compressed cache, which the watch, if any, has seen."""
-        contexts = [self.pairs[n][0] for n in rows]
-        cache = prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
-        if self.watch is not None:
-            self.watch(cache, contexts)
-        return cache
+    @settled
+    def _drawn(self, several: list[list[int]], size: int) -> dict[int, Outcome]:
+        """Outcomes by sample number; `several` has the samples of each context.
 
-    def draw(self, rows: Sequence[int], cache: KVCache) -> list[Outcome]:
-        """List of an `Outcome` for each sample: its question, answered over its context in `cache`."""
-        questions = [self.pairs[n][1] for n in rows]
-        out = generate(
-            self.params,
-            questions,
-            cache=cache,
-            max_new_tokens=self.new,
-            key=self.key,
-            progress=False,
-        )
-        return self._outcomes(rows, out)
+        Programs are compiled for a number of contexts: they are filled up with copies of the last one, to `size`.
+        """
+        several = several + several[-1:] * (size - len(several))
+        contexts = [self.pairs[each[0]][0] for each in several]
+        cache = None
+        if any(question for _, question in self.pairs):
+            cache = prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
+            self.watch(cache, contexts)
+        found = dict[int, Outcome]()
+        for turn in range(max(map(len, several))):
+            rows = [each[min(turn, len(each) - 1)] for each in several]
+            prompts = contexts if cache is None else [self.pairs[n][1] for n in rows]
+            session = Session(self.params, self.policy, key=self.key)
+            encoded = encode(prompts, self.params.text, self.params.config, close=True)
+            require_fits(self.params.config, session.policy, encoded.lengths, self.new, cache)
+            call = Call(
+                session=session,
+                encoded=encoded,
+                cache=cache,
+                max_new_tokens=self.new,
+                sampling=GREEDY,
+                stops=(),
+                stop_at_eos=True,
+                interval=None,
+                progress=False,
+                look=partial(self.watch, prompts=contexts) if cache is None else None,
+            )
+            found |= zip(rows, self._outcomes(rows, finished(answered(call))), strict=True)
+        return found
 
     def _outcomes(self, rows: Sequence[int], out: Generation) -> list[Outcome]:
         """List of an `Outcome` for each sample: the drawn text, with rows and bytes kept."""
-        tokenizer = tokenizer_of(self.params)
         # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
-        ends = set(tokenizer.eos_ids)
         return [
             Outcome(
                 score=0.0,
-                prediction=tokenizer.decode([each for each in drawn.tolist() if each not in ends]),
+                prediction=text,
                 tokens=sum(map(len, self.pairs[number])),
                 rows=float(kept[:, row].mean()),
                 nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,
             )
-            for row, (number, drawn) in enumerate(zip(rows, out.tokens, strict=True))
+            for row, (number, text) in enumerate(zip(rows, out.text or (), strict=True))
         ]

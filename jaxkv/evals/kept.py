@@ -74,21 +74,29 @@ def shaded(held: Mapping[str, Any]) -> Shown:
 
 
 class Watch:
-    """Callable on a prefilled cache: for one prompt, stores in `held` how many kv heads hold each of its tokens."""
+    """Callable on prefilled caches: stores how many kv heads hold each token of the prompt that is to be shown."""
 
-    def __init__(self, ids: Sequence[int]):
-        self.ids = [*ids]
+    def __init__(self, shown: str | None, ids: Sequence[str], prompts: Sequence[Sequence[int]]):
+        """Takes the id of the sample to show, and the samples' ids and prompts; none is shown if it is not there."""
+        self.at = ids.index(shown) if shown in ids else None
+        self.prompts = prompts
         self.held: Held | None = None
 
     def __call__(self, cache: KVCache, prompts: Sequence[Sequence[int]]) -> None:
         """Stores in `held` the number of kv heads that hold each token of the prompt in a cache of `prompts`."""
-        parts, at = cache.policy.parts(), [[*each] for each in prompts].index(self.ids)
-        drops = parts.scorer is not None
+        if self.at is None:
+            return
+        ids, parts = self.prompts[self.at], cache.policy.parts()
+        row, drops = list(prompts).index(ids), parts.scorer is not None
         self.held = Held(
-            ids=self.ids,
+            ids=ids,
             heads=len(cache.compressed_layers) * cache.config.kv_heads,
-            counts=cache.counts()[at][: len(self.ids)].tolist() if drops else None,
+            counts=cache.counts()[row][: len(ids)].tolist() if drops else None,
             chooses=parts.read is not None,
             later=parts.ongoing is not None,
             merges=parts.merge is not None,
         )
+
+    def of(self, number: int) -> Held | None:
+        """`held` for the sample of this number, if it is the one to show; else None."""
+        return self.held if number == self.at else None

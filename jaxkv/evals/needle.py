@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.evals.ruler.metrics import string_match_all
 from jaxkv.evals.ruler.niah import Needles
 from jaxkv.evals.ruler.recipe import Cell, Prompt, Recipe, fit
-from jaxkv.evals.ruler.task import MadeTask, as_sample, counter
+from jaxkv.evals.ruler.task import MadeTask, as_sample, counter, string_match_all
 from jaxkv.evals.ruler.wording import Wording, sentences
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
@@ -19,12 +18,13 @@ from jaxkv.loading import LanguageModel
 # Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) but for its marks of a chat. Theirs
 # gives no first words, and models of 100M parameters then answer nothing: the prefix gives them, as RULER does.
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
-QUESTION = "What is the best thing to do in San Francisco?"
-PREFIX = "The best thing to do in San Francisco is"
+PREFIX = "Answer: The best thing to do in San Francisco is"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
 _OPENING = "This is a very long story book: <book> "
-_ASKED = " </book>.\n Based on the content of the book, Question: {question}\n"
-_PREFIX = "Answer:"
+_ASKED = (
+    " </book>.\n Based on the content of the book, "
+    "Question: What is the best thing to do in San Francisco?\n"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,25 +33,22 @@ class Story(Recipe):
 
     Attributes:
         depth: depth of the needle in the text, in [0, 1]; it stands at the last end of a sentence before it.
-        task: the task, which has the needle's words.
     """
 
     depth: float
-    task: "Needle"
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: the needle at `depth` of `size` words, from the text's start (`index` 0) or at random."""
-        task, start = self.task, int(rng.integers(2**31)) if index else 0
+        start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
         place = bisect.bisect_right(ends, self.depth * ends[-1]) - 1
         return Prompt(
-            context=_OPENING + " ".join([*text[:place], task.needle, *text[place:]]),
-            question=_ASKED.format(question=task.question),
-            # Without a space at its end, which tokenizers write before the next word.
-            prefix=f"{_PREFIX} {task.prefix}".rstrip(),
-            answers=(task.answer,),
-            target=f" {task.answer}",
+            context=_OPENING + " ".join([*text[:place], NEEDLE, *text[place:]]),
+            question=_ASKED,
+            prefix=PREFIX,
+            answers=(ANSWER,),
+            target=f" {ANSWER}",
             depth=self.depth,
         )
 
@@ -72,10 +69,6 @@ class Needle(MadeTask):
         depths: places of the needle, from 0, the beginning, to 1, the end.
         count: samples for each length and depth; all but the first take the text from a random word on.
         wording: "official", or "small" for models that know a few hundred words.
-        needle: the sentence; another one has its own question, prefix and answer.
-        question: the question about it.
-        prefix: the answer's first words, which end the prompt; "" for none.
-        answer: the words after the prefix.
         haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
         new_tokens: tokens of an answer in the official wording; only its first line is scored.
         seed: seed of all random choices.
@@ -88,10 +81,6 @@ class Needle(MadeTask):
 
     depths: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     count: int = 1
-    needle: str = NEEDLE
-    question: str = QUESTION
-    prefix: str = PREFIX
-    answer: str = ANSWER
     new_tokens: int = 30
 
     def __post_init__(self):
@@ -100,14 +89,6 @@ class Needle(MadeTask):
         fits = once and all(0 <= each <= 1 for each in depths)
         require(fits, "depths", depths, "name at least one, shares from 0 to 1, each once")
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1")
-        usual = {"needle": NEEDLE, "question": QUESTION, "prefix": PREFIX, "answer": ANSWER}
-        for name, default in usual.items():
-            value = getattr(self, name)
-            require(name == "prefix" or bool(value.strip()), name, value, "say it in words")
-            mine = self.wording == "official" or value == default
-            require(mine, name, value, "the small wording has its own: take wording='official'")
-            its = self.needle == NEEDLE or value != default
-            require(its, name, value, "it belongs to the usual needle: give that of yours")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""
@@ -135,4 +116,4 @@ class Needle(MadeTask):
         """Recipe (it makes prompts) with the needle at `depth`, 0 to 1: `Story`, or `Needles` for the small wording."""
         if wording.name == "small":
             return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
-        return Story(wording=wording, new_tokens=self.new_tokens, depth=depth, task=self)
+        return Story(wording=wording, new_tokens=self.new_tokens, depth=depth)

@@ -1,4 +1,4 @@
-"""The tasks `perplexity`, `loss` and `text`: loss of true text, read token by token over a compressed cache."""
+"""The task `loss`: loss of true text, read token by token over a compressed cache."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from jaxkv.text.prompts import Encoded
 _POINTS = 128
 
 
-@task("perplexity")
+@task("loss")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Perplexity(Task):
-    """Task: loss by position over a long text under a fixed budget (D2O, figure 6, of PG-19), in nats a token.
+class Loss(Task):
+    """Task: loss of true text after compressed prompts (D2O, table 6, figure 6, of PG-19), in nats a token.
 
     A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been drawn: policies
     that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is
@@ -39,7 +39,7 @@ class Perplexity(Task):
         data: a text, a folder of texts (.txt, as PG-19 has them), or a file of lines of JSON with a "text"; by default
             eight documents in the public domain, speeches and chapters of about 5,000 tokens.
         count: number of texts, from the first on; 0 for all.
-        prefix: number of tokens prefilled.
+        prefix: number of tokens prefilled; 64 for a curve over a text's whole length.
         tokens: number of tokens after the prefix whose loss is measured.
     """
 
@@ -48,9 +48,9 @@ class Perplexity(Task):
     asks = False
 
     data: str | None = None
-    count: int = 8
-    prefix: int = 64
-    tokens: int = 4032
+    count: int = 0
+    prefix: int = 4096
+    tokens: int = 512
 
     def __post_init__(self):
         super().__post_init__()
@@ -89,11 +89,9 @@ class Perplexity(Task):
         ends = [min(self.prefix, min(len(each), most) - self.tokens) for each in ids]
         prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
         after = [each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)]
-        shown = next((at for at, each in enumerate(samples) if each.id == how.shown), None)
-        watch = None if shown is None else Watch(prefixes[shown])
-        found = losses_of(
-            params, policy, prefixes, np.asarray(after, np.int32), seed=how.seed, watch=watch
-        )
+        watch = Watch(how.shown, [each.id for each in samples], prefixes)
+        told = np.asarray(after, np.int32)
+        found = losses_of(params, policy, prefixes, told, seed=how.seed, watch=watch)
         wide = -(-self.tokens // _POINTS)
         points = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
@@ -107,48 +105,10 @@ class Perplexity(Task):
                 tokens=ends[at] + self.tokens,
                 rows=float(found.rows[at]),
                 nbytes=int(found.nbytes[at]),
-                held=watch.held if watch is not None and at == shown else None,
+                held=watch.of(at),
             )
             for at, loss in enumerate(found.losses)
         ]
-
-
-@task("loss")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loss(Perplexity):
-    """Task: loss of the true continuations of compressed prompts (D2O, table 6, as loss), in nats a token.
-
-    Attributes:
-        data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text"; by default eight documents in
-            the public domain.
-        count: number of texts, from the first on; 0 for all.
-        prefix: number of tokens prefilled.
-        tokens: number of tokens after the prefix whose loss is measured.
-    """
-
-    prefix: int = 4096
-    tokens: int = 512
-
-
-@task("text")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnTexts(Perplexity):
-    """Task: loss of the true ends of your own texts, over the compressed cache of what stands before them, in nats.
-
-    Of each text the last `tokens` tokens are measured, of a long one those after its first `prefix` tokens; texts may
-    have any lengths from twice `tokens` on.
-
-    Attributes:
-        data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text".
-        count: number of texts, from the first on; 0 for all.
-        prefix: most tokens prefilled of a text; fewer where the model has no positions for them.
-        tokens: number of tokens after them whose loss is measured.
-    """
-
-    data: str = dataclasses.field()
-    count: int = 0
-    prefix: int = 4096
-    tokens: int = 128
 
 
 class Read(NamedTuple):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkv._errors import require
-from jaxkv._warnings import warn_once
 from jaxkv.evals import metrics
 from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.task import Sample, task
@@ -94,20 +93,14 @@ class DocumentQuestions(QuestionTask):
         return max(JUDGES[self.judge](prediction, answer) for answer in sample.answers)
 
     def _check_lengths(self, params: LanguageModel, samples: Sequence[Sample]) -> None:
-        """Raises ValueError if a prompt and its answer exceed the model's positions; warns of many unknown tokens."""
+        """Raises ValueError if a prompt and its answer exceed the model's positions."""
         most = params.config.max_positions
         for sample in samples:
-            ids = sum(ids_of(params.text, sample), [])
-            unknown = [each for each in ids if params.text and each == params.text.unknown_id]
-            if 10 * len(unknown) > len(ids):
-                told = (
-                    f"model={params.name}: its tokenizer does not know the text: take another model"
-                )
-                warn_once(UserWarning, params.name, told)
+            count = sum(map(len, ids_of(params.text, sample)))
             remedy = (
-                f"{len(ids)} tokens and the answer exceed the model's {most}: shorten the document"
+                f"{count} tokens and the answer exceed the model's {most}: shorten the document"
             )
-            require(len(ids) + self.new_tokens <= most, "data", sample.id, remedy)
+            require(count + self.new_tokens <= most, "data", sample.id, remedy)
 
 
 class _Asked(NamedTuple):
@@ -120,26 +113,20 @@ class _Asked(NamedTuple):
 
 
 def _documents(data: str, count: int) -> list[tuple[str, str, list[_Asked]]]:
-    """Name, text and questions of a file's documents; lines of one id, or successive lines of one text, are one."""
+    """Name, text and questions of each line of a file."""
     path = Path(data).expanduser()
-    rows = rows_of_file(path, ())
+    rows = rows_of_file(path, (), count)
     require(bool(rows), "data", data, f"it has no line: give {_FORM}")
-    found: dict[str, tuple[str, list[_Asked]]] = {}
-    for number, row in enumerate(rows, start=1):
-        where = f"{data}, row {number}"
-        text, last = _text(row, path.parent, where), next(reversed(found), None)
-        again = last is not None and found[last][0] == text
-        name = str(row.get("id", last if again else f"{len(found):03d}"))
-        first, questions = found.setdefault(name, (text, []))
-        require(first == text, "data", where, f"another document has the id {name!r}")
-        given = row.get("questions", [row])
+    found = []
+    for number, row in enumerate(rows):
+        where = f"{data}, row {number + 1}"
+        given, group = row.get("questions", [row]), row.get("group", "questions")
         fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
         require(fits, "data", where, f'it has no list of "questions": give {_FORM}')
-        questions += [
-            _asked({"group": row.get("group", "questions"), **each}, where) for each in given
-        ]
-    # Cut only now: questions of the first documents may stand in the file's last lines.
-    return [(name, *each) for name, each in found.items()][: count or None]
+        questions = [_asked({"group": group, **each}, where) for each in given]
+        name = str(row.get("id", f"{number:03d}"))
+        found.append((name, _text(row, path.parent, where), questions))
+    return found
 
 
 def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -114,7 +114,8 @@ def evaluate(
         shard=shard,
         samples=len(samples),
         digest=_digest(samples),
-        **_made_with(params),
+        versions={name: importlib.metadata.version(name) for name in ("jaxkv", "jax", "jaxlib")},
+        devices=_devices(params),
     )
     with locked(folder):
         there = begin(folder, run)
@@ -154,25 +155,18 @@ def _fill(
     """Runs all batches that are not `done`, under each policy, and appends a line per sample, with a progress bar."""
     todo = [(name, part) for name in job.policies for part in batches]
     shown = sys.stderr.isatty() if progress is None else progress
-    bar = tqdm(
-        total=sum(len(part) for _, part in todo),
-        desc=job.run.task,
-        unit=" samples",
-        disable=not shown,
-        # If stderr is a file, few lines.
-        mininterval=0.1 if sys.stderr.isatty() else 30.0,
-    )
-    with bar:
-        before = None
-        for name, part in todo:
-            new = [at for at in part if (name, at) not in done]
-            if new:
-                if before not in (None, name):
-                    _free_programs()
-                before = name
-                bar.set_postfix_str(name, refresh=False)
-                append(folder, _lines(job, name, part, new))
-            bar.update(len(part))
+    # If stderr is a file, few lines.
+    interval = 0.1 if sys.stderr.isatty() else 30.0
+    bar = tqdm(todo, job.run.task, unit=" batches", disable=not shown, mininterval=interval)
+    before = None
+    for name, part in bar:
+        bar.set_postfix_str(name, refresh=False)
+        new = [at for at in part if (name, at) not in done]
+        if new:
+            if before not in (None, name):
+                _free_programs()
+            before = name
+            append(folder, _lines(job, name, part, new))
 
 
 def _lines(job: _Job, name: str, part: range, new: Sequence[int]) -> bytes:
@@ -240,13 +234,12 @@ def _digest(samples: Sequence[Sample]) -> str:
     return hashlib.sha256(dumped(fields)).hexdigest()[:16]
 
 
-def _made_with(params: LanguageModel) -> dict[str, Any]:
-    """Fields "versions" and "devices" of a `Run`: packages, and the kind of device with the mesh's sizes, as "1x8"."""
-    mesh = None if params.axes is None else params.axes.mesh
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    sizes = "1" if mesh is None else "x".join(map(str, mesh.shape.values()))
-    versions = {name: importlib.metadata.version(name) for name in ("jaxkv", "jax", "jaxlib")}
-    return {"versions": versions, "devices": f"{device.device_kind}, {sizes}"}
+def _devices(params: LanguageModel) -> str:
+    """Kind of the device, with the mesh's sizes, as "cpu, 1x8"."""
+    if params.axes is None:
+        return f"{jax.devices()[0].device_kind}, 1"
+    mesh = params.axes.mesh
+    return f"{mesh.devices.flat[0].device_kind}, {'x'.join(map(str, mesh.shape.values()))}"
 
 
 def _free_programs() -> None:

@@ -49,20 +49,13 @@ class Sample:
     tags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("id", "group", "context", "question", "prefix"):
-            require(isinstance(getattr(self, name), str), name, getattr(self, name), "give a text")
-        # A str is a sequence of str too, so it is refused here.
-        fits = isinstance(self.answers, (tuple, list))
-        fits = fits and all(isinstance(each, str) for each in self.answers)
-        require(fits, "answers", self.answers, "give a tuple of texts")
-        object.__setattr__(self, "answers", tuple(self.answers))
+        _settle(self)
         for name in ("id", "context"):
             require(
                 bool(getattr(self, name)), name, "", "a sample has at least one character of it"
             )
         require(isinstance(self.tags, Mapping), "tags", self.tags, "give a mapping")
-        checks.field(self, "new_tokens", checks.whole, "draw at least 1 token")
-        checks.field(self, "raw", checks.flag)
+        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,10 +126,7 @@ class Task(abc.ABC):
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value = _setting(hints[field.name], getattr(self, field.name), field.name)
-            object.__setattr__(self, field.name, value)
+        _settle(self)
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -191,6 +181,14 @@ def require_text(text: Text | None) -> Text:
     return text
 
 
+def _settle(given: Any) -> None:
+    """Checks a dataclass's fields, and converts them to their annotations."""
+    hints = typing.get_type_hints(type(given))
+    for field in dataclasses.fields(given):
+        value = _setting(hints[field.name], getattr(given, field.name), field.name)
+        object.__setattr__(given, field.name, value)
+
+
 def _setting(hint: Any, value: Any, name: str) -> Any:
     """Value of a task's setting, checked and converted to its annotation: a bool, int, float, text or tuple."""
     value = value.tolist() if isinstance(value, np.ndarray) else plain(value)
@@ -212,11 +210,8 @@ def _setting(hint: Any, value: Any, name: str) -> Any:
     return value
 
 
-class Tasks(dict[str, type[Task]]):
-    """Dict {name: registered task class}; the decorator `task` adds to it."""
-
-
-TASKS = Tasks()
+# Registered task classes by name; the decorator `task` adds to it.
+TASKS: dict[str, type[Task]] = {}
 _Task = TypeVar("_Task", bound=type[Task])
 
 

@@ -127,12 +127,12 @@ def visible_attention(
     slots = bucket(len(whole))
     tokens = jnp.asarray([whole + [0] * (slots - len(whole))], jnp.int32)
     choice = _choice(params, policy, len(prompt), steps, slots)
-    source = choice or _held(params, policy, prompt, answer, slots, key)
+    masks = np.empty(0) if choice else _held(params, policy, prompt, answer, slots, key)
     needs = Needs(queries=steps if choice is None else steps + choice.reading.window - 1)
     shares, rows = [], []
     length = jnp.asarray([len(whole)], jnp.int32)
     for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
-        seen = source[:, index] if isinstance(source, np.ndarray) else source.layer(index, out)
+        seen = choice.layer(index, out) if choice else masks[:, index]
         q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
         sets = jnp.moveaxis(jnp.asarray(seen), 0, -1)[None]
         every = np.asarray(paid(q, out.k, positions, sets, axes=None))[0]
@@ -153,9 +153,7 @@ def _held(
     config = params.config
     now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
-    masks = np.repeat(
-        np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2
-    )
+    masks = np.tile(seen[:, None, None], (1, config.layers, config.kv_heads, 1))
     if everything:
         return masks
     session = Session(params, policy, key=key)
@@ -173,33 +171,26 @@ def _choice(
     """`_Choice`, which computes filter layers' masks; None for a policy without such; ValueError if not measurable."""
     parts, windows = policy.parts(), params.config.windows
     reading, name = parts.reading(windows, bucket(prompt)), type(policy).__name__
-    remedy = f"{name} chooses pages in every layer, which is not measured: give a policy with filter layers, or none"
-    require(reading is None or reading.page is None, "policy", name, remedy)
-    if reading is None or not reading.filters:
+    if reading is None or not (reading.page or reading.filters):
         return None
-    require(
-        parts.scorer is None,
-        "policy",
-        name,
-        "it drops rows and chooses among the others: give one alone",
-    )
+    fits = reading.page is None and parts.scorer is None
+    remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
+    require(fits, "policy", name, remedy)
     assert parts.read is not None
     budget = int(tokens_read(parts.read, np.asarray([prompt]), windows)[0])
-    return _Choice(reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
+    return _Choice(reading=reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Choice:
     """Computes which rows filter layers choose by full attention's queries, and keeps these masks for later layers."""
 
-    def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
-        self.reading, self.prompt, self.steps, self.budget, self.slots = (
-            reading,
-            prompt,
-            steps,
-            budget,
-            slots,
-        )
-        self.masks: dict[int, np.ndarray] = {}
+    reading: Reading
+    prompt: int
+    steps: int
+    budget: int
+    slots: int
+    masks: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
         """Mask [n, K, S] of the rows a layer sees at each of n answer tokens; stores a filter layer's choice."""

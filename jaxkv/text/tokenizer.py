@@ -49,7 +49,6 @@ class Text:
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
-        unknown_id: id of the token that stands for text without tokens, or None.
         has_template: True if the checkpoint carries a chat template.
     """
 
@@ -78,9 +77,8 @@ class Text:
         self._origin = origin
         self._template = template or None
         self.has_template = self._template is not None
-        bos, eos, unknown = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos", "unk"))
+        bos, eos = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos"))
         self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
-        self.unknown_id: int | None = None if unknown is None else tokenizer.token_to_id(unknown)
         self._adds_bos = adds_bos and self.bos_id is not None
         ends = [None if eos is None else tokenizer.token_to_id(eos), *eos_ids]
         self._ends = [each for each in ends if each is not None]

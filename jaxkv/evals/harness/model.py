@@ -13,12 +13,12 @@ from jaxkv._errors import require
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
 from jaxkv.evals.perplexity import read_on
+from jaxkv.evals.task import tokenizer_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import GREEDY, Sampling, is_greedy
-from jaxkv.text.tokenizer import Text
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -81,16 +81,9 @@ class JaxKVLM(TemplateLM):
         if isinstance(policy, Method) and options:
             raise TypeError(f"{', '.join(options)}: the policy is made already; say these in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
-        remedy = "it has no tokenizer: load one that has"
-        require(self.params.text is not None, "model", self.params.name, remedy)
+        self.text = tokenizer_of(self.params)
         self.policy = as_policy(policy, options=options)
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
-
-    @property
-    def text(self) -> Text:
-        """Tokenizer of the model, never None."""
-        assert self.params.text is not None
-        return self.params.text
 
     @property
     def max_length(self) -> int:
@@ -105,8 +98,7 @@ class JaxKVLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """Id of the eos token, or of the bos token if there is no eos."""
-        ids = [*self.text.eos_ids, self.text.bos_id or 0]
-        return ids[0]
+        return next(iter(self.text.eos_ids), self.text.bos_id or 0)
 
     @property
     def prefix_token_id(self) -> int:
@@ -131,27 +123,24 @@ class JaxKVLM(TemplateLM):
         asked = [request.args for request in requests]
         # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.
         order = sorted(range(len(asked)), key=lambda at: (repr(asked[at][1]), -len(asked[at][0])))
-        with tqdm(total=len(asked), disable=disable_tqdm, desc="jaxkv, generate_until") as bar:
-            for _, equal in itertools.groupby(order, key=lambda at: repr(asked[at][1])):
-                for batch in _batches(list(equal), self._contexts_together):
-                    texts = self._draw(
-                        [asked[at][0] for at in batch], asked[batch[0]][1], number=batch[0]
-                    )
-                    for at, text in zip(batch, texts, strict=True):
-                        answers[at] = text
-                        self.cache_hook.add_partial("generate_until", asked[at], text)
-                    bar.update(len(batch))
+        batches = [
+            batch
+            for _, equal in itertools.groupby(order, key=lambda at: repr(asked[at][1]))
+            for batch in _batches(list(equal), self._contexts_together)
+        ]
+        for batch in tqdm(batches, disable=disable_tqdm, desc="jaxkv, generate_until"):
+            contexts, arguments = [asked[at][0] for at in batch], asked[batch[0]][1]
+            for at, text in zip(batch, self._draw(contexts, arguments, batch[0]), strict=True):
+                answers[at] = text
+                self.cache_hook.add_partial("generate_until", asked[at], text)
         return [answers[at] for at in range(len(asked))]
 
-    def _draw(
-        self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int
-    ) -> list[str]:
+    def _draw(self, contexts: list[str], arguments: Mapping[str, Any], number: int) -> Any:
         """List of one generated text per context, by the same arguments; sampling seeds depend on request `number`."""
         stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
-        require(
-            room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer"
-        )
+        remedy = f"the model has {self.max_length} positions: draw fewer"
+        require(room >= 1, "max_gen_toks", new, remedy)
         # A prompt that is too long loses its beginning, as in the harness' own models.
         ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         key = self._key(ids[0])
@@ -167,7 +156,6 @@ class JaxKVLM(TemplateLM):
             key=key,
             progress=False,
         )
-        assert isinstance(out.text, list)
         return out.text
 
     def loglikelihood_rolling(
@@ -178,7 +166,7 @@ class JaxKVLM(TemplateLM):
         A policy that compresses prompts alone has nothing to drop there.
         """
         texts = [request.args[0] for request in requests]
-        windows = [self._windows(self.tok_encode(text, add_special_tokens=False)) for text in texts]
+        windows = [self._windows(self.tok_encode(text, False)) for text in texts]
         pairs = [pair for each in windows for pair in each]
         values = iter(self._judge(pairs, disable_tqdm))
         sums = [float(sum(next(values)[0] for _ in each)) for each in windows]
@@ -219,16 +207,15 @@ class JaxKVLM(TemplateLM):
         """List per (context, continuation) pair of (log-probability, True if greedy decoding would draw it)."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
-        for at, (context, _) in enumerate(pairs):
-            by_context.setdefault(tuple(context), []).append(at)
+        for at in sorted(range(len(pairs)), key=lambda at: -sum(map(len, pairs[at]))):
+            by_context.setdefault(tuple(pairs[at][0]), []).append(at)
         # Continuations of one context share its cache, however many they are; the others run side by side.
         groups = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
-        alone.sort(key=lambda at: -sum(map(len, pairs[at])))
         groups += [list(batch) for batch in _batches(alone, self._contexts_together)]
         for group in tqdm(groups, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
-            contexts = [pairs[at][0] for at in group]
-            contexts = contexts[:1] if all(each == contexts[0] for each in contexts) else contexts
+            # A list without repetitions: one context, or as many as continuations.
+            contexts = [*map(list, dict.fromkeys(tuple(pairs[at][0]) for at in group))]
             values, greedy = self._score(contexts, [pairs[at][1] for at in group])
             found |= {at: (float(values[row]), bool(greedy[row])) for row, at in enumerate(group)}
         return [found[at] for at in range(len(pairs))]
@@ -275,9 +262,8 @@ def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...],
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
     until = arguments.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    new = next(
-        (int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), usual
-    )
+    lengths = [arguments[name] for name in _LENGTHS if arguments.get(name) is not None]
+    new = int(next(iter(lengths), usual))
     given = {name: arguments.get(name) for name in _SAMPLING}
     asked, heat = given.pop("do_sample"), given["temperature"]
     numbers = {name: value for name, value in given.items() if value is not None}

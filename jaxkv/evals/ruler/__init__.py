@@ -6,8 +6,7 @@ References:
 """
 
 from jaxkv.evals.ruler.recipe import Cell, Counter, Prompt, Recipe, fit
-from jaxkv.evals.ruler.recipes import MADE, NAMES, recipe_of
-from jaxkv.evals.ruler.task import Ruler
+from jaxkv.evals.ruler.task import MADE, NAMES, Ruler, recipe_of
 from jaxkv.evals.ruler.wording import SMALL_WORDS, Wording, pieces, wording_of
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Base of published benchmarks: rows of JSONL files, local or on the hub, as prompts cut to a model's length."""
+"""The tasks `longbench` and `infinitebench`: rows of JSONL files, as prompts cut to a model's length."""
 
 import abc
 import dataclasses
@@ -12,14 +12,24 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
+from jaxkv.evals import metrics
 from jaxkv.evals.asking import QuestionTask
-from jaxkv.evals.task import Sample, tokenizer_of
+from jaxkv.evals.task import Sample, task, tokenizer_of
 from jaxkv.evals.texts import json_lines, rows_of_file
 from jaxkv.loading import LanguageModel
 
 # Cut texts, joined and tokenized again, may take a few tokens more than their parts.
 _SPARE = 16
 _LEAST = 64
+# Few-shot examples or code to be continued, which a chat template would disturb.
+_RAW = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+# Models continue with another example: the answer is the first line.
+_FIRST_LINE = ("trec", "triviaqa", "samsum")
+_OPTIONS = "ABCD"
+_CHOICES = ("code_debug", "longbook_choice_eng")
+_NUMBERS = ("code_run", "math_find")
+# For these the official functions use the first label alone.
+_FIRST_LABEL = ("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng")
 
 
 @functools.cache
@@ -160,3 +170,118 @@ def _fitted(
     head, tail = text.decode(ids[:half]), text.decode(ids[-half:])
     cut = max(len(tail) - len(after), 0)
     return head + tail[:cut], tail[cut:], 2 * half
+
+
+@task("longbench")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongBench(StoredTask):
+    """Task LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
+
+    A question-agnostic run keeps from the policy the text after the document in the official prompt, such as the
+    question; the text before the document never names the question.
+
+    Attributes:
+        data: folder with the official files, such as narrativeqa.jsonl; by default they are fetched from the hub.
+        tasks: data sets, such as ("hotpotqa", "lcc"); by default all 16.
+        count: samples of each, from its beginning; 0 for all.
+        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave. The
+            official figures have 3500 for models of 4096 positions, 7500 for 8192 and 31500 for 32768.
+        new_tokens: tokens of an answer; 0 for the official number of each data set.
+    """
+
+    benchmark = "longbench"
+    repo, file, member = "THUDM/LongBench", "data.zip", "data/{name}.jsonl"
+    keys = ("input", "context", "answers", "all_classes")
+
+    def raw(self, name: str) -> bool:
+        """True if a data set's prompts get no chat template: the few-shot and code ones."""
+        return name in _RAW
+
+    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """Dict {"input": the row's question} for the prompt template."""
+        return {"input": row["input"]}
+
+    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Tuple of all right answers of a row as texts; ValueError for a row of another format."""
+        right, metric = row["answers"], table(self.benchmark)[name]["metric"]
+        fits = isinstance(right, list) and bool(right)
+        fits = fits and all(isinstance(each, str) for each in right)
+        if metric == "paragraph":
+            fits = fits and all(map(metrics.PARAGRAPH.search, right))
+        if metric == "one_class":
+            fits = fits and bool(row["all_classes"])
+        require(fits, "data", right, f"no answers of {name}: is it the official file?")
+        return tuple(right)
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Highest score in [0, 1] over the right answers by the data set's metric; few-shot sets: of the first line."""
+        metric = table(self.benchmark)[sample.group]["metric"]
+        given = {"classes": sample.tags["classes"]} if metric == "one_class" else {}
+        if sample.group in _FIRST_LINE:
+            prediction = prediction.lstrip("\n").split("\n")[0]
+        measure = getattr(metrics, metric)
+        return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
+
+
+@task("infinitebench")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfiniteBench(StoredTask):
+    """Task InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
+
+    Prompts are the official ones for open models (those of YaRN-Mistral, Yi and ChatGLM3), which begin the answer and
+    have no chat template. A question-agnostic run keeps from the policy the text after the document; the official
+    prompts of math_find and code_run name the question before the document, too.
+
+    Attributes:
+        data: folder with the official files, such as passkey.jsonl; by default they are fetched from the hub.
+        tasks: names of files, such as ("passkey", "kv_retrieval"); by default all 12.
+        count: samples of each, from its beginning; 0 for all.
+        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave.
+        new_tokens: tokens of an answer; 0 for the official number of each task, which is 30,000 of math_calc.
+    """
+
+    benchmark = "infinitebench"
+    repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
+    keys = ("context", "input", "answer")
+
+    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """Dict {placeholder: text} for the prompt template from a row: question, options, call; checks the format."""
+        asked, options = row["input"], row.get("options") or ()
+        fields = {
+            f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)
+        }
+        fields |= {"question": asked, "input": asked}
+        wanted = {"code_run": r"(func_[0-9]+)\(\-?[0-9]+\)", "math_find": r"The .+ of"}.get(
+            name, ""
+        )
+        found = re.search(wanted, asked)
+        fits = found is not None and (name not in _CHOICES or len(options) == len(_OPTIONS))
+        require(fits, "data", asked, f"no question of {name}: is it the official file?")
+        assert found is not None
+        if name == "code_run":
+            fields |= {"func": found[1], "func_call": found[0]}
+        if name == "math_find":
+            fields["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
+        return fields
+
+    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter; checks them."""
+        right = row["answer"]
+        several = right if isinstance(right, list) else [right]
+        choice = name in _CHOICES and len(several) != 2
+        fits = bool(several) and (not choice or several[0] in row["options"])
+        require(fits, "data", right, f"no answer of {name}: is it the official file?")
+        if choice:
+            several = [several[0], _OPTIONS[row["options"].index(several[0])]]
+        if name == "math_calc":
+            return (json.dumps(several[0] if isinstance(several[0], list) else several),)
+        if name in _NUMBERS:
+            return (json.dumps(several[0]),)
+        return tuple(str(each) for each in (several[:1] if name in _FIRST_LABEL else several))
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Score in [0, 1] by the official metric of the sample's task; the highest over its answers, if several."""
+        measure = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
+        if sample.group in _CHOICES:
+            return measure(prediction, sample.answers)
+        return max((measure(prediction, answer) for answer in sample.answers), default=0.0)
