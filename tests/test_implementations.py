@@ -86,26 +86,22 @@ def test_capability():
 
 POLICIES = {
     "full": jaxkv.FullKV(),
-    "snapkv": jaxkv.SnapKV(budget=16, window=8),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
-    "streaming": jaxkv.StreamingLLM(budget=16),
     "again": jaxkv.SnapKV(budget=16, window=8, every=3),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
-    "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
     "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
     "h2o, int8": jaxkv.H2O(budget=16, store="int8"),
     "adakv, int4": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8, store="int4")),
     "snapkv, mixed": jaxkv.SnapKV(budget=24, window=8, store="mixed"),
-    "quest, int4": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int4"),
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("full", "h2o")])
 def test_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
     # Rows in 4 bits have a kernel for heads of whole pairs of groups, and another form of words from 128 elements on.
@@ -133,20 +129,9 @@ def test_kernels_generate_what_xla_does(name):
             assert (apart > 4e-3).mean() < 1e-3 and apart.max() <= np.ptp(other) / 15
 
 
-# A policy of each kind of step: appended rows in pools of their own and in a shared one, windows, evicted rows, scores,
-# chosen rows, pages, codes, rows that are compressed again.
-ON_TPUS = [
-    "full",
-    "adakv",
-    "shared",
-    "rolling",
-    "h2o",
-    "d2o",
-    "again",
-    "omnikv",
-    "quest",
-    "snapkv, int8",
-]
+# A policy of each kind of step: appended rows in pools of their own and in a shared one, rolling positions, evicted
+# and merged rows, pages, codes.
+ON_TPUS = ["adakv", "shared", "rolling", "d2o", "quest", "snapkv, int8"]
 
 
 on_a_cpu = pytest.mark.skipif(
@@ -173,12 +158,11 @@ def test_a_tpus_kernels_generate_what_xla_does(name):
 
 
 @on_a_cpu
-@pytest.mark.parametrize("name", ["adakv", "snapkv, int8"])
-def test_a_tpus_kernels_on_a_mesh(name):
+def test_a_tpus_kernels_on_a_mesh():
     """Each of two devices runs them over its own heads: same rows kept, same tokens."""
     mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
-    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
+    kwargs = {"policy": POLICIES["snapkv, int8"], "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
     kernels = jaxkv.generate(model, ids, implementation="tpu", mesh=mesh, **kwargs)
     assert kernels.stats.attention == "tpu (interpreted)"
