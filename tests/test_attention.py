@@ -170,39 +170,3 @@ def test_column_sums(slots, queries, n, dtype):
     np.testing.assert_allclose(
         sums, expected, rtol=20 * TOLERANCE[dtype], atol=20 * TOLERANCE[dtype]
     )
-
-
-def test_sums_over_a_long_prompt_take_no_more_memory():
-    """32,768 tokens: what a layer's prefill needs with every key's sum, against the same without."""
-    import jax
-    import tiny
-
-    from jaxkv.attention import Implementation
-    from jaxkv.engine.prefill_layer import layer
-    from jaxkv.models.rope import Angles, angles
-    from jaxkv.policies.scorer import Needs
-
-    slots, model = 32768, tiny.tiny(tiny.MODELS["gqa4"])
-    flat = model.flat
-    positions = jnp.arange(slots, dtype=jnp.int32)[None]
-    inputs = (
-        jax.ShapeDtypeStruct((1, slots, model.config.embed), jnp.float32),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-        *jax.tree.leaves(angles(positions, model.config.rope, model.config.head_dim)),
-    )
-
-    def peak(needs):
-        options = {"needs": needs, "last": False, "implementation": Implementation.XLA}
-        run = lambda leaves, x, length, cos, sin: layer(  # noqa: E731
-            leaves, x, length, Angles(cos=cos, sin=sin), graphs=flat.graphs, **options
-        )
-        memory = (
-            jax.jit(run, donate_argnums=1)
-            .lower(flat.blocks[0], *inputs)
-            .compile()
-            .memory_analysis()
-        )
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-    without = peak(Needs())
-    assert without < peak(Needs(sums=True)) <= 1.3 * without

@@ -146,13 +146,12 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
         assert (np.asarray(made[0].moved) > 0).any()
 
 
-@pytest.mark.parametrize("policy", [DEFENSIVE, jaxkv.CAKE(budget=10, window=4)])
-def test_what_lies_there_is_what_is_planned(policy, monkeypatch):
+def test_what_lies_there_is_what_is_planned(monkeypatch):
     """Between layers no more than the buffer, scores and one layer: of many layers a fraction of their rows."""
     shape, tokens, most, plans = tiny.shape(layers=8, kv_heads=2, group=1, dim=16), 200, [], []
     model, ids = tiny.tiny(shape), prompts(4, (60,))[0] * 4
     for _ in range(2):
-        session = jaxkv.Session(model, policy)
+        session = jaxkv.Session(model, DEFENSIVE)
         needed = session.planned(np.asarray([tokens]), 0)
         gc.collect()
         before, found = sum(each.nbytes for each in jax.live_arrays()), 0

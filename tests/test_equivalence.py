@@ -21,8 +21,6 @@ CONFIGS = {
         "many_heads": tiny.shape(layers=2, kv_heads=8, group=2, dim=8),
     }.items()
 }
-# Layers of the real model: all of them are held against golden logits below, and in other files.
-SOME = 10
 
 
 def model(name):
@@ -58,18 +56,6 @@ def test_blocks_one_block_chunks_and_tokens_agree(name):
         after, cache = running.extend(model(name), first, [each[-40:] for each in ids], chunk=chunk)
         assert running.gap(np.stack([each[-1] for each in after]), whole) < 1e-4
         assert np.asarray(cache.seen).tolist() == [600, 70]
-
-
-@pytest.mark.real
-def test_blocks_one_block_chunks_and_tokens_agree_on_the_real_model():
-    ids = running.archive("parity/p600.npz")["input_ids"][:530].tolist()
-    real = running.lowest_layers(SOME)
-    _, whole = running.prefill(real, [ids], slots=530)
-    assert running.gap(running.prefill(real, [ids])[1], whole) < 1e-3
-    first, _ = running.prefill(real, [ids[:500]])
-    for chunk in (1, 30):
-        after, _ = running.extend(real, first, [ids[500:]], chunk=chunk)
-        assert running.gap(after[0][-1:], whole) < 1e-3
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -150,18 +136,6 @@ def test_a_budget_of_the_length_gives_the_full_cache():
             assert all(
                 running.gap(a[-1], e[-1]) < 1e-4 for a, e in zip(after, expected, strict=True)
             ), policy
-
-
-@pytest.mark.real
-def test_a_budget_of_the_length_gives_the_full_cache_on_the_real_model():
-    ids = running.archive("parity/p600.npz")["input_ids"][:200].tolist()
-    more = [[29, 216, 33, 39]]
-    cache, _ = running.prefill(running.lowest_layers(SOME), [ids])
-    expected, _ = running.extend(running.lowest_layers(SOME), cache, more)
-    for policy in everything(200).values():
-        mine, _ = running.prefill(running.lowest_layers(SOME), [ids], policy)
-        after, _ = running.extend(running.lowest_layers(SOME), mine, more)
-        assert running.gap(after[0], expected[0]) < 1e-3
 
 
 # --- a cache that grows ----------------------------------------------------------------------------------------------

@@ -50,13 +50,10 @@ def test_every_kind_of_prompt_of_the_same_ids_gives_the_same_answer(model):
         ([DOC], user, False),
         (chat, user, True),
         ([chat], user, False),
-        (tuple(chat), user, True),
         (plain, plain, True),
         ([plain], plain, False),
         (np.asarray(plain), plain, True),
-        (np.asarray([plain], np.uint16), plain, False),
-        (jnp.asarray(plain), plain, True),
-        (jnp.asarray([plain]), plain, False),
+        (jnp.asarray([plain], jnp.uint16), plain, False),
         ([np.asarray(plain)], plain, False),
     ]
     want = {tuple(each): jaxkv.generate(model, each, **DRAWING) for each in (user, plain)}

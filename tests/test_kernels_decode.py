@@ -356,22 +356,22 @@ def test_rows_in_codes_of_any_magnitude(dtype, store):
     np.testing.assert_allclose(wide(lse), want_lse, rtol=apart, atol=apart)
 
 
-def test_codes_are_read_two_at_a_time():
-    """Other head dims are refused, before anything is compiled."""
-    rows = pallas_kernels.Coded(jnp.zeros((1, 8, 5), jnp.int8), jnp.ones((1, 8), jnp.float16))
-    with pytest.raises(ValueError, match="codes of 5 columns"):
-        of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
-        pallas_kernels.attend(jnp.zeros((1, 1, 1, 5)), rows, rows, *of, tiles=SMALL, interpret=True)
+SCALE = jnp.ones((1, 16, 3), jnp.float16)
 
 
-def test_4_bit_codes_are_read_in_pairs_of_groups():
-    """Head dims that 64 does not divide are refused, before anything is compiled."""
-    scale = jnp.ones((1, 16, 3), jnp.float16)
-    rows = pallas_kernels.Nibbles(jnp.zeros((1, 16, 48), jnp.uint8), scale, scale)
-    with pytest.raises(ValueError, match="4-bit codes of 96 columns"):
-        of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
+@pytest.mark.parametrize(
+    ("dim", "rows"),
+    [
+        (5, pallas_kernels.Coded(jnp.zeros((1, 16, 5), jnp.int8), SCALE[..., 0])),
+        (96, pallas_kernels.Nibbles(jnp.zeros((1, 16, 48), jnp.uint8), SCALE, SCALE)),
+    ],
+)
+def test_codes_are_read_in_pairs(dim, rows):
+    """Two bytes, or two groups of 32 numbers; other head dims are refused, before anything is compiled."""
+    of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
+    with pytest.raises(ValueError, match=f"codes of {dim} columns"):
         pallas_kernels.attend(
-            jnp.zeros((1, 1, 1, 96)), rows, rows, *of, tiles=SMALL, interpret=True
+            jnp.zeros((1, 1, 1, dim)), rows, rows, *of, tiles=SMALL, interpret=True
         )
 
 

@@ -125,18 +125,21 @@ def test_window_sums_with_sinks_of_the_softmax():
 
 
 @pytest.mark.parametrize(
-    ("first", "length"),
-    [([24, 8], [32, 16]), ([-3, 62], [5, 70]), ([-8, 0], [0, 8]), ([40, 60], [46, 68])],
+    ("shape", "first", "length"),
+    [
+        ((2, 2, 3, 8, 70), [-3, 62], [5, 70]),
+        ((2, 2, 3, 8, 70), [-8, 0], [0, 8]),
+        ((2, 2, 3, 8, 70), [40, 60], [46, 68]),
+        ((2, 1, 1, 1, 40), [39, 20], [40, 21]),
+        ((2, 1, 4, 8, 40), [32, 13], [40, 21]),
+    ],
 )
-def test_window_sums_at_the_edges(first, length):
-    """Prompts shorter than the window, of no tokens, ending with the slots or before the window does."""
-    check_window((2, 2, 3, 8, 70), first, length, 64, "float32")
+def test_window_sums_at_the_edges(shape, first, length):
+    """Prompts shorter than the window, of no tokens, ending with the slots or before the window does.
 
-
-def test_window_sums_of_one_query_and_of_whole_tiles():
-    """One row in a tile of 16, and tiles that rows fill exactly."""
-    check_window((2, 1, 1, 1, 40), [39, 20], [40, 21], 64, "float32")
-    check_window((2, 1, 4, 8, 40), [32, 13], [40, 21], 64, "float32")
+    One row in a tile of 16, and tiles that rows fill exactly.
+    """
+    check_window(shape, first, length, 64, "float32")
 
 
 def test_tiles_fit_the_device(monkeypatch):

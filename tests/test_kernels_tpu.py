@@ -15,12 +15,6 @@ START = np.asarray([[0, 301, 310, 2900], [5, 140, 150, 700], [1, 5, 8, 41]], np.
 LENGTH = np.asarray([[290, 0, 2570, 17], [129, 0, 500, 64], [3, 2, 30, 0]], np.int32)
 COUNTS = np.asarray([1, 0, 1], np.int32)
 ROWS = 2960
-# Head dims in one dtype or the other, groups of one to more than a register's sublanes.
-CASES = [
-    (64, "float32", 3),
-    (80, "bfloat16", 1),
-    (256, "bfloat16", 11),
-]
 
 
 def drawn(dim, dtype, group, rows=ROWS):
@@ -50,22 +44,6 @@ def compare(ours, theirs, dtype):
     tolerance = DTYPES[dtype][1]
     for mine, its in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(wide(mine), its, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(("dim", "dtype", "group"), CASES)
-def test_a_token_joins_and_attends(dim, dtype, group):
-    q, new_k, new_v, k, v = drawn(dim, dtype, group)
-    tables = [jnp.asarray(each) for each in (START, LENGTH, COUNTS)]
-    out, lse, *pool = decode.append_and_attend(q, (new_k, new_v), k, v, *tables, interpret=True)
-    assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    wanted = [with_rows(each, new, START, LENGTH, COUNTS) for each, new in ((k, new_k), (v, new_v))]
-    for mine, its in zip(pool, wanted, strict=True):
-        np.testing.assert_array_equal(wide(mine), its)
-    compare(
-        (out, lse),
-        attend_oracle(q, *map(jnp.asarray, wanted), START, LENGTH + COUNTS[:, None])[:2],
-        dtype,
-    )
 
 
 def test_rows_are_only_read():

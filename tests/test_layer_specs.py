@@ -111,11 +111,10 @@ def test_policies_that_keep_everything_answer_as_the_full_cache_does(policy):
 @pytest.mark.parametrize(
     "policy",
     (
-        None,
         jaxkv.StreamingLLM(budget=64, rolling_positions=True),
         jaxkv.ExpectedAttention(budget=64, every=4),
     ),
-    ids=("full", "rolling", "again"),
+    ids=("rolling", "again"),
 )
 def test_layers_without_rotation(policy):
     kinds = (LayerSpec(rope=Rope(theta=40.0)), LayerSpec(rope=NoRope()))

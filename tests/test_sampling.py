@@ -82,7 +82,12 @@ def test_greedy_takes_the_lowest_of_equals():
 
 def test_ties_at_the_cut_stay_together():
     logits = jnp.asarray([[2.0, 1.0, 2.0, 1.0, 1.0]])
-    for sampling in (Sampling(top_k=1), Sampling(top_p=0.1), Sampling(min_p=0.9)):
+    for sampling in (
+        Sampling(top_k=1),
+        Sampling(top_p=0.1),
+        Sampling(top_p=1e-300),
+        Sampling(min_p=0.9),
+    ):
         kept = np.isfinite(np.asarray(mixed([sampling]).cut(logits)))[0]
         assert kept.tolist() == [True, False, True, False, False]
 
@@ -171,13 +176,13 @@ def test_rare_tokens_come_as_often_as_they_should():
     assert (((found - expected) ** 2) / expected).sum() < 24.3
 
 
-def test_ten_temperatures_are_one_program(model):
+def test_temperatures_are_one_program(model):
     def programs(sampling, seed):
         options = {"sampling": sampling, "key": jax.random.key(seed)}
         return jaxkv.generate(model, PROMPT, **options, **DRAWING).stats.compiled_programs
 
     assert programs(Sampling(), 0)
-    for each in range(1, 11):
+    for each in (1, 4, 10):
         heat, share = 0.1 * each, 0.09 * each
         others = (
             Sampling(temperature=heat),
@@ -268,12 +273,3 @@ def test_progress_bars(model, capsys):
     jaxkv.generate(model, PROMPT, progress=None, **DRAWING)
     jaxkv.prefill(model, PROMPT)
     assert tuple(capsys.readouterr()) == ("", "")
-
-
-def test_a_probability_that_rounds_to_zero_leaves_the_likeliest():
-    logits = jnp.asarray([[0.0, 3.0, 1.0, 3.0], [2.0, 0.0, 1.0, -1.0]])
-    for p in (1e-30, 1e-39, 1e-300):
-        kept = np.isfinite(mixed([Sampling(top_p=p)]).cut(logits))
-        np.testing.assert_array_equal(
-            kept, [[False, True, False, True], [True, False, False, False]]
-        )

@@ -158,10 +158,6 @@ def test_letters():
     assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(
         None, "kv"
     )
-    with pytest.raises(
-        ValueError, match=r"letters='K P': two of them want one axis of the mesh \(kv, kv\)"
-    ):
-        axes.spec("K P", (4, 8))
     with pytest.raises(ValueError, match=r"B=3: it is split over data=2: give a multiple of 2"):
         axes.spec("B K", (3, 4))
     with pytest.raises(ValueError, match=r"mesh=.*give what model_mesh makes"):

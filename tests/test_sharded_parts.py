@@ -96,25 +96,19 @@ class Greedy:
 
 @dataclasses.dataclass(frozen=True)
 class Halving(Merger):
-    """A dropped row's value goes half into the nearest kept one; if heads decide together, where most are alike."""
+    """A dropped row's value goes half into the nearest kept one, where most heads' are alike."""
 
-    together: bool = False
+    across_heads: ClassVar[bool] = True
     compares: ClassVar[tuple[str, ...]] = ("k",)
-
-    @property
-    def across_heads(self):
-        return self.together
 
     def merge(self, k, v, kept, inside, mass, tau, key, axes=None):
         each = (inside & ~kept).sum(axis=2, dtype=jnp.int32)
-        every = gathered(each, "K", 1, axes).sum(axis=1) if self.together else each[:, 0]
+        every = gathered(each, "K", 1, axes).sum(axis=1)
         scale = (1 + every.astype(jnp.float32) / 64)[:, None, None, None]
         return Merged(k, jnp.where(kept[..., None], v * scale, v), tau)
 
     def merge_one(self, index, cosine, dropped, nearest, goes, tau, axes=None):
-        joins = goes & (cosine > 0)
-        if self.together:
-            joins = goes & (gathered(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
+        joins = goes & (gathered(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
         return Joined(joins, None, (dropped.v + nearest.v) / 2, tau)
 
 
@@ -139,7 +133,7 @@ HEAVY = {"budget": BUDGET, "scorer": CumulativeAttention(), "keep": Keep(sinks=1
         Policy(
             budget=BUDGET, scorer=WindowAttention(window=8), heads=Lowest(), keep=Keep(window=8)
         ),
-        Policy(**HEAVY, evict=Fading(), merge=Halving(together=True)),
+        Policy(**HEAVY, evict=Fading(), merge=Halving()),
     ],
     ids=["scorer", "max", "heads", "merger"],
 )

@@ -13,7 +13,6 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.cache.slots import insert, taken
 from jaxkv.engine.compress import finished
 from jaxkv.engine.slots import PARTS, Slots
 from jaxkv.sampling import Sampling, mixed
@@ -150,19 +149,6 @@ def test_mixed_draws_what_each_sampler_draws():
         assert int(drawn[at]) == int(sampler(logits[at : at + 1], keys[at : at + 1])[0]), sampler
     with pytest.raises(TypeError, match="sampling="):
         mixed([Sampling(temperature=0), lambda logits, keys: logits])
-
-
-def test_inserting_copies_sequences_where_their_letters_say():
-    """Several at once, one of them left out."""
-    cache, *_ = tiny.run(model(), tiny.prompts(0, [20, 9, 14]), jaxkv.FullKV(), room=4)
-    whole, part = cache.arrays, taken(cache.arrays, jnp.asarray([1, 2], jnp.int32))
-    put = insert(jax.tree.map(jnp.copy, whole), part, jnp.asarray([2, -1], jnp.int32))
-    np.testing.assert_array_equal(np.asarray(put.tables.seen), [20, 9, 9])
-    np.testing.assert_array_equal(
-        np.asarray(put.tables.length[:, 2]), np.asarray(whole.tables.length[:, 1])
-    )
-    np.testing.assert_array_equal(np.asarray(put.pools[1].k[2]), np.asarray(whole.pools[1].k[1]))
-    np.testing.assert_array_equal(np.asarray(put.pools[1].k[:2]), np.asarray(whole.pools[1].k[:2]))
 
 
 def test_what_slots_refuse(as_users_call):
