@@ -1,40 +1,33 @@
-"""200 random requests to an `Engine` of 8 slots, under every row of the policy table: each as alone.
+"""Random requests to an `Engine` of 8 slots: each as alone.
 
-python tests/engine_runs.py [requests] [rows]      `python tests/engine_runs.py`
-
-Prompts, numbers of tokens, samplers, cancellations and questions on documents are drawn at random. It says for every
-row whether all tokens were those of `jaxkv.generate` alone, and how many programs were compiled once the engine stood.
+Prompts, numbers of tokens, samplers, cancellations and questions on documents are drawn at random.
 """
 
 import contextlib
 import dataclasses
-import sys
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
 import slot_runs as runs
-import test_again as again
 import tiny
-from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv.compilation import Clock
 
-COUNT, SLOTS, QUESTION = 200, 8, 8
+SLOTS, QUESTION = 8, 8
 LIMITS = {
     "slots": SLOTS,
     "max_prompt_tokens": runs.PROMPT,
     "max_new_tokens": runs.NEW,
     "max_question_tokens": QUESTION,
-    "queue": 2 * COUNT,
+    "queue": 400,
     "document_bytes": 10**9,
 }
 
 
-def checked(policy, count=COUNT):
+def checked(policy, count):
     """Asks all requests at once; returns how many answers there were, and how many programs were compiled meanwhile.
 
     Raises AssertionError where tokens are not those of the request alone.
@@ -105,20 +98,3 @@ def under_way(engine, waiting):
     """Waits until a prompt is being prefilled and as many others wait."""
     while (engine.stats.prefilling, engine.stats.waiting) != (1, waiting):
         time.sleep(0.001)
-
-
-def check_row(name, count):
-    """Asks that many requests under a row of the policy table; prints how many were answered."""
-    told, programs = checked(runs.policy_of(name), count)
-    print(f"{name}: {told} answers as alone, {programs} programs compiled", flush=True)
-    assert programs == 0
-
-
-def main(count=COUNT, *names):
-    warnings.simplefilter("ignore")
-    rows = names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES)]
-    runs.over_rows("engine", rows, lambda name: check_row(name, int(count)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -17,8 +17,8 @@ TIMEOUTS = {"killed": (4, 60), "raises": (60, 4)}
 NEW, BUDGET = 6, 24
 ACROSS, BOTH = (2, 4), (1, 8)
 # Sequences in either process, or the heads of each sequence in both.
-CASES = [(ACROSS, name) for name in ("adakv", "h2o", "every", "omnikv")]
-CASES += [(BOTH, name) for name in ("adakv", "h2o", "d2o", "omnikv", "chunks")]
+CASES = [(ACROSS, name) for name in ("adakv", "every", "omnikv")]
+CASES += [(BOTH, name) for name in ("adakv", "d2o", "chunks")]
 LOADED = Path(__file__).parent / "golden" / "models" / "llama_gqa8"
 
 

@@ -1,17 +1,8 @@
-"""Requests answered over a few slots, and each of them alone: what tests of slots compare.
-
-python tests/slot_runs.py [device | mesh] [rows]      every row of the policy table
-"""
+"""Requests answered over a few slots, and each of them alone: what tests of slots compare."""
 
 import dataclasses
-import sys
 
-import jax
-import meshes
 import numpy as np
-import test_again as again
-import tiny
-from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv.compilation import Clock
@@ -103,46 +94,3 @@ def check(model, policy, given, *, slots=None, reference=None):
     whole = model if reference is None else reference
     for asked, tokens in zip(given, out, strict=True):
         assert tokens == alone(whole, policy, asked), asked
-
-
-def check_row(where, name):
-    """24 requests over 4 slots under a row of the policy table, on a device or on 2 x 4 of them."""
-    given = requests(1, 24)
-    if where == "mesh":
-        whole, policy = meshes.model_of(4), meshes.roomy(name)
-        split = whole.on(meshes.mesh_of(2, 4))
-        check(split, policy, given, slots=made(split, policy), reference=whole)
-        return
-    check(tiny.tiny(tiny.TWO_LAYERS), policy_of(name), given)
-
-
-def policy_of(name):
-    """The policy of a row's name; those behind which ", every" stands compress again while tokens are drawn."""
-    return (
-        again.POLICIES[name.removesuffix(", every")]
-        if name.endswith(", every")
-        else BY_NAME[name].policy(20)
-    )
-
-
-def over_rows(title, rows, check):
-    """Runs a check for every row; prints those that are refused or wrong, and the number of right ones."""
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    right = 0
-    for name in rows:
-        try:
-            check(name)
-            right += 1
-        except (AssertionError, ValueError) as error:
-            print(f"{title}: {name}: {str(error)[:300]}", flush=True)
-        jax.clear_caches()
-    print(f"{title}: {right} of {len(rows)} rows right")
-
-
-def main(where="device", *names):
-    rows = names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES if where != "mesh")]
-    over_rows(where, rows, lambda name: check_row(where, name))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

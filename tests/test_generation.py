@@ -50,13 +50,10 @@ def test_every_kind_of_prompt_of_the_same_ids_gives_the_same_answer(model):
         ([DOC], user, False),
         (chat, user, True),
         ([chat], user, False),
-        (tuple(chat), user, True),
         (plain, plain, True),
         ([plain], plain, False),
         (np.asarray(plain), plain, True),
-        (np.asarray([plain], np.uint16), plain, False),
-        (jnp.asarray(plain), plain, True),
-        (jnp.asarray([plain]), plain, False),
+        (jnp.asarray([plain], jnp.uint16), plain, False),
         ([np.asarray(plain)], plain, False),
     ]
     want = {tuple(each): jaxkv.generate(model, each, **DRAWING) for each in (user, plain)}
@@ -103,12 +100,7 @@ def test_conversations_and_batches_of_them(model):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        jaxkv.FullKV(),
-        POLICY,
-        jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4)),
-        jaxkv.KNorm(budget=0.5),
-    ],
+    [jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4)), jaxkv.KNorm(budget=0.5)],
 )
 def test_a_row_of_a_batch_gets_what_it_gets_alone(model, policy):
     rows = ids(1, 60, 38, 45)
@@ -196,12 +188,8 @@ def test_bos_only_where_nothing_has_been_seen():
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        POLICY,
-        jaxkv.AdaKV(base=POLICY),
-        jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers()),
-    ],
-    ids=["equal", "ragged", "shared"],
+    [POLICY, jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())],
+    ids=["equal", "shared"],
 )
 def test_a_cache_is_a_value(model, policy):
     with pytest.warns(jaxkv.UnseenQuestionWarning):  # how well these answer is not asked here
@@ -226,9 +214,7 @@ def test_a_cache_is_a_value(model, policy):
 # --- statistics, spans, dtypes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "policy", [None, POLICY, jaxkv.AdaKV(base=POLICY)], ids=["full", "snapkv", "adakv"]
-)
+@pytest.mark.parametrize("policy", [None, jaxkv.AdaKV(base=POLICY)], ids=["full", "adakv"])
 def test_statistics(model, policy):
     rows = ids(1, 60, 38, 45)
     out = jaxkv.generate(model, rows, policy=policy, **DRAWING)
@@ -247,10 +233,9 @@ def test_statistics(model, policy):
     assert stats.layout == cache.layout.value and stats.attention
 
 
-@pytest.mark.parametrize("store", ["dense", "int4"])
-def test_kept_and_full_count_entries_alone(model, store):
+def test_kept_and_full_count_entries_alone(model):
     """Keys and values, with a quantised store's scales: no headroom, padding, position, score or table."""
-    rows, config = ids(1, 50, 38, 45), model.config
+    store, rows, config = "int4", ids(1, 50, 38, 45), model.config
     heads, dim = config.layers * config.kv_heads, config.head_dim
     for policy, held in ((jaxkv.FullKV(store=store), 133), (jaxkv.H2O(budget=16, store=store), 48)):
         out = jaxkv.generate(model, rows, policy=policy, **DRAWING)
@@ -287,8 +272,8 @@ def test_negative_spans_are_protected_from_the_end(model):
         ) == 16
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision(dtype):
+def test_half_precision():
+    dtype = "float16"
     half = jaxkv.load(FOLDER, dtype=dtype)
     assert half.dtype == jnp.dtype(dtype)
     cache = jaxkv.prefill(half, ids(1, 60, 38), policy=jaxkv.AdaKV(base=POLICY))

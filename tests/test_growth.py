@@ -15,14 +15,11 @@ from jaxkv.compilation import Clock
 from jaxkv.engine import growth as rooms
 from jaxkv.engine.growth import MOST_AHEAD, room_for
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.slots import Slots
 from jaxkv.policies import LinearLayers
 
 BACKEND = "/jax/core/compile/backend_compile_duration"
 POLICIES = {
     "full": jaxkv.FullKV(),
-    "snapkv": jaxkv.SnapKV(budget=64),
-    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64)),
     "h2o": jaxkv.H2O(budget=64),
     "every": jaxkv.SnapKV(budget=64, every=64),
 }
@@ -120,8 +117,7 @@ def test_all_compilation_is_told_in_a_fresh_process():
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [jaxkv.FullKV(), jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)), jaxkv.H2O(budget=24)],
+    "policy", [jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)), jaxkv.H2O(budget=24)]
 )
 def test_questions_of_up_to_64_tokens_share_programs(model, policy):
     # So long that the whole text stays in one bucket, which evicting policies compile for.
@@ -135,16 +131,6 @@ def test_questions_of_up_to_64_tokens_share_programs(model, policy):
     # Padding changes no answer.
     alone = jaxkv.generate(model, tiny.prompts(4, [16]), **options)
     np.testing.assert_array_equal(alone.tokens[0], first.tokens[0])
-    # As in slots.
-    slots = Slots(
-        jaxkv.Session(model, policy), count=2, max_prompt=40, max_question=64, max_new_tokens=4
-    )
-    document = slots.prefill(tiny.prompts(3, [40]))
-    slots.extend(document, tiny.prompts(4, [16]))
-    clock = Clock()
-    with clock:
-        slots.extend(document, tiny.prompts(5, [40]))
-    assert clock.programs == 0
 
 
 def test_a_clock_counts_nested_compilations_once():
@@ -159,7 +145,6 @@ def test_a_clock_counts_nested_compilations_once():
 
 
 GROWING = {
-    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)),
     # Prompts shorter than the budget grow to it; some layers have no limit.
     "h2o": jaxkv.H2O(budget=120),
     "every": jaxkv.SnapKV(budget=100, window=8, every=40),

@@ -86,34 +86,32 @@ def test_capability():
 
 POLICIES = {
     "full": jaxkv.FullKV(),
-    "snapkv": jaxkv.SnapKV(budget=16, window=8),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
-    "streaming": jaxkv.StreamingLLM(budget=16),
     "again": jaxkv.SnapKV(budget=16, window=8, every=3),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
-    "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
     "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
     "h2o, int8": jaxkv.H2O(budget=16, store="int8"),
     "adakv, int4": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8, store="int4")),
     "snapkv, mixed": jaxkv.SnapKV(budget=24, window=8, store="mixed"),
-    "quest, int4": jaxkv.Quest(budget=12, page=4, dense_layers=1, store="int4"),
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if name not in ("full", "h2o", "snapkv, int8")]
+)
 def test_kernels_generate_what_xla_does(name):
-    """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
+    """Prefill, compression and decoding of two prompts, one of fewer tokens than a window: same rows, same tokens."""
     # Rows in 4 bits have a kernel for heads of whole pairs of groups, and another form of words from 128 elements on.
     wide = {"int4": 128, "mixed": 64}.get(POLICIES[name].store)
     model = tiny.tiny(
         tiny.shape(layers=2, kv_heads=2, group=3, dim=wide) if wide else tiny.TWO_LAYERS
     )
-    ids = tiny.prompts(0, [37, 21])
+    ids = tiny.prompts(0, [37, 5])
     kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
     kernels = jaxkv.generate(model, ids, implementation="pallas", **kwargs)
@@ -133,20 +131,9 @@ def test_kernels_generate_what_xla_does(name):
             assert (apart > 4e-3).mean() < 1e-3 and apart.max() <= np.ptp(other) / 15
 
 
-# A policy of each kind of step: appended rows in pools of their own and in a shared one, windows, evicted rows, scores,
-# chosen rows, pages, codes, rows that are compressed again.
-ON_TPUS = [
-    "full",
-    "adakv",
-    "shared",
-    "rolling",
-    "h2o",
-    "d2o",
-    "again",
-    "omnikv",
-    "quest",
-    "snapkv, int8",
-]
+# A policy of each kind of step: appended rows in pools of their own and in a shared one, rolling positions, evicted
+# and merged rows, pages, codes.
+ON_TPUS = ["adakv", "shared", "rolling", "d2o", "quest", "snapkv, int8"]
 
 
 on_a_cpu = pytest.mark.skipif(
@@ -173,12 +160,11 @@ def test_a_tpus_kernels_generate_what_xla_does(name):
 
 
 @on_a_cpu
-@pytest.mark.parametrize("name", ["adakv", "snapkv, int8"])
-def test_a_tpus_kernels_on_a_mesh(name):
+def test_a_tpus_kernels_on_a_mesh():
     """Each of two devices runs them over its own heads: same rows kept, same tokens."""
     mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
-    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
+    kwargs = {"policy": POLICIES["snapkv, int8"], "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
     kernels = jaxkv.generate(model, ids, implementation="tpu", mesh=mesh, **kwargs)
     assert kernels.stats.attention == "tpu (interpreted)"
@@ -251,22 +237,6 @@ def test_kernels_keep_rows_of_16_bits():
         for name in ("k", "v"):
             mine, its = (np.asarray(getattr(each, name), np.float32) for each in (ours, theirs))
             np.testing.assert_allclose(mine, its, atol=0.25, err_msg=name)
-
-
-def test_a_window_longer_than_the_prompt():
-    """The kernels too take prompts shorter than the observation window."""
-    model = tiny.tiny(tiny.TWO_LAYERS)
-    ids = tiny.prompts(3, [30, 5])
-    kwargs = {
-        "policy": jaxkv.SnapKV(budget=12, window=8),
-        "max_new_tokens": 3,
-        "stop_at_eos": False,
-    }
-    plain, kernels = (
-        jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "pallas")
-    )
-    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_implementation_is_no_part_of_the_cache():

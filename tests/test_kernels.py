@@ -5,8 +5,6 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import pallas_kernels
 from pallas_kernels.tiles import DecodeTiles, GatherTiles
@@ -16,11 +14,14 @@ DTYPES = {
     "bfloat16": (jnp.bfloat16, 2e-2),
     "float16": (jnp.float16, 3e-3),
 }
-DIMS = [64, 80, 96, 128, 256]
-# Every head dim in two dtypes; float16, which takes bfloat16's path, at one padded and one whole dim.
-KINDS = [(dim, dtype) for dim in DIMS for dtype in ("float32", "bfloat16")] + [
-    (64, "float16"),
+# Every head dim, and each dtype at a padded and a whole one.
+KINDS = [
+    (64, "float32"),
+    (80, "float32"),
     (80, "float16"),
+    (96, "bfloat16"),
+    (128, "bfloat16"),
+    (256, "float16"),
 ]
 SMALL = DecodeTiles(chunk=16, block=16, queries=16)
 
@@ -34,7 +35,7 @@ def wide(array):
     return np.asarray(array.astype(jnp.float32), np.float64)
 
 
-def attend_oracle(q, k, v, start, length):
+def attend_oracle(q, k, v, start, length, softcap=None):
     """Loops over sequences, heads and queries; out, lse, and each row's mean weight."""
     q, k, v = wide(q), wide(k), wide(v)
     batch, heads, rows, dim = q.shape
@@ -46,6 +47,7 @@ def attend_oracle(q, k, v, start, length):
             if length[b, h] == 0:
                 continue
             logits = k[b, span] @ q[b, h, r] / np.sqrt(dim)
+            logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
             weights = np.exp(logits - logits.max())
             lse[b, h, r] = logits.max() + np.log(weights.sum())
             weights /= weights.sum()
@@ -67,6 +69,9 @@ def check_attend(
         seed, (batch, heads, rows, dim), (batch, pool, dim), (batch, pool, dim), dtype=kind
     )
     (score,) = draw(seed + 1, (batch, pool))
+    # Rows of no segment may hold anything.
+    unused = jnp.asarray(~inside_any(start, length, pool))[..., None]
+    k, v = (jnp.where(unused, jnp.asarray(jnp.nan, kind), each) for each in (k, v))
     options = {"score": score, "widest": widest, "counts": counts} if scored else {}
     results = pallas_kernels.attend(
         q, k, v, jnp.asarray(start), jnp.asarray(length), **options, tiles=tiles, interpret=True
@@ -94,34 +99,21 @@ def test_attend_every_dtype_and_dim(dim, dtype):
     check_attend(0, [[0, 70, 1, 33], [40, 0, 17, 0]], 3, dim, dtype, SMALL)
 
 
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 2**16), data=st.data())
-def test_attend_any_lengths(seed, data):
-    """Any lengths, chunks of one or several blocks, segments with room behind them."""
-    heads = data.draw(st.sampled_from([1, 3, 8]))
-    lengths = [
-        data.draw(st.lists(st.integers(0, 90), min_size=heads, max_size=heads)) for _ in range(2)
-    ]
-    lengths[0][0] = max(1, lengths[0][0])
-    chunk = data.draw(st.sampled_from([16, 32]))
-    check_attend(
-        seed,
-        lengths,
-        4,
-        64,
-        "float32",
-        dataclasses.replace(SMALL, chunk=chunk),
-        gap=data.draw(st.integers(0, 9)),
-    )
+@pytest.mark.parametrize(("heads", "chunk", "gap"), [(1, 32, 0), (3, 16, 9), (8, 32, 4)])
+def test_attend_any_lengths(heads, chunk, gap):
+    """Chunks of one or several blocks, segments with room behind them."""
+    lengths = np.random.default_rng(heads).integers(0, 90, (2, heads))
+    tiles = dataclasses.replace(SMALL, chunk=chunk)
+    check_attend(heads, lengths, 4, 64, "float32", tiles, gap=gap)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 128])
+@pytest.mark.parametrize("rows", [16, 17, 128])
 def test_attend_several_queries(rows):
     """A question on a cache, or a large group: more queries than one tile holds, and their scores."""
     check_attend(1, [[50, 3, 20], [1, 0, 64]], rows, 64, "float32", SMALL)
 
 
-@pytest.mark.parametrize("widest", [33, 40, 1000])
+@pytest.mark.parametrize("widest", [33, 1000])
 def test_attend_over_a_stretch_of_a_large_pool(widest):
     """Logits lie head after head where the pool's rows are many more; a sequence that has ended is not scored."""
     check_attend(
@@ -137,24 +129,7 @@ def test_attend_over_a_stretch_of_a_large_pool(widest):
     )
 
 
-def test_attend_ignores_what_lies_outside():
-    """Rows of no segment may hold anything, even NaN."""
-    q, k, v = draw(2, (2, 2, 3, 64), (2, 80, 64), (2, 80, 64))
-    start, length = (
-        np.asarray([[5, 50], [0, 40]], np.int32),
-        np.asarray([[20, 11], [37, 5]], np.int32),
-    )
-    outside = ~inside_any(start, length, 80)
-    dirty = [jnp.where(jnp.asarray(outside)[..., None], jnp.nan, a) for a in (k, v)]
-    at, score = (jnp.asarray(start), jnp.asarray(length)), jnp.zeros((2, 80))
-    clean = pallas_kernels.attend(q, k, v, *at, score=score, tiles=SMALL, interpret=True)
-    other = pallas_kernels.attend(q, *dirty, *at, score=score, tiles=SMALL, interpret=True)
-    for ours, theirs in zip(other, clean, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize(("dtype", "dim"), [("float32", 80), ("bfloat16", 256), ("float16", 64)])
 def test_compact(dtype, dim):
     """Every row where it belongs, bit for bit; rows without a source are empty."""
     kind, _ = DTYPES[dtype]

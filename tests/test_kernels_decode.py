@@ -248,7 +248,7 @@ def check_token(
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "group"),
-    [(*kind, group) for kind, group in zip(KINDS, [1, 3, 4, 7, 8] * 3, strict=False)],
+    [(*kind, group) for kind, group in zip(KINDS, [1, 3, 4, 7, 8, 3], strict=True)],
 )
 def test_a_token_joins_and_attends(dim, dtype, group):
     """RoPE, append and attention at once; a sequence that has ended keeps its rows, and NaN elsewhere stays there."""
@@ -257,7 +257,7 @@ def test_a_token_joins_and_attends(dim, dtype, group):
 
 @pytest.mark.parametrize(
     ("dtype", "group", "widest"),
-    [("float32", 3, None), ("bfloat16", 3, 71), ("float32", 3, 71), ("bfloat16", 20, 71)],
+    [("float32", 3, None), ("float32", 3, 71), ("bfloat16", 20, 71)],
 )
 def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
     """The new row's score begins and grows too, by groups of several tiles; logits lie as rows do, or by head."""
@@ -270,9 +270,7 @@ def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
         (64, "float32", 3, True),
         (80, "bfloat16", 4, False),
         (128, "float16", 20, False),
-        (64, "bfloat16", 1, True),
         (20, "float32", 2, False),
-        (256, "bfloat16", 8, False),
     ],
 )
 def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
@@ -288,10 +286,7 @@ def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
         (64, "float32", 3, True, "int4"),
         (128, "float16", 20, False, "int4"),
         (64, "bfloat16", 1, True, "mixed"),
-        (128, "bfloat16", 4, True, "int4"),
         (192, "float32", 2, False, "mixed"),
-        (256, "bfloat16", 8, False, "int4"),
-        (128, "float32", 7, False, "mixed"),
     ],
 )
 def test_a_token_joins_and_attends_to_rows_in_4_bits(dim, dtype, group, scored, store):
@@ -301,16 +296,21 @@ def test_a_token_joins_and_attends_to_rows_in_4_bits(dim, dtype, group, scored, 
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("store", "values"), [("int8", 1e-3), ("int8", 20.0), ("int4", 1e-3), ("mixed", 20.0)]
+    ("dtype", "store", "values"),
+    [
+        ("float32", "int8", 1e-3),
+        ("bfloat16", "int8", 20.0),
+        ("bfloat16", "int4", 1e-3),
+        ("float32", "mixed", 20.0),
+    ],
 )
 def test_a_new_token_weighs_what_its_logit_says_beside_codes(dtype, store, values):
     """Scales of values join the logits of all rows, the new one's too, which is on top."""
     check_token(7, 64, dtype, 1, layer=1, store=store, values=values)
 
 
-@pytest.mark.parametrize("store", CODES)
+@pytest.mark.parametrize("store", ["int8", "int4"])
 def test_thousands_of_rows_in_codes_in_one_chunk(store):
     """What codes have on top does not add up over a chunk."""
     q, k, v = draw(9, (1, 1, 1, 64), (1, 8192, 64), (1, 8192, 64))
@@ -324,8 +324,9 @@ def test_thousands_of_rows_in_codes_in_one_chunk(store):
     np.testing.assert_allclose(wide(out), want, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("store", CODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "store"), [("float32", "int8"), ("bfloat16", "int4"), ("bfloat16", "mixed")]
+)
 def test_rows_in_codes_of_any_magnitude(dtype, store):
     """Queries and keys from 1e-4 to 1e4, values from 1e-4 to 10, rows of zeros: scales and offsets lose nothing."""
     kind, tolerance = DTYPES[dtype]
@@ -355,24 +356,22 @@ def test_rows_in_codes_of_any_magnitude(dtype, store):
     np.testing.assert_allclose(wide(lse), want_lse, rtol=apart, atol=apart)
 
 
-def test_codes_are_read_two_at_a_time():
-    """Other head dims are refused, before anything is compiled."""
-    rows = pallas_kernels.Coded(jnp.zeros((1, 8, 5), jnp.int8), jnp.ones((1, 8), jnp.float16))
-    with pytest.raises(ValueError, match="codes of 5 columns: kernels read two at a time"):
-        of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
-        pallas_kernels.attend(jnp.zeros((1, 1, 1, 5)), rows, rows, *of, tiles=SMALL, interpret=True)
+SCALE = jnp.ones((1, 16, 3), jnp.float16)
 
 
-def test_4_bit_codes_are_read_in_pairs_of_groups():
-    """Head dims that 64 does not divide are refused, before anything is compiled."""
-    scale = jnp.ones((1, 16, 3), jnp.float16)
-    rows = pallas_kernels.Nibbles(jnp.zeros((1, 16, 48), jnp.uint8), scale, scale)
-    with pytest.raises(
-        ValueError, match="4-bit codes of 96 columns in 3 groups: kernels read pairs of 32"
-    ):
-        of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
+@pytest.mark.parametrize(
+    ("dim", "rows"),
+    [
+        (5, pallas_kernels.Coded(jnp.zeros((1, 16, 5), jnp.int8), SCALE[..., 0])),
+        (96, pallas_kernels.Nibbles(jnp.zeros((1, 16, 48), jnp.uint8), SCALE, SCALE)),
+    ],
+)
+def test_codes_are_read_in_pairs(dim, rows):
+    """Two bytes, or two groups of 32 numbers; other head dims are refused, before anything is compiled."""
+    of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
+    with pytest.raises(ValueError, match=f"codes of {dim} columns"):
         pallas_kernels.attend(
-            jnp.zeros((1, 1, 1, 96)), rows, rows, *of, tiles=SMALL, interpret=True
+            jnp.zeros((1, 1, 1, dim)), rows, rows, *of, tiles=SMALL, interpret=True
         )
 
 
@@ -435,11 +434,6 @@ def test_a_token_attends_to_picked_rows(alike):
             np.full((1, 1), len(read), np.int32),
         )
         np.testing.assert_allclose(wide(out)[b, h], want[0, 0], rtol=1e-5, atol=1e-5)
-
-
-def test_a_group_of_more_than_a_tile():
-    """One kv head for twenty query heads: the row is written once."""
-    check_token(5, 64, "float32", 20, layer=0)
 
 
 def test_scores_of_a_token_need_their_begin_and_codes_their_dtype():

@@ -59,10 +59,12 @@ def test_products_with_codes(outputs, width, bits, vectors, dtype):
     check(outputs, width, bits, vectors, dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
-    "tiles",
-    [LinearTiles(outputs=8, pieces=16, ahead=3), LinearTiles(outputs=64, pieces=4, ahead=2)],
+    ("bits", "tiles"),
+    [
+        (8, LinearTiles(outputs=8, pieces=16, ahead=3)),
+        (4, LinearTiles(outputs=64, pieces=4, ahead=2)),
+    ],
 )
 def test_other_tiles_give_the_same(bits, tiles):
     """More steps ahead than there are, and tiles of every form."""

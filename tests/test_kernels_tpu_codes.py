@@ -10,13 +10,15 @@ from test_kernels_tpu import COUNTS, LENGTH, START, compare, drawn, with_rows
 from jaxkv.cache.quantised import Bytes
 from pallas_kernels.tpu import codes, decode
 
-# Head dim, dtype, group and rows of a pool: whole registers of scales, none, and tiles of 8 or of 32 rows.
+# Head dims in one dtype or the other, groups of one to more than a register's sublanes, rows of a pool; of codes, whole
+# registers of scales, none, and tiles of 8 or of 32 rows.
 CASES = [
-    (64, "float32", 3, 3072),
-    (80, "bfloat16", 1, 2960),
-    (96, "float32", 8, 2976),
-    (128, "bfloat16", 4, 2976),
-    (256, "bfloat16", 11, 2960),
+    (True, 64, "float32", 3, 2960),
+    (True, 80, "bfloat16", 1, 2960),
+    (True, 256, "bfloat16", 11, 2960),
+    (False, 64, "float32", 3, 3072),
+    (False, 80, "bfloat16", 1, 2960),
+    (False, 128, "bfloat16", 4, 2976),
 ]
 TABLES = (START, LENGTH, COUNTS)
 
@@ -33,34 +35,38 @@ def decoded(pair):
     return code * scale[..., None]
 
 
-@pytest.mark.parametrize(("dim", "dtype", "group", "rows"), CASES)
-def test_a_token_joins_codes_and_attends(dim, dtype, group, rows):
-    """The new row is rounded like those before it; rows around it keep their codes and scales to the bit."""
+@pytest.mark.parametrize(("dense", "dim", "dtype", "group", "rows"), CASES)
+def test_a_token_joins_and_attends(dense, dim, dtype, group, rows):
+    """A new row is rounded like those before it; rows around it keep their codes and scales to the bit."""
     q, new_k, new_v, k, v = drawn(dim, dtype, group, rows)
     # Rows of very different sizes: scales matter.
     sizes = jnp.exp(0.4 * jax.random.normal(jax.random.key(rows), (2, *k.shape[:2], 1))).astype(
         k.dtype
     )
-    pool = encoded(k * sizes[0]), encoded(v * sizes[1])
-    new = encoded(new_k), encoded(new_v * 3)
+    check(dense, q, (k * sizes[0], v * sizes[1]), (new_k, new_v * 3), TABLES, dtype)
+
+
+def check(dense, q, pool, new, tables, dtype):
+    """Rows that are appended, and the attention to them, of a pool as it is or in codes."""
+    if not dense:
+        pool, new = ([encoded(each) for each in rows] for rows in (pool, new))
     out, lse, *found = decode.append_and_attend(
-        q, new, *pool, *map(jnp.asarray, TABLES), interpret=True
+        q, tuple(new), *pool, *map(jnp.asarray, tables), interpret=True
     )
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    for mine, old, one in zip(found, pool, new, strict=True):
-        assert [each.dtype for each in mine] == [each.dtype for each in old]
-        for leaf, before, of_token in zip(mine, old, one, strict=True):
-            np.testing.assert_array_equal(wide(leaf), with_rows(before, of_token, *TABLES))
-    rows = [jnp.asarray(decoded(each), jnp.float32) for each in found]
-    compare((out, lse), attend_oracle(q, *rows, START, LENGTH + COUNTS[:, None])[:2], dtype)
+    for mine, old, one in zip(*map(jax.tree.leaves, (found, pool, new)), strict=True):
+        assert mine.dtype == old.dtype
+        np.testing.assert_array_equal(wide(mine), with_rows(old, one, *tables))
+    numbers = found if dense else [jnp.asarray(decoded(each), jnp.float32) for each in found]
+    start, length, counts = tables
+    compare((out, lse), attend_oracle(q, *numbers, start, length + counts[:, None])[:2], dtype)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_codes_are_only_read(softcap):
+def test_codes_are_only_read():
     """Segments from any row, heads without rows, capped logits; what appending reads, attending reads."""
     q, new_k, new_v, k, v = drawn(64, "float32", 2)
     pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
-    how = {"softcap": softcap, "interpret": True}
+    how = {"softcap": 2.0, "interpret": True}
     out, lse, *pool = decode.append_and_attend(q, new, *pool, *map(jnp.asarray, TABLES), **how)
     after = jnp.asarray(START), jnp.asarray(LENGTH + COUNTS[:, None])
     again = decode.attend(q, *pool, *after, **how)
@@ -72,23 +78,15 @@ def test_codes_are_only_read(softcap):
     assert not wide(out)[1, 1].any() and np.isneginf(wide(lse)[1, 1]).all()
 
 
-def test_many_heads_write_codes_into_one_tile():
-    """A pool smaller than a chunk, segments of few rows, in any order."""
+@pytest.mark.parametrize("dense", [True, False])
+def test_many_heads_write_into_one_tile(dense):
+    """A pool smaller than a block, segments of few rows, in any order; rows around them stay as they are."""
     start = np.asarray([[30, 1, 4, 9], [0, 20, 12, 4]], np.int32)
     length = np.asarray([[1, 2, 3, 0], [3, 3, 2, 7]], np.int32)
     tables = start, length, np.asarray([1, 1], np.int32)
-    q, new_k, new_v = draw(1, (2, 4, 2, 64), (2, 4, 64), (2, 4, 64), dtype=jnp.bfloat16)
-    for rows in (48, 64):
-        k, v = draw(2, (2, rows, 64), (2, rows, 64), dtype=jnp.bfloat16)
-        pool, new = (encoded(k), encoded(v)), (encoded(new_k), encoded(new_v))
-        out, lse, *found = decode.append_and_attend(
-            q, new, *pool, *map(jnp.asarray, tables), interpret=True
-        )
-        for mine, old, one in zip(found, pool, new, strict=True):
-            np.testing.assert_array_equal(wide(mine[0]), with_rows(old[0], one[0], *tables))
-            np.testing.assert_array_equal(wide(mine[1]), with_rows(old[1], one[1], *tables))
-        numbers = [jnp.asarray(decoded(each), jnp.float32) for each in found]
-        compare((out, lse), attend_oracle(q, *numbers, start, length + 1)[:2], "bfloat16")
+    q, *new = draw(1, (2, 4, 2, 64), (2, 4, 64), (2, 4, 64), dtype=jnp.bfloat16)
+    pool = draw(2, (2, 48, 64), (2, 48, 64), dtype=jnp.bfloat16)
+    check(dense, q, pool, new, tables, "bfloat16")
 
 
 def test_queries_of_float16_are_multiplied_in_float32():

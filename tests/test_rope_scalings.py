@@ -89,13 +89,8 @@ NO_LIST = {key: value for key, value in LISTS.items() if key != "long_factor"}
 @pytest.mark.parametrize(
     "keys, name",
     [
-        ({"rope_scaling": LISTS | {"short_factor": None}}, "short_factor"),
         ({"rope_scaling": LISTS | {"long_factor": [*LONG[:-1], 0.0]}}, "long_factor"),
         ({"rope_scaling": LISTS | {"long_factor": LONG[:-1]}}, "long_factor"),
-        (
-            {"rope_scaling": LISTS | {"long_factor": LONG[1:], "short_factor": SHORT[1:]}},
-            "long_factor",
-        ),
         ({"rope_scaling": LISTS | {"attention_factor": -1.0}}, "attention_factor"),
         ({"rope_scaling": LISTS | {"long": True}}, "rope_scaling"),
         ({"rope_scaling": NO_LIST}, "long_factor"),

@@ -96,10 +96,7 @@ def test_other_lengths_are_compiled_while_no_engine_computes():
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "kvzip"])
 def test_requests_are_answered_as_alone(name):
-    """Prompts and questions on documents, greedy and sampled, of which some are cancelled; nothing is compiled.
-
-    `python tests/engine_runs.py` asks 200 of them under every row of the policy table.
-    """
+    """Prompts and questions on documents, greedy and sampled, of which some are cancelled; nothing is compiled."""
     told, programs = engine_runs.checked(BY_NAME[name].policy(20), 16)
     assert told >= 12 and programs == 0
 

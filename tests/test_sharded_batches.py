@@ -29,8 +29,7 @@ def told(made):
 @pytest.mark.parametrize("name", ["adakv-entropy", "h2o"])
 def test_three_prompts_for_two_groups(name):
     """Answers, what is kept of them, and questions on top are those of one device."""
-    policy = roomy("snapkv", every=4) if name == "every" else roomy(name)
-    both = []
+    policy, both = roomy(name), []
     for model in (model_of(4), model_of(4).on(mesh_of(2, 4))):
         made = jaxkv.generate(model, prompts(5, (61, 23, 37)), policy=policy, **OPTIONS)
         more = jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)

@@ -41,11 +41,10 @@ def agree(policy, *, kv_heads=4, group=2, mesh=(2, 4)):
 @pytest.mark.parametrize(
     "policy",
     [
-        D2O(budget=BUDGET, official=True),
         D2O(budget=BUDGET, merge=Merge(scope="layer", metric="both", weights="average")),
         SnapKV(budget=BUDGET, window=8, merge=Merge(scope="layer", threshold=0.2), every=3),
     ],
-    ids=["official", "layer", "again"],
+    ids=["layer", "again"],
 )
 def test_heads_that_merge_together(policy):
     agree(policy)
@@ -97,25 +96,19 @@ class Greedy:
 
 @dataclasses.dataclass(frozen=True)
 class Halving(Merger):
-    """A dropped row's value goes half into the nearest kept one; if heads decide together, where most are alike."""
+    """A dropped row's value goes half into the nearest kept one, where most heads' are alike."""
 
-    together: bool = False
+    across_heads: ClassVar[bool] = True
     compares: ClassVar[tuple[str, ...]] = ("k",)
-
-    @property
-    def across_heads(self):
-        return self.together
 
     def merge(self, k, v, kept, inside, mass, tau, key, axes=None):
         each = (inside & ~kept).sum(axis=2, dtype=jnp.int32)
-        every = gathered(each, "K", 1, axes).sum(axis=1) if self.together else each[:, 0]
+        every = gathered(each, "K", 1, axes).sum(axis=1)
         scale = (1 + every.astype(jnp.float32) / 64)[:, None, None, None]
         return Merged(k, jnp.where(kept[..., None], v * scale, v), tau)
 
     def merge_one(self, index, cosine, dropped, nearest, goes, tau, axes=None):
-        joins = goes & (cosine > 0)
-        if self.together:
-            joins = goes & (gathered(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
+        joins = goes & (gathered(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
         return Joined(joins, None, (dropped.v + nearest.v) / 2, tau)
 
 
@@ -135,16 +128,14 @@ HEAVY = {"budget": BUDGET, "scorer": CumulativeAttention(), "keep": Keep(sinks=1
 @pytest.mark.parametrize(
     "policy",
     [
-        Policy(budget=BUDGET, scorer=Loudest()),
         Policy(budget=BUDGET, scorer=Loudest(together=True), heads=Greedy(), every=3),
         SnapKV(budget=BUDGET, window=8, group="max", allocation=EntropyLayers()),
         Policy(
             budget=BUDGET, scorer=WindowAttention(window=8), heads=Lowest(), keep=Keep(window=8)
         ),
         Policy(**HEAVY, evict=Fading(), merge=Halving()),
-        Policy(**HEAVY, evict=Fading(), merge=Halving(together=True)),
     ],
-    ids=["scorer", "scorer-together", "max", "heads", "merger", "merger-together"],
+    ids=["scorer", "max", "heads", "merger"],
 )
 def test_parts_of_users(policy):
     """Four devices have two kv heads of two query heads: each device one query head."""
@@ -178,24 +169,18 @@ class Filtered(Method):
         return self.compose(scorer=KeyNorm(), read=read)
 
 
+FILTERS = {"budget": BUDGET, "filter_layers": (0,), "adjacent": 0}
+
+
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "kv_heads"),
     [
-        OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, selector="exponential", window=5),
-        OmniKV(
-            budget=BUDGET,
-            filter_layers=(0,),
-            adjacent=0,
-            selector="uniform",
-            window=5,
-            include_generated=True,
-        ),
-        OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, prefill_ratio=1.0, prefill_chunk=16),
-        Filtered(budget=40),
+        (OmniKV(**FILTERS, selector="exponential", window=5, include_generated=True), 2),
+        (OmniKV(**FILTERS, prefill_ratio=1.0, prefill_chunk=16), 2),
+        (Filtered(budget=40), 4),
     ],
-    ids=["exponential", "generated", "chunks", "compressed"],
+    ids=["exponential", "chunks", "compressed"],
 )
-@pytest.mark.parametrize("kv_heads", [4, 2])
 def test_filters_choose_the_same_on_all_devices(policy, kv_heads):
     agree(policy, kv_heads=kv_heads)
 

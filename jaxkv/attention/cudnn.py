@@ -1,5 +1,7 @@
 """Backend that prefills by cuDNN through JAX's public functions; everything else is the Pallas kernels'."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,15 +39,14 @@ class Cudnn(Kernels):
         first: Array | None = None,
         *,
         lse: bool = True,
-        softcap: float | None = None,
-        window: int | None = None,
+        **masking: Any,
     ) -> tuple[Array, Array | None]:
         """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None.
 
         Layers that cap their logits, or have a window, take the Pallas kernel, too.
         """
-        if first is not None or softcap is not None or window is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
+        if first is not None or any(each is not None for each in masking.values()):
+            return super().prefill(q, k, v, length, first, lse=lse, **masking)
         return causal(q, k, v, length, lse=lse)
 
 

@@ -55,13 +55,10 @@ class Kernels(Backend):
         first: Array | None = None,
         *,
         lse: bool = True,
-        softcap: float | None = None,
-        window: int | None = None,
+        **masking: Any,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
-        flash = partial(
-            self._kernels.flash, softcap=softcap, window=window, interpret=self.interpret
-        )
+        flash = partial(self._kernels.flash, **masking, interpret=self.interpret)
         out, found = flash(q, k, v, _firsts(first, length), length)
         return out, found if lse else None
 
@@ -72,17 +69,11 @@ class Kernels(Backend):
         lse: Array,
         length: Array,
         first: Array | None = None,
-        *,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
-        sums = partial(
-            self._kernels.column_sums,
-            softcap=softcap,
-            per_query_head=True,
-            interpret=self.interpret,
-        )
-        return sums(q, k, lse, _firsts(first, length), length)
+        how = {"per_query_head": True, "interpret": self.interpret, **capping}
+        return self._kernels.column_sums(q, k, lse, _firsts(first, length), length, **how)
 
     def window_mean(
         self,
@@ -91,11 +82,10 @@ class Kernels(Backend):
         positions: Array,
         length: Array,
         sink_logits: Array | None = None,
-        *,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel."""
-        sums_of = partial(self._kernels.window_sums, softcap=softcap, interpret=self.interpret)
+        sums_of = partial(self._kernels.window_sums, **capping, interpret=self.interpret)
         sums = sums_of(q, k, positions[:, 0], length, sink_logits)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
@@ -108,12 +98,10 @@ class Kernels(Backend):
         length: Array,
         *,
         walk: Walk,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp. `walk` is ignored."""
-        return self._kernels.attend(
-            q, k, v, start, length, softcap=softcap, interpret=self.interpret
-        )
+        return self._kernels.attend(q, k, v, start, length, **capping, interpret=self.interpret)
 
     def attend_scored(
         self,
@@ -127,23 +115,13 @@ class Kernels(Backend):
         *,
         walk: Walk,
         widest: int | None = None,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
+        **softmax: Any,
     ) -> tuple[Array, Array]:
         """One token per sequence attends to pool rows; returns output, row scores plus attention."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
+        how = {"score": score, "counts": counts, "widest": widest, **softmax}
         out, _, score = self._kernels.attend(
-            q,
-            k,
-            v,
-            start,
-            length,
-            sink_logits=sink_logits,
-            softcap=softcap,
-            score=score,
-            counts=counts,
-            widest=widest,
-            interpret=self.interpret,
+            q, k, v, start, length, **how, interpret=self.interpret
         )
         return out, score
 
@@ -167,18 +145,13 @@ class Kernels(Backend):
         start: Array,
         chunks: Any,
         *,
-        layer: int,
-        score: Array | None = None,
-        begin: Array | None = None,
-        widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
-        dtype: jnp.dtype | None = None,
-        sink_logits: Array | None = None,
-        softcap: float | None = None,
+        **more: Any,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
         k, v, pos = pool
         k, v = map(self._rows, (k, v))
+        more["picks"] = None if picks is None else self._kernels.Picks(*picks)
         return self._kernels.decode_token(
             q,
             kv,
@@ -190,14 +163,7 @@ class Kernels(Backend):
             pos,
             start,
             chunks,
-            layer=layer,
-            score=score,
-            begin=begin,
-            widest=widest,
-            picks=None if picks is None else self._kernels.Picks(*picks),
-            dtype=dtype,
-            sink_logits=sink_logits,
-            softcap=softcap,
+            **more,
             interpret=self.interpret,
         )
 

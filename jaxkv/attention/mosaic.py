@@ -1,6 +1,7 @@
 """Backend that prefills by the Mosaic GPU kernels of `pallas_kernels.mosaic`; the rest is the Triton kernels'."""
 
 from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -50,15 +51,14 @@ class Mosaic(Kernels):
         first: Array | None = None,
         *,
         lse: bool = True,
-        softcap: float | None = None,
-        window: int | None = None,
+        **masking: Any,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`).
 
         That kernel knows no caps of logits and no windows: layers that have one take Triton's.
         """
-        if softcap is not None or window is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
+        if any(each is not None for each in masking.values()):
+            return super().prefill(q, k, v, length, first, lse=lse, **masking)
         out, found = self._mosaic.flash(
             q, k, v, jnp.zeros_like(length) if first is None else first, length
         )

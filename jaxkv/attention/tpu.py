@@ -72,13 +72,11 @@ class Tpu(Xla):
         first: Array | None = None,
         *,
         lse: bool = True,
-        softcap: float | None = None,
-        window: int | None = None,
+        **masking: Any,
     ) -> tuple[Array, Array | None]:
         """Causal attention by splash attention, or by XLA where it does not serve; output, log-sum-exp or None."""
         if first is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, softcap=softcap, window=window)
-        masking: dict[str, Any] = {"softcap": softcap, "window": window}
+            return super().prefill(q, k, v, length, first, lse=lse, **masking)
         if self._prefill.takes(q.shape[3], q.dtype):
             return self._prefill.flash(q, k, v, lse=lse, **masking, interpret=self.interpret)
         size = _block(q.shape[3], len(q))
@@ -100,8 +98,7 @@ class Tpu(Xla):
         lse: Array,
         length: Array,
         first: Array | None = None,
-        *,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, a block of them at a time."""
         begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3], 1)
@@ -116,7 +113,7 @@ class Tpu(Xla):
                     lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse)
                 )
                 found = super(Tpu, self).column_sums(
-                    mine, k, total, length, begin + index * size, softcap=softcap
+                    mine, k, total, length, begin + index * size, **capping
                 )
                 return sums + found
 
@@ -134,7 +131,7 @@ class Tpu(Xla):
         length: Array,
         *,
         walk: Walk,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp.
 
@@ -142,10 +139,8 @@ class Tpu(Xla):
         """
         if q.shape[2] > _MOST_ROWS or not self.joins(k):
             k, v = (_decoded(each, q.dtype) if isinstance(each, tuple) else each for each in (k, v))
-            return super().attend(q, k, v, start, length, walk=walk, softcap=softcap)
-        out, lse = self._decode.attend(
-            q, k, v, start, length, softcap=softcap, interpret=self.interpret
-        )
+            return super().attend(q, k, v, start, length, walk=walk, **capping)
+        out, lse = self._decode.attend(q, k, v, start, length, **capping, interpret=self.interpret)
         return out, lse
 
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
@@ -183,12 +178,11 @@ class Tpu(Xla):
         start: Array,
         length: Array,
         counts: Array,
-        *,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> tuple[Array, Array, Any, Any]:
         """Writes new rows behind their segments and attends, in one kernel; returns output, log-sum-exp, k and v."""
         out, lse, k, v = self._decode.append_and_attend(
-            q, new, *pool, start, length, counts, softcap=softcap, interpret=self.interpret
+            q, new, *pool, start, length, counts, **capping, interpret=self.interpret
         )
         return out, lse, k, v
 

@@ -1,7 +1,6 @@
 """Backend in plain XLA: runs everywhere, and is the oracle of the others."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,15 +30,14 @@ class Xla(Backend):
         first: Array | None = None,
         *,
         lse: bool = True,
-        softcap: float | None = None,
-        window: int | None = None,
+        **masking: Any,
     ) -> tuple[Array, Array | None]:
         """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(q, k, v, begin, window=window, softcap=softcap)
+            return xla.causal(q, k, v, begin, **masking)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None
@@ -51,8 +49,7 @@ class Xla(Backend):
         lse: Array,
         length: Array,
         first: Array | None = None,
-        *,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, given the queries' log-sum-exp."""
 
@@ -60,7 +57,7 @@ class Xla(Backend):
             """Mapped over prompts: attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
-            return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin, softcap=softcap)
+            return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin, **capping)
 
         return _each(one, q, k, lse, length, *([] if first is None else [first]))
 
@@ -71,15 +68,14 @@ class Xla(Backend):
         positions: Array,
         length: Array,
         sink_logits: Array | None = None,
-        *,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, head by head."""
 
         def mean(p: Array, at: Array) -> Array:
             return columns.mean_over_window(p, at).mean(axis=0)
 
-        return columns.window_mass(q, k, positions, mean, sink_logits=sink_logits, softcap=softcap)
+        return columns.window_mass(q, k, positions, mean, sink_logits=sink_logits, **capping)
 
     def attend(
         self,
@@ -90,10 +86,10 @@ class Xla(Backend):
         length: Array,
         *,
         walk: Walk,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its segment, read by `walk`; returns output and log-sum-exp."""
-        return xla.over_pool(q, k, v, start, length, walk=walk, softcap=softcap)
+        return xla.over_pool(q, k, v, start, length, walk=walk, **capping)
 
     def attend_scored(
         self,
@@ -108,7 +104,7 @@ class Xla(Backend):
         walk: Walk,
         widest: int | None = None,
         sink_logits: Array | None = None,
-        softcap: float | None = None,
+        **capping: Any,
     ) -> tuple[Array, Array | Received]:
         """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
 
@@ -120,15 +116,13 @@ class Xla(Backend):
             return out[..., 0, :], lse[..., 0]
 
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            out, received = columns.walk_scored(
-                q, k, v, start, length, widest=widest, softcap=softcap
-            )
+            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, **capping)
             out, lse = joined(out, received.lse)
             return out, received._replace(lse=lse)
-        out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk, softcap=softcap))
+        out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk, **capping))
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)
-        shares = partial(columns.pool_sums, walk=walk, weight=1 / q.shape[2], softcap=softcap)
-        return out, shares(q, k, lse, start, length, score)
+        how = {"walk": walk, "weight": 1 / q.shape[2], **capping}
+        return out, columns.pool_sums(q, k, lse, start, length, score, **how)
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:

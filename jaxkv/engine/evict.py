@@ -19,8 +19,7 @@ from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.nearest import nearest
-from jaxkv.engine.ordering import behind
-from jaxkv.engine.segments import Segments, fold
+from jaxkv.engine.segments import Segments, behind, fold
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Ongoing

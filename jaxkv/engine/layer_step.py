@@ -20,9 +20,8 @@ from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.hadamard import transformed
 from jaxkv.engine.joining import attend_joining, joins
-from jaxkv.engine.ordering import behind
 from jaxkv.engine.pages import PageRows, chosen_pages, over_pages, with_new_rows
-from jaxkv.engine.segments import Segments, in_window
+from jaxkv.engine.segments import Segments, behind, in_window
 from jaxkv.engine.sliding import over_window, several_in_window
 from jaxkv.engine.sparse import Chosen, Loaded, chosen_at, over_chosen, over_rest, picks_of
 from jaxkv.engine.spec import Spec

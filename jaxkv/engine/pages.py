@@ -10,8 +10,7 @@ from jaxkv.attention.filters import by_page
 from jaxkv.attention.xla import Walk
 from jaxkv.cache.pages import PageBounds, bounds_of, joined_rows
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.ordering import behind
-from jaxkv.engine.segments import Segments
+from jaxkv.engine.segments import Segments, behind
 from jaxkv.engine.sparse import largest
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import NewTokens

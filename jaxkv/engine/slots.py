@@ -17,15 +17,15 @@ from jaxkv._errors import require
 from jaxkv._settings import own_settings, settled
 from jaxkv.cache import Cache, KVCache, slid
 from jaxkv.cache.slots import insert, spread, taken
+from jaxkv.compilation import Clocks
 from jaxkv.engine import loop
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
-from jaxkv.engine.made_up import made_up
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
-from jaxkv.engine.slot_shape import slides, slot_shape
+from jaxkv.engine.slot_shape import FEW, SlotShape, slides, slot_shape
 from jaxkv.engine.spec import specialise
 from jaxkv.policies.policy import Method
 from jaxkv.sampling import Sampler
@@ -381,7 +381,7 @@ class Slots:
         No slot changes: another thread may use them. Returns a made-up cache, or None if the policy refuses the length.
         """
         try:
-            cache = yield from made_up(self.session, self.shape, self._usual if question else size)
+            cache = yield from _made_up(self.session, self.shape, self._usual if question else size)
         except ValueError:
             return None
         if question:
@@ -454,3 +454,21 @@ class Slots:
             slots=bucket(self.shape.prompt),
             axes=self._axes,
         )
+
+
+def _made_up(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
+    """Generator: prefills a made-up prompt of padded length `size`, few tokens unless the policy refuses that.
+
+    Returns its cache in pools of a slot; ValueError if the policy refuses all prompts of this length.
+    """
+    # Clocks belong to one thread.
+    session = copy.copy(session)
+    session.clocks = Clocks()
+    longest = min(size, shape.prompt)
+    planned = session.planned(np.asarray([longest]), 0).in_pools(shape.rows)
+    try:
+        few = min(longest, FEW)
+        session.planned(np.asarray([few]), 0)
+    except ValueError:
+        few = longest
+    return (yield from session.prefilling([0] * few, needed=planned))

@@ -1,0 +1,386 @@
+"""Models that change the softmax: capped logits, c * tanh(logit / c) (Gemma 2), and sink logits (gpt-oss)."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from meshes import mesh_of
+from oracles.scores import pool_columns
+from test_layer_specs import capped, forward
+from test_windows import LENGTHS, SHAPE, prompts
+
+import jaxkv
+from jaxkv import attention
+from jaxkv.attention import Implementation, backend_of, chunk_peaks, columns, filters, xla
+from jaxkv.attention.xla import Walk
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import LayerSpec
+from jaxkv.planning.catalog import catalog
+
+# So small that it changes most logits.
+CAP = 1.5
+WHOLE = tiny.shape(layers=2, kv_heads=2, group=3, dim=16)
+# By what changes: a layer of a window below one that attends to everything, and a model without any.
+WINDOWS = {
+    "caps": dataclasses.replace(
+        SHAPE,
+        kinds=tuple(dataclasses.replace(each, softcap=CAP) for each in SHAPE.kinds),
+        logit_softcap=0.5,
+    ),
+    "sinks": dataclasses.replace(SHAPE, sink_logits=True),
+}
+MODELS = {
+    "caps": dataclasses.replace(
+        WHOLE, kinds=(LayerSpec(softcap=CAP, scale=1.0),), logit_softcap=0.5
+    ),
+    "sinks": dataclasses.replace(WHOLE, sink_logits=True),
+}
+# The same weights, without.
+PLAIN = {
+    "caps": dataclasses.replace(MODELS["caps"], kinds=(LayerSpec(scale=1.0),)),
+    "sinks": WHOLE,
+}
+POLICIES = {
+    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=6)),
+    "tova": jaxkv.TOVA(budget=16),
+    "int4": jaxkv.SnapKV(budget=16, window=6, store="int4"),
+    "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=16, window=6, every=3)),
+    "variance": jaxkv.D2O(budget=16),
+    "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
+    "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
+    "kvzip": jaxkv.KVzip(
+        budget=16,
+        **{"chunk": 24, "tail": 3, "first": (1, 2, 3), "following": (4, 5), "closing": (6,)},
+    ),
+}
+BOTH = pytest.mark.parametrize("change", MODELS)
+BACKENDS = [Implementation.XLA, Implementation.INTERPRETED]
+
+
+def normal(seed, *shape):
+    return 2 * jax.random.normal(jax.random.key(seed), shape)
+
+
+# --- oracles ---------------------------------------------------------------------------------------------------------
+
+
+def attended(q, k, v, sinks=None, *, cap=None):
+    """One query in float64: output, log-sum-exp and the share of each key; logits capped, a sink in the softmax."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    logits = capped(k @ q / math.sqrt(len(q)), cap)
+    logits = logits if sinks is None else np.append(logits, float(sinks))
+    weights = np.exp(logits - logits.max())
+    shares = (weights / weights.sum())[: len(k)]
+    return shares @ v, logits.max() + math.log(weights.sum()), shares
+
+
+def kept_by_snapkv(model, ids, *, budget, window):
+    """Mask `[L, K, n]` of rows that SnapKV keeps: the window, and the best means of what its queries pay, pooled."""
+    shares, count = forward(model, ids)[1], len(ids)
+    kept = np.zeros((len(shares), len(shares[0]), count), bool)
+    kept[..., max(0, count - window) :] = True
+    for layer, head in np.ndindex(kept.shape[:2]):
+        if count > budget:
+            mean = shares[layer][head, :, count - window :, : count - window].mean(axis=(0, 1))
+            best = np.argsort(-pool_columns(mean, 7, "max"), kind="stable")[: budget - window]
+            kept[layer, head, best] = True
+        else:
+            kept[layer, head] = True
+    return kept
+
+
+# --- pieces of attention ---------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_softmaxes_by_an_oracle(change):
+    """Of a mask's keys, and of the last queries on all keys."""
+    q, k, v, sinks = normal(0, 3, 4, 8), normal(1, 9, 8), normal(2, 9, 8), normal(3, 3) / 2 + 1
+    seen = np.tril(np.ones((4, 9), bool), 5)
+    at = jnp.arange(5, 9, dtype=jnp.int32)
+    given = {"softcap": CAP} if change == "caps" else {"sink_logits": sinks}
+    out = xla.masked(q, k, v, jnp.asarray(seen), **given)
+    shares, plain = columns.probabilities(q, k, at, **given), columns.probabilities(q, k, at)
+    for group, token in np.ndindex(3, 4):
+        rows = seen[token]
+        changed = {"cap": CAP} if change == "caps" else {"sinks": sinks[group]}
+        want, _, share = attended(q[group, token], k[rows], v[rows], **changed)
+        np.testing.assert_allclose(out[group, token], want, atol=1e-5)
+        np.testing.assert_allclose(shares[group, token, rows], share, atol=1e-6)
+    assert np.abs(shares - plain).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*((each, jnp.float32) for each in BACKENDS), (Implementation.INTERPRETED, jnp.bfloat16)],
+)
+def test_prompts_and_their_sums_by_an_oracle(implementation, dtype):
+    """Output, log-sum-exp, what keys receive from all queries, and from the last ones."""
+    heads, group, slots, dim, window = 2, 3, 48, 16, 6
+    q, k, v = (
+        normal(seed, 2, heads, *shape, slots, dim).astype(dtype)
+        for seed, shape in enumerate(((group,), (), ()))
+    )
+    backend, length = backend_of(implementation), jnp.asarray([48, 4], jnp.int32)
+    out, lse = backend.prefill(q, k, v, length, softcap=CAP)
+    sums = backend.column_sums(q, k, lse, length, softcap=CAP)
+    at = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+    last = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
+    means = backend.window_mean(last, k, at, length, softcap=CAP)
+    close = {"atol": 5e-6 if dtype == jnp.float32 else 2e-2}
+    for row, head in np.ndindex(2, heads):
+        size = int(length[row])
+        mass, late = np.zeros((group, slots)), np.zeros(slots)
+        for member, token in np.ndindex(group, size):
+            rows = slice(0, token + 1)
+            found = attended(
+                q[row, head, member, token], k[row, head, rows], v[row, head, rows], cap=CAP
+            )
+            np.testing.assert_allclose(
+                np.asarray(out[row, head, member, token], np.float32), found[0], **close
+            )
+            np.testing.assert_allclose(lse[row, head, member, token], found[1], **close)
+            mass[member, rows] += found[2]
+            late[rows] += found[2] * (token >= size - window) / min(size, window) / group
+        np.testing.assert_allclose(
+            sums[row, head], mass, atol=1e-4 if dtype == jnp.float32 else 0.3
+        )
+        np.testing.assert_allclose(means[row, head], late, **close)
+
+
+def spread(walk):
+    """First rows and lengths of two sequences' two segments, among 300 rows."""
+    if walk is Walk.STRIDES:
+        return [[0, 150]] * 2, [[150, 150], [3, 0]]
+    return [[4, 144], [6, 200]], [[140, 9], [0, 30]]
+
+
+# The last: the rows are no multiple of the walk's blocks, and a segment is longer than all whole blocks together.
+SPREADS = [
+    *((walk, *spread(walk)) for walk in Walk),
+    (Walk.WINDOWS, [[0, 298], [0, 3]], [[298, 2], [2, 297]]),
+]
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize(("walk", "start", "length"), SPREADS, ids=[*map(str, Walk), "nearly all"])
+@pytest.mark.parametrize("change", ["plain", *MODELS])
+def test_a_pools_output_and_scores(change, walk, start, length, implementation):
+    """An empty segment gives zeros; also of many queries at once, and of a sequence that does not count."""
+    heads, group, dim, each = 2, 3, 16, 150
+    start, length = np.asarray(start, np.int32), np.asarray(length, np.int32)
+    q, score, sinks = (
+        normal(0, 2, heads, group, dim),
+        normal(3, 2, heads * each),
+        normal(4, heads, group) / 2 + 1,
+    )
+    k, v = (normal(seed, 2, heads * each, dim) for seed in (1, 2))
+    expected = np.asarray(score, np.float64)
+    outs, lses = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    for row, head, member in np.ndindex(2, heads, group):
+        span = slice(start[row, head], start[row, head] + length[row, head])
+        if length[row, head]:
+            sink = sinks[head, member] if change == "sinks" else None
+            changed = {"cap": CAP if change == "caps" else None, "sinks": sink}
+            found = attended(q[row, head, member], k[row, span], v[row, span], **changed)
+            outs[row, head, member], lses[row, head, member] = found[:2]
+            expected[row, span] += found[2] / group
+    begin, rows = jnp.asarray(start), jnp.asarray(length)
+    backend = backend_of(implementation)
+    changes = {"plain": {}, "caps": {"softcap": CAP}, "sinks": {"sink_logits": sinks}}
+    given, widest = {"walk": walk} | changes[change], int(length.max())
+    for options, second in ((given, True), (given | {"widest": widest}, True), (given, False)):
+        counts = jnp.asarray([True, second])
+        out, found = backend.attend_scored(q, k, v, begin, rows, score, counts, **options)
+        if isinstance(found, attention.Received):
+            found = attention.add_received(score, found, begin, counts)
+        np.testing.assert_allclose(out, outs, atol=2e-5)
+        np.testing.assert_allclose(found[0], expected[0], atol=2e-5)
+        np.testing.assert_allclose(found[1], expected[1] if second else score[1], atol=2e-5)
+    if change != "sinks":
+        many = jnp.tile(q, (1, 1, 20, 1))
+        out, lse = backend.attend(many, k, v, begin, rows, **given)
+        np.testing.assert_allclose(out, np.tile(outs, (1, 1, 20, 1)), atol=2e-5)
+        np.testing.assert_allclose(lse, np.tile(lses, (1, 1, 20)), atol=2e-5)
+
+
+def test_several_tokens_scores_by_an_oracle():
+    """What rows receive from queries of known log-sum-exp, by each walk."""
+    q, k, lse = normal(0, 1, 2, 4, 16), normal(1, 1, 260, 16), normal(2, 1, 2, 4) + 3
+    start, length = jnp.asarray([[0, 130]], jnp.int32), jnp.asarray([[130, 70]], jnp.int32)
+    want = np.zeros(260)
+    for head, row in np.ndindex(2, 4):
+        span = slice(int(start[0, head]), int(start[0, head] + length[0, head]))
+        logits = capped(
+            np.asarray(k[0, span], np.float64) @ np.asarray(q[0, head, row], np.float64) / 4, CAP
+        )
+        want[span] += np.exp(logits - float(lse[0, head, row]))
+    for walk in Walk:
+        found = columns.pool_sums(
+            q, k, lse, start, length, jnp.zeros((1, 260)), walk=walk, weight=1.0, softcap=CAP
+        )
+        np.testing.assert_allclose(found[0], want, rtol=1e-4, atol=1e-6)
+
+
+def test_choices_and_peaks_by_an_oracle(monkeypatch):
+    """Scores of positions by a filter layer's queries, in one block or several; largest attention of a second pass."""
+    q, k, at = (
+        normal(0, 1, 2, 3, 4, 16),
+        normal(1, 1, 2, 40, 16),
+        jnp.arange(36, 40, dtype=jnp.int32)[None],
+    )
+    asked = filters.Asking(q=q, positions=at, weights=jnp.ones((1, 4)), softcap=CAP)
+    shares = np.zeros((2, 3, 4, 40))
+    for head, group, query in np.ndindex(2, 3, 4):
+        rows = slice(0, int(at[0, query]) + 1)
+        shares[head, group, query, rows] = attended(
+            q[0, head, group, query], k[0, head, rows], k[0, head, rows], cap=CAP
+        )[2]
+    want, below, pool = (
+        shares.max(axis=(0, 1)).sum(axis=0),
+        jnp.asarray([40], jnp.int32),
+        k.reshape(1, 80, 16),
+    )
+    start, pos = (
+        jnp.asarray([[0, 40]], jnp.int32),
+        jnp.tile(jnp.arange(40, dtype=jnp.int32), 2)[None],
+    )
+    for size in (1 << 24, 24 * 16):
+        monkeypatch.setattr(filters, "_LOGITS", size)
+        found = filters.by_row(asked, pool, below, None)
+        np.testing.assert_allclose(found[0], want, atol=1e-5)
+        found = filters.by_position(
+            asked, pool, pos, start, jnp.full((1, 2), 40, jnp.int32), 40, None
+        )
+        np.testing.assert_allclose(found[0], want, atol=1e-5)
+    own = jnp.full((1, 2, 3, 4), -jnp.inf)
+    peaks = chunk_peaks(
+        q, own, k[:, :, :30], jnp.asarray([4]), jnp.ones((1, 30), bool), softcap=CAP
+    )
+    for head in range(2):
+        each = [
+            attended(q[0, head, g, n], k[0, head, :30], k[0, head, :30], cap=CAP)[2]
+            for g, n in np.ndindex(3, 4)
+        ]
+        np.testing.assert_allclose(peaks[0, head], np.max(each, axis=0), atol=1e-5)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configs", [WINDOWS, MODELS], ids=["windows", "whole"])
+@BOTH
+def test_texts_by_an_oracle(change, configs):
+    """Prompts, questions of several tokens on top of them, and drawn tokens, past a window."""
+    model, rng, texts = tiny.tiny(configs[change]), np.random.default_rng(1), prompts()
+    session = jaxkv.Session(model, jaxkv.FullKV())
+    cache, lengths = session.prefill(texts), [(3, 11, 1), (1, 1, 9)]
+    while True:
+        for row, text in enumerate(texts):
+            want = forward(model, text)[0]
+            assert np.abs(want).max() > 0.8 * (model.config.logit_softcap or 0)
+            np.testing.assert_allclose(cache.logits[row], want, rtol=1e-4, atol=5e-5)
+        if not lengths:
+            break
+        asked = [rng.integers(3, tiny.VOCAB, n).tolist() for n in lengths.pop()]
+        cache, drawn = session.draw(session.extend(cache, asked), 3)
+        texts = [
+            text + more + new for text, more, new in zip(texts, asked, drawn.tolist(), strict=True)
+        ]
+
+
+def tokens_of(model, policy, **given):
+    made = jaxkv.generate(
+        model, prompts(), max_new_tokens=12, stop_at_eos=False, policy=policy, **given
+    )
+    return [each.tolist() for each in made.tokens]
+
+
+# By kernels, or split by heads; some of both kinds of models.
+KERNELS, MESH = {"implementation": "pallas"}, (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "configs", "given"),
+    [
+        ("adakv", WINDOWS, MESH),
+        ("tova", WINDOWS, KERNELS),
+        ("int4", MODELS, KERNELS),
+        ("global", MODELS, MESH),
+        ("variance", MODELS, KERNELS),
+        ("quest", MODELS, KERNELS),
+        ("omnikv", MODELS, MESH),
+        ("kvzip", MODELS, KERNELS),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+@BOTH
+def test_kernels_and_meshes(change, name, configs, given):
+    """Prefill, scores, steps and evictions by interpreted kernels, or on a mesh: the same tokens."""
+    model, policy = tiny.tiny(configs[change]), POLICIES[name]
+    options = {"mesh": mesh_of(*given)} if given is MESH else given
+    assert tokens_of(model, policy, **options) == tokens_of(model, policy)
+
+
+@BOTH
+def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(change):
+    model = tiny.tiny(WINDOWS[change])
+    assert tokens_of(model, jaxkv.H2O(budget=64)) == tokens_of(model, jaxkv.FullKV())
+
+
+@BOTH
+def test_choices_and_logits_change(change):
+    """Rows that SnapKV keeps are the oracle's, and others than those of the model without; so are the logits."""
+    policy, found = jaxkv.SnapKV(budget=16, window=6), []
+    for model in (tiny.tiny(MODELS[change]), tiny.tiny(PLAIN[change])):
+        cache = jaxkv.Session(model, policy).prefill(prompts())
+        held = [cache.holds(row, count) for row, count in enumerate(LENGTHS)]
+        for mask, text in zip(held, prompts(), strict=True):
+            np.testing.assert_array_equal(mask, kept_by_snapkv(model, text, budget=16, window=6))
+        found.append((held, np.asarray(cache.logits)))
+    (held, logits), (other, plain) = found
+    # Prompts below the budget are kept whole.
+    differ = [bool((mine != its).any()) for mine, its in zip(held, other, strict=True)]
+    assert differ == [count > 16 for count in LENGTHS]
+    assert np.abs(logits - plain).max() > 1e-2
+
+
+def test_a_cap_above_all_logits_changes_nothing():
+    """It is part of what programs are compiled for."""
+    high = dataclasses.replace(MODELS["caps"], kinds=(LayerSpec(softcap=1e4, scale=1.0),))
+    policy = jaxkv.SnapKV(budget=16, window=6)
+    caches = [
+        jaxkv.Session(tiny.tiny(each), policy).prefill(prompts()) for each in (high, PLAIN["caps"])
+    ]
+    np.testing.assert_allclose(caches[0].logits, caches[1].logits, atol=1e-4)
+
+
+def test_published_configs():
+    """Of all three sizes: caps, scales, and windows of layers 0, 2, 4 and so on; keys of older files beside them."""
+    for size, scale in (("2b", 256), ("9b", 256), ("27b", 144)):
+        raw = catalog()[f"gemma-2-{size}"].raw
+        config = ModelConfig.from_hf(raw | {"sliding_window_size": 4096})
+        assert (
+            config.windows == (4096, None) * (config.layers // 2)
+            and config.tied
+            and config.tanh_gelu
+        )
+        assert {config.spec_of(layer).softcap for layer in range(config.layers)} == {50.0}
+        assert (config.logit_softcap, config.spec_of(1).scale) == (30.0, scale**-0.5)
+        assert (config.embedding_scale, config.norms) == (config.embed**0.5, "both")
+        plain = ModelConfig.from_hf(
+            raw | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+        )
+        assert (plain.spec_of(0).softcap, plain.logit_softcap) == (None, None)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
+def test_caps_that_are_none(cap):
+    with pytest.raises(ValueError, match="softcap="):
+        LayerSpec(softcap=cap)
+    with pytest.raises(ValueError, match="logit_softcap="):
+        dataclasses.replace(WHOLE, logit_softcap=cap)
