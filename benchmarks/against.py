@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,10 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
+# In the other checkout's process `benchmarks` is that checkout's.
+sys.path.append(str(HERE))
+from workers import Worker, reset_peak, serve, status_bytes  # noqa: E402
+
 PROMPTS = HERE.parent / "tests" / "golden" / "parity" / "needle1024.json"
 FIGURES = {"times": ("prefill", "step", "cpu"), "memory": ("peak",)}
 # malloc gives freed buffers back to the system at once. By default its arenas keep tens of MB that `reset_peak` does
@@ -44,13 +47,8 @@ def prompts(batch, length):
     ]
 
 
-def serve(dtype):
-    """A worker: answers lines of JSON from the checkout that is on the path."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.path.append(str(HERE))
-    from memory import reset_peak, status_bytes
-
+def load(dtype):
+    """What a worker says of the checkout that is on the path, and the function that measures it."""
     import jaxkv
 
     model = jaxkv.load("smollm2-135m-instruct", dtype, progress=False)
@@ -62,9 +60,8 @@ def serve(dtype):
         "omnikv": functools.partial(jaxkv.OmniKV, filter_layers=(2, 6, 19)),
         "d2o": jaxkv.D2O,
     }
-    print(json.dumps({"at": str(Path(jaxkv.__file__).parents[1])}), file=out)
-    for line in sys.stdin:
-        ask = json.loads(line)
+
+    def answer(ask):
         before = status_bytes("VmRSS") if reset_peak() else None
         options = {} if ask["policy"] == "full" else {"budget": ask["budget"]}
         asked = {"policy": policies[ask["policy"]](**options), "stop_at_eos": False}
@@ -80,35 +77,23 @@ def serve(dtype):
             "compile": done.stats.compile_seconds,
             "programs": done.stats.compiled_programs,
         }
-        told |= {} if before is None else {"peak": status_bytes("VmHWM") - before}
-        print(json.dumps(told), file=out)
+        return told if before is None else told | {"peak": status_bytes("VmHWM") - before}
+
+    return {"at": str(Path(jaxkv.__file__).parents[1])}, answer
 
 
-class Worker:
+def started(root, dtype, figures):
     """A process that runs one checkout, for one kind of figures."""
-
-    def __init__(self, root, dtype, figures):
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", dtype]
-        environment = {**os.environ, "PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
-        # Set here and not by either checkout: wherever its own setting lies.
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "jaxkv-against")}
-        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        environment |= FREES_AT_ONCE if figures == "memory" else {}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        self.process = subprocess.Popen(command, env=environment, cwd=root, **pipes)
-        found = json.loads(self.process.stdout.readline())["at"]
-        if Path(found).resolve() != Path(root).resolve():
-            raise SystemExit(f"--base {root}: the process imported jaxkv from {found}")
-
-    def ask(self, request):
-        """One run."""
-        self.process.stdin.write(json.dumps(request) + "\n")
-        return json.loads(self.process.stdout.readline())
-
-    def stop(self):
-        """Ends it."""
-        self.process.stdin.close()
-        self.process.wait()
+    environment = {**os.environ, "PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
+    # Set here and not by either checkout: wherever its own setting lies.
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "jaxkv-against")}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment |= FREES_AT_ONCE if figures == "memory" else {}
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", dtype]
+    worker = Worker(command, env=environment, cwd=root)
+    if Path(worker.ready["at"]).resolve() != Path(root).resolve():
+        raise SystemExit(f"--base {root}: the process imported jaxkv from {worker.ready['at']}")
+    return worker
 
 
 def measure(workers, request, rounds, figures):
@@ -155,7 +140,7 @@ def main():
     parser.add_argument("--out", type=Path, default=HERE / "results" / "against.json")
     args = parser.parse_args()
     if args.serve:
-        return serve(args.serve)
+        return serve(lambda: load(args.serve))
     if args.base is None:
         parser.error("--base: name the other checkout")
     from benchmarks.record import commit, machine, save
@@ -163,7 +148,7 @@ def main():
     results = {"machine": machine(), "base": commit(args.base), "cells": []}
     for dtype, figures in itertools.product(args.dtypes, args.figures):
         roots = {"base": args.base.resolve(), "ours": HERE.parent}
-        workers = {name: Worker(root, dtype, figures) for name, root in roots.items()}
+        workers = {name: started(root, dtype, figures) for name, root in roots.items()}
         for policy in args.policies:
             request = {
                 name: getattr(args, name) for name in ("batch", "length", "budget", "new_tokens")

@@ -10,17 +10,10 @@ anew for each dtype, so that no process holds weights of two dtypes. Peaks of me
 
 The workers
 ===========
-A worker takes ``--gguf PATH --dtype float32|bfloat16 --threads N --serve``. It speaks JSON, one object a line:
-requests on standard input, responses on standard output, which carries nothing else (logs go to standard error).
+A worker takes ``--gguf PATH --dtype float32|bfloat16 --threads N`` and speaks JSON, as ``workers.py`` says. When its
+weights are loaded it says which library, in which versions, and whether it times steps or its loop. A request::
 
-When its weights are loaded it writes, unasked::
-
-    {"ready": true, "library": str, "versions": {name: version}, "dtype": str, "threads": int,
-     "load_seconds": float, "load_peak_rss": bytes, "rss": bytes}
-
-A request to measure::
-
-    {"op": "measure", "id": str,
+    {"id": str,
      "prompt_ids": "FILE.npy",      int32 [batch, tokens], every row of full length, nothing to be put in front
      "policy": "full" | "snapkv" | "pyramidkv" | "adakv" | "streaming",
      "budget": int,                 rows kept per layer and key/value head, the window included: exactly that many, or
@@ -34,25 +27,12 @@ The worker makes W untimed runs (here belongs compilation), resets its peak of m
 * the prefill, timed as one: the forward pass over the whole prompt with compression, logits at the last position
   alone, and the first token (its argmax) read back to Python;
 * T greedy decode steps at positions S, S + 1, ..., each timed on its own up to the token read back to Python. EOS
-  does not stop them. A library that decodes in a compiled loop may time the loop and give the mean as the median;
-  it says so in ``decode_timing``.
+  does not stop them. A library that decodes in a compiled loop may time the loop and give its mean step.
 
-The response::
-
-    {"id": str, "library": str, "dtype": str, "policy": str, "batch": B, "length": S,
-     "warmup_seconds": float,             all W runs together
-     "prefill_seconds": [R floats], "prefill_median": float,
-     "decode_median": float, "decode_mean": float,     seconds per step for the whole batch, over all R * T steps
-     "decode_timing": "step" | "loop",    optional, "step" if absent
-     "kept_per_layer": [L floats],        rows that count after the prefill, mean over batch rows and heads
-     "kept_mean": float,
-     "cache_bytes": int,                  keys and values allocated after the prefill, all layers and rows
-     "base_rss": bytes,                   resident before the timed runs
-     "peak_rss": bytes,                   VmHWM after them
-     "peak_is_per_cell": bool,            false where /proc/self/clear_refs could not be written
-     "tokens": [B lists of T + 1 ints]}   of the last run
-
-or ``{"id": str, "error": str}``, after which the worker goes on. ``{"op": "quit"}`` and the end of the input end it.
+The response has medians and all seconds of prefills, median and mean of a step for the whole batch, rows that count
+after the prefill (by layer, mean over batch rows and heads), bytes of keys and values allocated after it, resident
+memory before the timed runs and VmHWM after them, and tokens of the last run; or it has ``"error"``, after which the
+worker goes on.
 
 Other programs on the machine distort the figures, and not evenly: torch's threads wait for each other by spinning, so
 on two cores a single busy neighbour can slow the peer down tenfold. Before each request, while both workers are idle,
@@ -65,13 +45,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.workers import Worker
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = HERE.parent / "tests" / "golden" / "parity" / "needle1024.json"
@@ -82,61 +63,6 @@ BUSY = 0.1  # Of one processor; more than that while the workers are idle marks 
 WARM_PEER_UP_TO = (
     4096  # Prompt tokens in all: the peer compiles nothing, and a large run warms itself.
 )
-
-
-class Worker:
-    """A worker process that answers requests."""
-
-    def __init__(self, python, module, args):
-        """Starts the process and waits until its weights are loaded."""
-        self.command = [
-            str(python),
-            "-m",
-            f"benchmarks.{module}",
-            "--gguf",
-            str(args.gguf),
-            "--dtype",
-            args.dtype,
-        ]
-        self.command += ["--threads", str(args.threads), "--serve"]
-        self.process = None
-        self.start()
-
-    def start(self):
-        """Starts the process, or starts it again."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        self.process = subprocess.Popen(
-            self.command, env={**os.environ, "TQDM_DISABLE": "1"}, **pipes
-        )
-        self.ready = self.read()
-        if not self.ready.get("ready"):
-            raise SystemExit(
-                f"{self.command[1]}: it did not start ({self.ready}); its messages are above"
-            )
-
-    def read(self):
-        """Returns the next response; a dead process is an error."""
-        line = self.process.stdout.readline()
-        return (
-            json.loads(line)
-            if line
-            else {"error": f"the process ended with status {self.process.wait()}"}
-        )
-
-    def ask(self, request):
-        """Sends a request and returns the response. A process that died (of memory, say) is replaced."""
-        self.process.stdin.write(json.dumps(request) + "\n")
-        response = self.read()
-        if self.process.poll() is not None:
-            self.start()
-        return response
-
-    def stop(self):
-        """Ends the process."""
-        if self.process.poll() is None:
-            self.process.stdin.write('{"op": "quit"}\n')
-            self.process.stdin.close()
-            self.process.wait()
 
 
 def foreign_busy(seconds=0.5):
@@ -311,7 +237,7 @@ def parse(argv=None):
 
 def run_cell(workers, args, policy, batch, length, folder):
     """Measures one cell in turns and returns its line of results."""
-    request = {"op": "measure", "prompt_ids": make_prompts(batch, length, folder), "policy": policy}
+    request = {"prompt_ids": make_prompts(batch, length, folder), "policy": policy}
     request |= {
         "budget": args.budget,
         "window": 32,
@@ -367,7 +293,10 @@ def main():
             workers = {}
             try:
                 for side, (python, module) in sides.items():
-                    workers[side] = Worker(python, module, args)
+                    command = [python, "-m", f"benchmarks.{module}", "--gguf", args.gguf]
+                    command += ["--dtype", dtype, "--threads", args.threads]
+                    environment = {**os.environ, "TQDM_DISABLE": "1"}
+                    workers[side] = Worker([*map(str, command)], env=environment)
                 results["workers"][dtype] = {side: worker.ready for side, worker in workers.items()}
                 for length in map(int, args.prompts):
                     for batch in map(int, args.batches):

@@ -17,7 +17,7 @@ these commands in this order; DIR holds what has come back from the ones before 
 
     python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products linear checks decode token codes prefill
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only end
-    python3 -m benchmarks.gpu --out DIR --minutes 9 --only headline ways bits torch
+    python3 -m benchmarks.gpu --out DIR --minutes 9 --only ways bits torch
 
 Compiled programs are kept in .cache/gpu for as long as the machine keeps that folder.
 """

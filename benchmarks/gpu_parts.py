@@ -110,7 +110,6 @@ def run(
     tokens,
     *,
     budget=1024,
-    repeat=0,
     model="llama-3-8b",
     layers=None,
     bits=None,
@@ -139,8 +138,7 @@ def run(
         "prefills": 2 if batch * tokens <= 32768 else 1,
     }
     filters = [layer for layer in FILTERS if layers is None or layer < layers]
-    case |= {"filter_layers": filters} if policy == "OmniKV" else {}
-    return case | ({"repeat": repeat} if repeat else {})
+    return case | ({"filter_layers": filters} if policy == "OmniKV" else {})
 
 
 def _tiny(policy, **more):
@@ -320,17 +318,6 @@ PARTS = (
             run("SnapKV", 1, 131072),
         ),
         quick=(_tiny("SnapKV", prefill="pallas", decode="pallas"),),
-        **_END,
-    ),
-    Part(
-        name="headline",
-        what="the first rows twice more, so that each stands three times",
-        cases=tuple(
-            run(policy, 1, 32768, repeat=repeat)
-            for repeat in (1, 2)
-            for policy in ("SnapKV", "FullKV")
-        ),
-        quick=(),
         **_END,
     ),
     Part(

@@ -14,7 +14,7 @@ def latest(rows):
     """The last row of each part and case."""
     found = {}
     for row in rows:
-        found[row["part"], row["case"].get("name"), row["case"].get("repeat")] = row
+        found[row["part"], row["case"].get("name")] = row
     return list(found.values())
 
 
@@ -154,7 +154,7 @@ def report(rows):
     sections.append(
         (
             "Llama 3 8B's shape, random weights",
-            models(of("end", "headline", "ways", "bits")),
+            models(of("end", "ways", "bits")),
         )
     )
     failed = [row for row in rows if "failed" in row]

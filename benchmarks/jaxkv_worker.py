@@ -1,12 +1,8 @@
 """The jaxkv side of `bench_peer.py`; that file's docstring defines the protocol."""
 
 import argparse
-import json
 import os
-import statistics
-import sys
 import time
-import traceback
 from importlib import metadata
 
 import jax
@@ -14,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from benchmarks.memory import reset_peak, status_bytes
+from benchmarks import workers
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
@@ -63,12 +59,14 @@ class Cell:
             model.config, self.policy, lengths, dtype=model.dtype, room=self.room
         )
 
-    def compile(self):
-        """Compiles the prefill; the decode loop is compiled by a run of no steps before its clock starts."""
+    def warm(self):
+        """Compiles the prefill; the decode loop is compiled by a step before its clock starts."""
         self.session.compile_ahead(self.plan, len(self.ids))
+        if self.ids.size <= SMALL:
+            self.run()
 
     def run(self):
-        """One run: seconds of prefill and per step, rows kept, bytes, the tokens."""
+        """One run, as `workers.measured` takes it; the loop is timed whole."""
         model, room = self.model, self.room
         begin = time.perf_counter()
         cache = self.session.prefill(self.ids, needed=self.plan)
@@ -97,7 +95,8 @@ class Cell:
         drawn.append(np.asarray(jnp.argmax(after.logits, axis=-1))[:, None])
         tokens = np.concatenate(drawn, axis=1)
         assert (tokens[:, 0] == first).all()
-        return prefill_seconds, step_seconds, kept, stored, tokens
+        rows = kept.mean(axis=(1, 2)).tolist()
+        return prefill_seconds, [step_seconds], rows, int(stored), tokens.tolist()
 
 
 _cells = set()
@@ -117,78 +116,28 @@ def measure(model, request):
     """Answers one request."""
     cell = Cell(model, request)
     forget_other_programs(model, request)
-    begin = time.perf_counter()
-    cell.compile()
-    if cell.ids.size <= SMALL:
-        cell.run()
-    warmup = time.perf_counter() - begin
-    per_cell = reset_peak()
-    base = status_bytes("VmRSS")
-    runs = [cell.run() for _ in range(request["repeats"])]
-    peak = status_bytes("VmHWM")
-    prefills, steps = [run[0] for run in runs], [run[1] for run in runs]
-    kept = runs[-1][2]
-    return {
-        "id": request["id"],
-        "library": "jaxkv",
-        "dtype": model.dtype.name,
-        "policy": request["policy"],
-        "batch": len(cell.ids),
-        "length": cell.ids.shape[1],
-        "warmup_seconds": warmup,
-        "prefill_seconds": prefills,
-        "prefill_median": statistics.median(prefills),
-        "decode_median": statistics.median(steps),
-        "decode_mean": statistics.mean(steps),
-        "decode_timing": "loop",
-        "kept_per_layer": kept.mean(axis=(1, 2)).tolist(),
-        "kept_mean": float(kept.mean()),
-        "cache_bytes": int(runs[-1][3]),
-        "base_rss": base,
-        "peak_rss": peak,
-        "peak_is_per_cell": per_cell,
-        "tokens": runs[-1][4].tolist(),
-    }
+    return workers.measured(request, cell.warm, cell.run)
 
 
 def main():
     """Loads the weights, says so, and serves requests line by line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--serve", action="store_true", required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--threads", type=int, help="ignored: XLA takes what the process may have")
     args = parser.parse_args()
-    # The protocol keeps standard output for itself; what libraries print there goes to standard error.
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    # As the CLI and the demo do: programs compiled in an earlier run are read, which also spares the compiler's memory.
-    enable_compilation_cache()
-    begin = time.perf_counter()
-    model = jaxkv.load(args.gguf, args.dtype, progress=False)
-    ready = {
-        "ready": True,
-        "library": "jaxkv",
-        "versions": {"jaxkv": metadata.version("jaxkv"), "jax": jax.__version__},
-        "dtype": args.dtype,
-        "threads": len(os.sched_getaffinity(0)),
-        "load_seconds": time.perf_counter() - begin,
-        "load_peak_rss": status_bytes("VmHWM"),
-        "rss": status_bytes("VmRSS"),
-    }
-    print(json.dumps(ready), file=out)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["op"] == "quit":
-            break
-        try:
-            response = measure(model, request)
-        except (
-            Exception
-        ) as error:  # The driver reports the cell as failed and goes on with the next one.
-            traceback.print_exc()
-            response = {"id": request.get("id"), "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(response), file=out)
+
+    def load():
+        # As the CLI and the demo do: programs compiled in an earlier run are read, which also spares the compiler's
+        # memory.
+        enable_compilation_cache()
+        model = jaxkv.load(args.gguf, args.dtype, progress=False)
+        versions = {"jaxkv": metadata.version("jaxkv"), "jax": jax.__version__}
+        ready = {"library": "jaxkv", "versions": versions, "decode_timing": "loop"}
+        ready |= {"threads": len(os.sched_getaffinity(0))}
+        return ready, lambda request: measure(model, request)
+
+    workers.serve(load)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ a prompt of 4,096 tokens arrives, with tokens drawn between its layers and witho
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.serving_http import by_http, serving
+from benchmarks.workers import Worker
 
 RESULTS = record.RESULTS / "serving.json"
 MODEL, REQUESTS, SLOTS, LONG = "smollm2-135m-instruct", 32, 8, 4096
@@ -94,9 +94,7 @@ def by_engine(engine, prompts, new):
 
 def by_peer(worker, prompts, new):
     """All requests given to transformers' continuous batching."""
-    worker.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
-    worker.stdin.flush()
-    found = json.loads(worker.stdout.readline())
+    found = worker.ask({"prompts": prompts, "new": new})
     return figures(found["seconds"], found["cpu"], found["firsts"], found["later"], new)
 
 
@@ -214,24 +212,15 @@ def main():
     enable_compilation_cache()
     model, peer = jaxkv.load(MODEL, "float32", progress=False), None
     if options.peer is not None:
-        longest = str(sum(LIMITS.values()))
-        command = [
-            options.peer,
-            "-m",
-            "benchmarks.serving_peer",
-            str(fetch(MODEL)),
-            str(SLOTS),
-            longest,
-        ]
-        peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        sizes = [str(each) for each in (fetch(MODEL), SLOTS, sum(LIMITS.values()))]
+        peer = Worker([options.peer, "-m", "benchmarks.serving_peer", *sizes])
     policies = {"model": SERVED["FullKV"]} | {
         models_of(SERVED)[name]: SERVED[name] for name in list(SERVED)[1:]
     }
     with serving(MODEL, policies, slots=SLOTS, limits=LIMITS) as served:
         rounds, sizes = measured(model, peer, served, options.rounds)
     if peer is not None:
-        peer.stdin.close()
-        peer.wait()
+        peer.stop()
     found = {name: pauses(model, name == "with") for name in ("with", "without")}
     results = {"machine": record.machine(), "bytes": sizes, "rounds": rounds, "pauses": found}
     record.save(RESULTS, results)

@@ -6,14 +6,13 @@ Its own process and environment, that of `peer_worker.py`. Its paged cache has r
 tokens.
 """
 
-import json
-import os
 import sys
 import time
 
 import transformers
 
 from benchmarks.peer_worker import load
+from benchmarks.workers import serve
 
 # Tokens of a page, and the most tokens of prompts in one pass.
 PAGE, PASS = 32, 1024
@@ -21,9 +20,6 @@ PAGE, PASS = 32, 1024
 
 def main(path, slots, longest):
     """Answers lines until the input ends."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    model = load(path, "float32")
     pages = int(slots) * -(-int(longest) // PAGE)
     config = transformers.GenerationConfig(
         do_sample=False,
@@ -33,9 +29,12 @@ def main(path, slots, longest):
         block_size=PAGE,
         max_batch_tokens=PASS,
     )
-    for line in sys.stdin:
-        asked = json.loads(line)
-        out.write(json.dumps(answered(model, config, asked["prompts"], asked["new"])) + "\n")
+
+    def served():
+        model = load(path, "float32")
+        return {}, lambda asked: answered(model, config, asked["prompts"], asked["new"])
+
+    serve(served)
 
 
 def answered(model, config, prompts, new):

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 import jaxkv
-from benchmarks.memory import status_bytes
 from benchmarks.record import RESULTS, ROOT, machine, save
+from benchmarks.workers import status_bytes
 from jaxkv.policies import LinearLayers, Merge, VarianceLayers
 
 MODEL = ROOT / "tests" / "golden" / "models" / "llama_gqa"

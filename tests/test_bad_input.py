@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import jaxkv
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"
+EXTRA, HALF = "model.layers.3.mlp.down_proj.weight", "model.layers.2.self_attn.v_proj.weight"
 POLICY = jaxkv.SnapKV(budget=16, window=4)
 NEW = 4
 
@@ -68,18 +68,11 @@ def refused(message, *, kind=ValueError, model=None, cache=None):
 # --- models and files -----------------------------------------------------------------------------------------------
 
 
-def test_unknown_model(tmp_path):
-    with refused("name_or_path='no-such-model'.*smollm2-135m-instruct"):
-        jaxkv.load("no-such-model")
-    with refused("absent.*"):
-        jaxkv.load(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("name", ["", " ", "~nobody-has-this-home/model"])
-def test_a_model_of_no_name_or_in_no_home(name):
-    with refused(f"name_or_path='{name}': "):
+@pytest.mark.parametrize("name", ["no-such-model", "", "~nobody-has-this-home/model"])
+def test_a_model_that_is_not_there(name):
+    with refused("^name_or_path="):
         jaxkv.load(name)
-    with refused(f"model='{name}': "):
+    with refused("^model="):
         jaxkv.plan(name, gpus="h100", context=64)
 
 
@@ -87,46 +80,26 @@ def test_corrupt_and_truncated_weights(tmp_path):
     copy = folder(tmp_path)
     file = copy / "model.safetensors"
     good = file.read_bytes()
-    file.write_bytes(good[:-1000])
-    with refused(r"model\.safetensors: \d+ bytes.*expected.*download the file again"):
-        jaxkv.load(copy)
-    file.write_bytes(b"\xff" * 8 + good[8:])
-    with refused("a whole safetensors file expected"):
-        jaxkv.load(copy)
+    for bad in (good[:-1000], b"\xff" * 8 + good[8:]):
+        file.write_bytes(bad)
+        with refused(r"model\.safetensors"):
+            jaxkv.load(copy)
     file.write_bytes(good)
     (copy / "config.json").write_text("{")
     with refused(r"config\.json"):
         jaxkv.load(copy)
 
 
-EXCLUDED = [f"model.layers.{layer}.self_attn" for layer in range(64)]
-MODELOPT = {
-    "quant_algo": "NVFP4",
-    "kv_cache_quant_algo": "FP8",
-    "group_size": 16,
-    "exclude_modules": EXCLUDED,
-}
-LLM_COMPRESSOR = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "ignore": EXCLUDED,
-}
+MODELOPT = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+LLM_COMPRESSOR = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
-@pytest.mark.parametrize(
-    "file, given, named",
-    [
-        ("hf_quant_config.json", {"quantization": MODELOPT}, "modelopt"),
-        ("hf_quant_config.json", {}, "modelopt"),
-        ("config.json", LLM_COMPRESSOR, "compressed-tensors"),
-        ("config.json", {"odd": EXCLUDED}, "odd"),
-    ],
-)
-def test_quantised_checkpoints_are_named_as_such(tmp_path, file, given, named):
-    inside = file == "config.json"
-    copy = folder(tmp_path, config={"quantization_config": given} if inside else None)
+@pytest.mark.parametrize("inside", [False, True])
+def test_quantised_checkpoints_are_named_as_such(tmp_path, inside):
+    copy = folder(tmp_path, config={"quantization_config": LLM_COMPRESSOR} if inside else None)
     if not inside:
-        (copy / file).write_text(json.dumps(given))
+        (copy / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    named = "compressed-tensors" if inside else "modelopt"
     for use in (jaxkv.load, lambda path: jaxkv.plan(path, gpus="h100x1", context=64)):
         with refused(f"^quantization_config=.*{named}"):
             use(copy)
@@ -147,42 +120,18 @@ def holed(name, value):
 
 
 @pytest.mark.parametrize(
-    "tensors, message",
+    "tensors, named",
     [
-        (lambda: {DOWN: None}, rf"weights=\['{re.escape(DOWN)}'\]: the checkpoint lacks"),
-        (
-            lambda: {"model.layers.3.mlp.down_proj.weight": np.ones((48, 64), np.float32)},
-            r"weights=\['model\.layers\.3",
-        ),
-        (
-            lambda: {"model.layers.0.self_attn.q_proj.bias": np.ones(48, np.float32)},
-            "q_proj.bias.*has no place",
-        ),
-        (
-            lambda: {DOWN: np.ones((48, 60), np.float32)},
-            rf"{re.escape(DOWN)}=\(48, 60\): the config asks for \(48, 64\)",
-        ),
-        (
-            lambda: {DOWN: np.ones((64, 48), np.float32)},
-            r"=\(64, 48\): the config asks for \(48, 64\).*another model",
-        ),
-        (
-            lambda: holed(DOWN, np.nan),
-            rf"weights=\['{re.escape(DOWN)}'\]: .*NaN or infinity: get the checkpoint again",
-        ),
-        (
-            lambda: holed(EMBEDDING, np.inf),
-            rf"weights=\['{re.escape(EMBEDDING)}'\]: .*NaN or infinity",
-        ),
-        (
-            lambda: holed("model.layers.2.self_attn.v_proj.weight", np.nan),
-            r"layers\.2\.self_attn.*NaN",
-        ),
+        (lambda: {DOWN: None}, DOWN),
+        (lambda: {EXTRA: np.ones((48, 64), np.float32)}, EXTRA),
+        (lambda: {DOWN: np.ones((64, 48), np.float32)}, DOWN),
+        (lambda: holed(DOWN, np.nan), f"{DOWN}.*NaN"),
+        (lambda: holed(HALF, np.nan), f"{HALF[:25]}.*NaN"),
     ],
-    ids=["missing", "extra", "bias", "narrow", "transposed", "nan", "infinity", "nan in a half"],
+    ids=["missing", "extra", "transposed", "nan", "nan in a half"],
 )
-def test_weights_that_do_not_fit(tmp_path, tensors, message):
-    with refused(message):
+def test_weights_that_do_not_fit(tmp_path, tensors, named):
+    with refused(named):
         jaxkv.load(folder(tmp_path, tensors=tensors()))
 
 
@@ -197,148 +146,91 @@ def test_weights_too_large_for_the_dtype(tmp_path):
 def test_a_ratio_below_the_window_names_the_prompt(model):
     rows = [ids(60), ids(34, 1), ids(8, 2)]
     policy = jaxkv.SnapKV(budget=0.25, window=8, min_budget="raise")
-    with refused(
-        r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 rows, .* take 8: raise the budget, or .*'clamp'"
-    ):
+    with refused(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 rows"):
         jaxkv.prefill(model, rows, policy=policy)
     policy = jaxkv.SnapKV(budget=0.25, window=8)
-    cache = jaxkv.prefill(model, rows, policy=policy)
-    np.testing.assert_array_equal(
-        cache.kept, np.broadcast_to(np.asarray([15, 8, 8])[:, None], cache.kept.shape)
-    )
+    out = jaxkv.generate(model, rows, policy=policy, max_new_tokens=1)
+    # With the row of the token drawn.
+    wanted = np.asarray([16, 9, 9])[:, None]
+    np.testing.assert_array_equal(out.cache.kept, np.broadcast_to(wanted, out.cache.kept.shape))
     # The prompt of 34 tokens keeps 8 by its share.
-    assert jaxkv.generate(model, rows, policy=policy, max_new_tokens=1).stats.raised_budgets == 1
-    assert (
-        jaxkv.generate(model, rows[:2], policy=policy, max_new_tokens=1).stats.raised_budgets == 0
-    )
+    assert out.stats.raised_budgets == 1
 
 
 def test_protected_spans_beyond_the_budget(model):
-    for budget, remedy in (
-        (16, "raise the budget"),
-        (0.4, "raise the budget, or give min_budget='clamp'"),
-    ):
-        policy = jaxkv.SnapKV(
-            budget=budget, window=4, protect=((0, 8), (5, 18)), min_budget="raise"
-        )
-        with refused(
-            f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22: {remedy}"
-        ):
-            jaxkv.generate(model, ids(40), policy=policy, max_new_tokens=NEW)
+    given = {"window": 4, "protect": ((0, 8), (5, 18)), "min_budget": "raise"}
+    for budget in (16, 0.4):
+        with refused(f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22"):
+            jaxkv.prefill(model, ids(40), policy=jaxkv.SnapKV(budget=budget, **given))
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "prompt, kind, message",
+    "prompt, kind",
     [
-        ([], ValueError, r"prompt=\[\]: give at least one prompt"),
-        ([[]], ValueError, r"prompt=\[\]: prompt 0 has no tokens: give at least one"),
-        ([[5, 6], []], ValueError, r"prompt=\[\]: prompt 1 has no tokens"),
-        (np.zeros(0, np.int32), ValueError, "prompt 0 has no tokens"),
-        (
-            np.zeros((1, 1, 4), np.int32),
-            ValueError,
-            r"prompt=\(1, 1, 4\): give ids as \[S\] or \[B, S\]",
-        ),
-        ([5, 96], ValueError, r"prompt=\(5, 96\): token ids lie in \[0, 96\)"),
-        ([[5], [-1, 7]], ValueError, r"prompt=\(-1, 7\): token ids lie in \[0, 96\)"),
-        (np.asarray([1.0, 2.0]), TypeError, "prompt=float64: token ids are integers"),
-        (jnp.asarray([1.0]), TypeError, "prompt=float32: token ids are integers"),
-        ([1.0, 2.0], TypeError, "prompt=float: give text, chat messages, token ids"),
-        ([[1.0, 2.0]], TypeError, "prompt=list: give text, chat messages, token ids"),
-        ([np.asarray([1.5])], TypeError, "prompt=float64: token ids are integers"),
-        (None, TypeError, "prompt=NoneType: give text"),
-        ({"role": "user", "content": "Hi"}, TypeError, "prompt=dict: give text, chat messages"),
-        ("Hello", ValueError, "prompt='Hello': the checkpoint has no tokenizer: give token ids"),
-        (
-            [{"role": "user", "content": "Hi"}],
-            ValueError,
-            "prompt=.*Hi.*: the model has no chat template: give text",
-        ),
-        (
-            ids(129),
-            ValueError,
-            "prompt='129 tokens.*the model was made for 128: shorten the prompt",
-        ),
+        ([], ValueError),
+        ([[5, 6], []], ValueError),
+        (np.zeros((1, 1, 4), np.int32), ValueError),
+        ([[5], [-1, 7]], ValueError),
+        ([5, 96], ValueError),
+        (jnp.asarray([1.0]), TypeError),
+        ([[1.0, 2.0]], TypeError),
+        (None, TypeError),
+        ("Hello", ValueError),
+        ([{"role": "user", "content": "Hi"}], ValueError),
+        (ids(129), ValueError),
     ],
 )
-def test_prompts(model, cache, prompt, kind, message):
-    with refused(message, kind=kind):
+def test_prompts(model, cache, prompt, kind):
+    with refused("^prompt=", kind=kind):
         jaxkv.prefill(model, prompt, policy=POLICY)
-    message = message.replace("129 tokens", r"\d+ tokens")
-    with refused(message, kind=kind, model=model, cache=cache):
+    with refused("^prompt=", kind=kind, model=model, cache=cache):
         jaxkv.generate(model, prompt, cache=cache, max_new_tokens=NEW)
 
 
 def test_over_long_with_new_tokens_and_what_was_seen(model, cache):
-    with refused("prompt='129 tokens, new ones included'|prompt='129 tokens.*lower max_new_tokens"):
+    with refused("prompt='129 tokens.*lower max_new_tokens"):
         jaxkv.generate(model, ids(125), max_new_tokens=NEW)
-    with refused(
-        "prompt='129 tokens.*made for 128: shorten.*or lower max_new_tokens",
-        model=model,
-        cache=cache,
-    ):
+    with refused("prompt='129 tokens.*lower max_new_tokens", model=model, cache=cache):
         jaxkv.generate(model, ids(80), cache=cache, max_new_tokens=9)
     assert len(jaxkv.generate(model, ids(124), max_new_tokens=NEW, stop_at_eos=False).tokens) == NEW
 
 
-@pytest.fixture(scope="module")
-def smol():
-    return running.smollm2()
-
-
 @pytest.mark.real
 @pytest.mark.parametrize(
-    "prompt, message",
+    "prompt",
     [
-        ("", "prompt='': prompt 0 has no tokens: give at least one"),
-        (["Hi", ""], "prompt='': prompt 1 has no tokens"),
-        (
-            [{"role": "assistant", "content": "Hi"}],
-            "prompt='assistant': the last message must be the user's",
-        ),
-        ([{"role": "user"}], r"prompt=\{'role': 'user'\}: give its text: .*content"),
-        ([{"role": "user", "content": None}], "prompt=.*None.*: give its text"),
-        ([{"content": "Hi"}], "prompt=None: the last message must be the user's"),
+        "",
+        [{"role": "assistant", "content": "Hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
     ],
 )
-def test_texts_and_messages(smol, prompt, message):
+def test_texts_and_messages(prompt):
     for call in (jaxkv.prefill, jaxkv.generate):
-        with refused(message):
-            call(smol, prompt)
+        with refused("^prompt="):
+            call(running.smollm2(), prompt)
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options",
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0: draw at least 1 token"),
-        ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw|max_new_tokens"),
-        ({"stop": "x"}, "stop='x': the checkpoint has no tokenizer: stop by eos only"),
-        ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
-        (
-            {"sampling": jaxkv.Sampling()},
-            r"key=None: Sampling\(.*draws at random: give key=jax\.random\.key",
-        ),
-        (
-            {"sampling": jaxkv.Sampling(top_k=3)},
-            r"key=None: Sampling\(.*draws at random: give key=jax\.random\.key",
-        ),
-        (
-            {"policy": jaxkv.SnapKV(budget=18, window=4)},
-            r"policy=SnapKV\(budget=18.*compressed by SnapKV\(budget=16",
-        ),
-        ({"policy": jaxkv.FullKV()}, r"policy=FullKV\(.*leave policy out, or prefill anew"),
+        {"max_new_tokens": 0},
+        {"stop": "x"},
+        {"sampling": jaxkv.Sampling()},
+        {"policy": jaxkv.SnapKV(budget=18, window=4)},
+        {"policy": jaxkv.FullKV()},
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls(model, cache, options, message, stream):
-    kinds = (ValueError, TypeError)  # the annotation hook of the tests meets a wrong type first
-    with refused(message, kind=kinds, model=model, cache=cache):
+def test_calls(model, cache, options, stream):
+    named = "key" if "sampling" in options else next(iter(options))
+    with refused(f"^{named}=", model=model, cache=cache):
         jaxkv.generate(model, ids(5), cache=cache, stream=stream, **options)
 
 
@@ -347,9 +239,7 @@ def test_a_cache_of_another_model(tmp_path, model, cache):
         folder(tmp_path, tensors=holed(EMBEDDING, 0.5) | holed("model.norm.weight", 0.5))
     )
     assert other.config == model.config
-    with refused(
-        "cache='[0-9a-f]{16}': it was made by another model than .*: prefill with this one"
-    ):
+    with refused("^cache=.*another model"):
         jaxkv.generate(other, ids(5), cache=cache)
     qwen = jaxkv.load(FOLDER.parent / "qwen3")
     with refused("cache=.*another model than .*qwen3", model=model, cache=cache):
@@ -359,9 +249,7 @@ def test_a_cache_of_another_model(tmp_path, model, cache):
 def test_as_many_prompts_as_the_cache_holds(model):
     two = jaxkv.prefill(model, [ids(40), ids(34, 1)], policy=POLICY)
     for count in (1, 3):
-        with refused(
-            f"prompt='{count} prompts': the cache holds 2 sequences: give as many prompts, or a cache of 1"
-        ):
+        with refused(f"prompt='{count} prompts'"):
             jaxkv.generate(model, [ids(5)] * count, cache=two, max_new_tokens=NEW)
     # The cache is as it was: both rows answer.
     out = jaxkv.generate(model, [ids(5)] * 2, cache=two, max_new_tokens=NEW, stop_at_eos=False)

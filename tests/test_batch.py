@@ -71,46 +71,40 @@ def alone(text, **options):
 
 
 def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked, capsys):
-    texts = {f"r{at}": lettered.DOC[: 9 + 3 * at] for at in range(7)}
-    several = {
-        "custom_id": "two",
-        "url": TEXTS,
-        "body": {"prompt": ["abc", "de"], "n": 2, **GREEDY},
-    }
+    texts = {f"r{at}": lettered.DOC[: 9 + 3 * at] for at in range(4)}
+    body = {"prompt": ["abc", "de"], "n": 2, **GREEDY}
+    several = {"custom_id": "two", "url": TEXTS, "body": body}
+    # Behind a blank line.
     odd = [
-        ("{nonsense", 8),
-        ("", None),
-        ("[1]", 10),
-        ({**chat("r1")}, 11),
-        ({**chat("x"), "url": "/v1/embeddings"}, 12),
-        ({**chat("y"), "more": 1}, 13),
-        ({"custom_id": "z", "url": CHATS}, 14),
-        (f'{{"custom_id": "long", "body": "{"x" * (8 << 20)}"}}', 15),
+        "{nonsense",
+        "[1]",
+        chat("r1"),
+        {**chat("x"), "url": "/v1/embeddings"},
+        {**chat("y"), "more": 1},
+        f'{{"custom_id": "long", "body": "{"x" * (8 << 20)}"}}',
     ]
     bad = [
-        (chat("long", "x" * 80), "messages"),
-        (chat("stream", stream=True), "stream"),
-        (chat("other", model="gpt"), "model"),
-        (chat("none", document="doc-1"), "document"),
+        (chat("long", "x" * 80), "messages", 400),
+        (chat("stream", stream=True), "stream", 400),
+        (chat("other", model="gpt"), "model", 404),
+        (chat("none", document="doc-1"), "document", 404),
     ]
-    written(
-        files[0],
-        [*(chat(*each) for each in texts.items()), *(line for line, _ in odd + bad), several],
-    )
+    lines = [*(chat(*each) for each in texts.items()), "", *odd, *(line for line, *_ in bad)]
+    written(files[0], [*lines, several])
     found = run(files)
-    assert [content(each) for each in found[:7]] == [alone(text) for text in texts.values()]
-    assert [each["custom_id"] for each in found[:7]] == list(texts)
-    for (_, number), each in zip([pair for pair in odd if pair[1]], found[7:14], strict=True):
+    assert [content(each) for each in found[:4]] == [alone(text) for text in texts.values()]
+    assert [each["custom_id"] for each in found[:4]] == list(texts)
+    for number, each in enumerate(found[4:10], 6):
         assert each["response"] is None and f"line {number}:" in each["error"]["message"]
-    for (line, param), each in zip(bad, found[14:18], strict=True):
+    for (line, param, status), each in zip(bad, found[10:14], strict=True):
         assert each["custom_id"] == line["custom_id"] and each["error"] is None
-        assert each["response"]["status_code"] == (404 if param in ("document", "model") else 400)
+        assert each["response"]["status_code"] == status
         assert each["response"]["body"]["error"]["param"] == param
     last = found[-1]["response"]["body"]
     assert [each["index"] for each in last["choices"]] == [0, 1, 2, 3] and last["usage"][
         "completion_tokens"
     ] == 36
-    assert "11 of them without status 200" in capsys.readouterr().err
+    assert "10 of them without status 200" in capsys.readouterr().err
     assert sorted(each.name for each in files[0].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
@@ -149,37 +143,35 @@ def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
 
 
 def test_files_that_cannot_be(files, asked, capsys):
-    command = ("batch", str(files[0]), "-o", str(files[1]), *OPTIONS)
-    assert "FILE=" in refused(capsys, *command, *POLICY)
+    command = ("batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY)
+    assert "FILE=" in refused(capsys, *command)
     written(files[0], [""])
-    assert "FILE=" in refused(capsys, *command, *POLICY)
+    assert "FILE=" in refused(capsys, *command)
     written(files[0], [chat("r0")])
-    same = ("batch", str(files[0]), "-o", str(files[0]), *OPTIONS, *POLICY)
-    assert "-o=" in refused(capsys, *same)
+    assert "-o=" in refused(capsys, "batch", str(files[0]), "-o", str(files[0]), *OPTIONS, *POLICY)
     run(files)
     capsys.readouterr()
-    before = files[1].read_bytes()
-    for policy in (("--policy", "knorm", "--budget", "9"), (*POLICY, "--max-new-tokens", "20")):
-        assert "-o=" in refused(capsys, *command, *policy)
-    files[1].write_bytes(before + b"mine\n")
-    assert "-o=" in refused(capsys, *command, *POLICY)
-    assert files[1].read_bytes() == before + b"mine\n"
+    # Answers of another policy; and something else behind them.
+    assert "-o=" in refused(capsys, *command, "--budget", "9")
+    found = files[1].read_bytes() + b"mine\n"
+    files[1].write_bytes(found)
+    assert "-o=" in refused(capsys, *command)
+    assert files[1].read_bytes() == found
 
 
 def test_other_files_beside_the_answers_stay(asked, files, capsys):
     """A partial file of something else, or one that is FILE itself, is neither cut nor removed."""
+    command = ("-o", str(files[1]), *OPTIONS, *POLICY)
     written(files[0], [chat("a")])
     partial = files[1].with_name("out.jsonl.partial")
-    for text in ("notes\n", json.dumps(chat("a")) + "\n", "no"):
+    for text in ("notes\n", json.dumps(chat("a")) + "\n"):
         partial.write_text(text)
-        command = ("batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY)
-        assert "-o=" in refused(capsys, *command)
+        assert "-o=" in refused(capsys, "batch", str(files[0]), *command)
         assert partial.read_text() == text and not asked
     for end in ("partial", "lock"):
         requests = files[1].with_name(f"out.jsonl.{end}")
         written(requests, [chat("a")])
-        command = ("batch", str(requests), "-o", str(files[1]), *OPTIONS, *POLICY)
-        assert "-o=" in refused(capsys, *command)
+        assert "-o=" in refused(capsys, "batch", str(requests), *command)
         assert json.loads(requests.read_text()) == chat("a") and not asked
 
 

@@ -43,11 +43,10 @@ def run(tmp_path):
 
 
 def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
-    some = {"copy", "products", "checks"}
-    run("gpu", "--only", *some)
+    run("gpu", "--only", "copy")
     (path,) = tmp_path.glob("*.jsonl")
     first = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {row["part"] for row in first} == some | {"device"}
+    assert {row["part"] for row in first} == {"copy", "device"}
     run("gpu")
     rows = benchmark("gpu_rows").load(path)
     assert rows[: len(first)] == first and not any("failed" in row for row in rows)
@@ -73,6 +72,18 @@ def test_copies_of_pools(benchmark):
     assert benchmark("aot").copies_of(text, {("bf16", (4, 2304, 128))}) == 2
 
 
+PTXAS = """ptxas info    : Compiling entry function 'ragged_decode' for 'sm_90a'
+ptxas info    : Function properties for ragged_decode
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 88 registers, used 1 barriers, 71680 bytes smem
+"""
+
+
+def test_spills_are_read(benchmark):
+    (kernel,) = benchmark("ptxas").said(PTXAS)
+    assert (kernel.name, kernel.registers, kernel.spills) == ("ragged_decode", 88, 20)
+
+
 def test_loops_within_loops(benchmark):
     nested = benchmark("aot").nested
     outer = "%body (x: s32[]) -> s32[] {\n  %y = s32[] while(%x), body=%inner\n}"
@@ -86,22 +97,6 @@ def test_compiled_cases_are_apart(benchmark, device):
     for quick in (True, False):
         names = [each.name for each in cases([device], quick)]
         assert len(names) == len(set(names)) >= 2
-
-
-def test_another_checkouts_commit_is_told(benchmark, tmp_path):
-    record = benchmark("record")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@here"]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    (tmp_path / "file").write_text("1")
-    subprocess.run([*git, "add", "file"], check=True)
-    subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
-    head = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    found = record.commit(tmp_path)
-    assert len(found) >= 7 and head.startswith(found)
-    (tmp_path / "file").write_text("2")
-    assert record.commit(tmp_path) == f"{found}-dirty"
 
 
 def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call):
@@ -118,7 +113,7 @@ def test_ways_of_reading_are_measured_side_by_side(benchmark, capsys, as_users_c
     omnikv, config = benchmark("omnikv"), tiny.shape(layers=12, kv_heads=2, group=2, dim=8)
     model, filters = tiny.tiny(config), (1, 5)
     found = omnikv.measure(
-        model, batch=2, tokens=60, budgets=[8, 16], filters=filters, rounds=2, steps=3
+        model, batch=2, tokens=60, budgets=[8], filters=filters, rounds=1, steps=2
     )
     omnikv.show("tiny", found)
     assert len(capsys.readouterr().out.splitlines()) == 3 + len(found["ways"])
@@ -127,7 +122,7 @@ def test_ways_of_reading_are_measured_side_by_side(benchmark, capsys, as_users_c
         sent["FullKV"]
         == sent["OmniKV-8"]
         == 0
-        < min(sent["OmniKV-16-offloaded"], sent["BrutalOffload"])
+        < min(sent["OmniKV-8-offloaded"], sent["BrutalOffload"])
     )
     prefill = omnikv.measure_prefill(model, tokens=60, filters=filters, ratios=[2], rounds=1)
     assert all(len(way["seconds"]) == 1 for way in prefill["ways"].values())
@@ -168,11 +163,3 @@ def missing(path):
 def test_scripts_name_what_exists(path):
     """Most of them run for minutes, and on other machines: what is renamed would break them unnoticed."""
     assert not [*missing(path)]
-
-
-def test_a_name_that_is_gone_is_found(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from jaxkv.attention import xla\nfrom jaxkv.engine import gone\nprint(xla.walked, xla.Walk)\n"
-    )
-    assert [*missing(script)] == ["jaxkv.engine.gone", "jaxkv.attention.xla.walked"]

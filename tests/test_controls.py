@@ -158,30 +158,11 @@ def test_a_model_without_template_reads_texts_alike():
 
 
 def test_ids_of_ordinary_texts_are_the_tokenizers(text):
-    """Of 1,000 texts; also where another message spells special tokens, so that all goes the long way."""
+    """Of 200 texts; also where another message spells special tokens, so that all goes the long way."""
     rng = np.random.default_rng(0)
-    words = [
-        "tin",
-        " the",
-        "\n",
-        "\n\n",
-        "  ",
-        "<",
-        ">",
-        "</",
-        "|",
-        "é",
-        "漢字",
-        "🙂",
-        "12",
-        ".",
-        "<b>",
-        "and",
-        " cat",
-        "\t",
-    ]
+    words = "tin, the,  ,<,>,</,|,é,漢字,🙂,12,.,<b>,and, cat".split(",") + ["\n", "\n\n", "\t"]
     last = [answer("x"), user("</s><|im_end|>")]
-    for _ in range(1_000):
+    for _ in range(200):
         content = "a" + "".join(rng.choice(words, rng.integers(1, 12)).tolist()) + "z"
         rendered = text.chat([user(content)], generation_prompt=True)
         wanted = text._tokenizer.encode(rendered, add_special_tokens=False).ids
@@ -194,10 +175,8 @@ def test_ids_of_ordinary_texts_are_the_tokenizers(text):
 
 
 def test_names_of_special_tokens_cannot_be_forged(text):
-    names = "".join(text.special_tokens()["special"])
-    spelled = (
-        "a" + names + "".join(map(chr, range(0xF0000, 0xF0020))) + "\ufdd0\U000f0001\ufdd1b</s>"
-    )
+    private = "".join(map(chr, range(0xF0000, 0xF0020))) + "\ufdd0\U000f0001\ufdd1"
+    spelled = "a" + "".join(text.special_tokens()["special"]) + private + "b</s>"
     assert controls(text, ids_of(text, spelled)) == controls(text, ids_of(text, "x"))
 
 
@@ -223,9 +202,7 @@ def test_end_tokens_that_a_file_does_not_mark_are_special():
 TRIMS = TEMPLATE.replace("m.content }}]", "m.content | trim }}]")
 
 
-@pytest.mark.parametrize(
-    "content", ["What is it?\n", "  What\nis it? \t\n", "What is it?", " \n</s>\n"]
-)
+@pytest.mark.parametrize("content", ["  What\nis it? \t\n", " \n</s>\n"])
 def test_text_and_message_are_trimmed_alike(content):
     text = with_template(TRIMS)
     one = ids_of(text, [user(content)])
@@ -249,15 +226,8 @@ def test_a_conversation_continued_is_the_one_rendered_at_once():
     assert first + said + later == ids_of(text, [user("Hi\n"), answer("Ho."), user("And? ")])
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        ("={{ m.content }}", "={{ m.content.split('</think>')[-1] }}"),
-        ("={{ m.content }}", "~{{ m.content }}"),
-    ],
-)
-def test_a_template_that_renders_earlier_answers_otherwise_is_warned_of(changed):
-    model = tiny(TEMPLATE.replace(*changed))
+def test_a_template_that_renders_earlier_answers_otherwise_is_warned_of():
+    model = tiny(TEMPLATE.replace("={{ m.content }}", "~{{ m.content }}"))
     out = jaxkv.generate(model, DOC, max_new_tokens=4, stop_at_eos=False)
     with pytest.warns(UserWarning, match="the chat template renders earlier answers otherwise"):
         jaxkv.generate(model, "So?", cache=out.cache, max_new_tokens=4)

@@ -50,26 +50,20 @@ def cell(*texts, tags=(), size=None):
 STORED = "3 of 3 right, 12.50 MB, loss 0.021, 1,463 rows\n"
 
 
-@pytest.mark.parametrize(
-    "fresh",
-    [
-        STORED,
-        "3 of 3 right,  12.51 MB, loss 0.022, 1,463 rows\n",
-        "3 of 3 right, 12.7 MB, loss 0.021, 1,463 rows\n",
-    ],
-)
-def test_small_differences_are_none(fresh):
-    assert not outputs.differences([cell(STORED)], [cell(fresh)])
+def test_small_differences_are_none():
+    fresh = cell("3 of 3 right,  12.51 MB, loss 0.022, 1,463 rows\n")
+    assert not outputs.differences([cell(STORED)], [fresh])
 
 
 @pytest.mark.parametrize(
     "fresh",
     [
-        cell(STORED.replace("3 of", "2 of")),
-        cell(STORED.replace("0.021", "0.023")),
+        cell(STORED.replace("1,463", "1,464")),
+        cell(STORED.replace("12.50", "13.00")),
         cell(STORED.replace("right", "wrong")),
         cell(STORED, STORED),
-        cell(STORED, size=(8, 8)),
+        cell(),
+        cell(size=(8, 8)),
     ],
 )
 def test_other_outputs_are_found(fresh):
@@ -100,29 +94,6 @@ def test_stored_outputs_are_small_and_of_no_machine(path):
             places = r"(?<![\w.])/(home|root|tmp|work|Users|usr|var)/|0x[0-9a-f]{6,}"
             assert not re.search(places, outputs.text_of(output))
         assert set(each["metadata"]) <= {"tags"}
-
-
-def notebook(*sources):
-    return {"cells": [{"cell_type": "code", "metadata": {}, "source": [each]} for each in sources]}
-
-
-def test_a_run_stores_what_jupyter_shows(tmp_path):
-    (tmp_path / "a.ipynb").write_text(outputs.json.dumps(notebook("x = 3\nprint(x)\nx + 1", "x;")))
-    said, silent = outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
-    assert [outputs.kind_of(each)[0] for each in said["outputs"]] == ["stream", "execute_result"]
-    assert [outputs.text_of(each) for each in said["outputs"]] == ["3\n", "4"]
-    assert silent["outputs"] == [] and (said["execution_count"], silent["execution_count"]) == (
-        1,
-        2,
-    )
-
-
-def test_a_cell_that_warns_is_refused(tmp_path):
-    (tmp_path / "a.ipynb").write_text(
-        outputs.json.dumps(notebook("import warnings\nwarnings.warn('old')"))
-    )
-    with pytest.raises(AssertionError, match="<code cell 1> wrote to stderr.*old"):
-        outputs.run(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
 
 
 def test_each_notebook_leads_to_the_next():

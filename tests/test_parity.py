@@ -62,11 +62,7 @@ RATIOS = {
     "pyr_w8_k5_b20": ("r0.75",),
     "pyr_w8_k5_b5": ("r0.9",),
 }
-CASES = [f"{name}_{ratio}" for name in MAKERS for ratio in RATIOS.get(name, ("r0.75", "r0.9"))]
-
-
 # Policies that do not look through the prompt's end. The peer's file has their rows and scores alone.
-UNSEEN = running.archive("parity/p600_unseen.npz")
 UNSEEN_MAKERS = {
     "expected": lambda n: ExpectedAttention(budget=n),
     "expected_mean_only": lambda n: ExpectedAttention(budget=n, covariance=False),
@@ -76,39 +72,37 @@ UNSEEN_MAKERS = {
     ),
     "keydiff": lambda n: KeyDiff(budget=n),
 }
-UNSEEN_CASES = [f"{name}_{ratio}" for name in UNSEEN_MAKERS for ratio in ("r0.75", "r0.9")]
 # Chunks of neighbouring rows, of which the peer keeps whole ones alone: its budget here is their rows. And attention
 # within blocks.
-CHUNKS = running.archive("parity/p600_chunks.npz")
 CHUNK_MAKERS = {
     "chunkkv_snap": lambda n: ChunkKV(base=SnapKV(budget=n, window=32, pooling=AvgPool(5))),
     "noncausalattnpress": lambda n: Compactor(
         budget=n, sinks=0, window=0, blending=0.0, published=True
     ),
 }
-CHUNK_CASES = [f"{name}_{ratio}" for name in CHUNK_MAKERS for ratio in ("r0.75", "r0.9")]
-
-
 # Newer methods, likewise.
-METHODS = running.archive("parity/p600_methods.npz")
 METHOD_MAKERS = {
     "lagkv": lambda n: LagKV(budget=n),
     "cur": lambda n: CurDKV(budget=n),
     "cappress": lambda n: CAPKV(budget=n),
 }
-METHOD_CASES = [f"{name}_{ratio}" for name in METHOD_MAKERS for ratio in ("r0.75", "r0.9")]
+OTHERS = {"unseen": UNSEEN_MAKERS, "chunks": CHUNK_MAKERS, "methods": METHOD_MAKERS}
+FILES = {
+    name: running.archive(f"parity/p600_{file}.npz")
+    for file, makers in OTHERS.items()
+    for name in makers
+}
+ALL = MAKERS | UNSEEN_MAKERS | CHUNK_MAKERS | METHOD_MAKERS
+CASES = [f"{name}_{ratio}" for name in MAKERS for ratio in RATIOS.get(name, ("r0.75", "r0.9"))]
+OTHER_CASES = [f"{name}_{ratio}" for name in FILES for ratio in ("r0.75", "r0.9")]
 
 
 def policy_of(case):
     # kvpress truncates 600 * (1 - 0.9) in floats to 59 rows; its PyramidKV rounds to 60. The average says which.
     name = case.rsplit("_", 1)[0]
-    if name in UNSEEN_MAKERS:
-        return UNSEEN_MAKERS[name](round(UNSEEN[f"{case}__kept"].sum(axis=-1).mean()))
-    if name in METHOD_MAKERS:
-        return METHOD_MAKERS[name](round(METHODS[f"{case}__kept"].sum(axis=-1).mean()))
-    if name in CHUNK_MAKERS:
-        return CHUNK_MAKERS[name](round(CHUNKS[f"{case}__kept"].sum(axis=-1).mean()))
-    return MAKERS[name](round(GOLDEN[f"{case}__n_kept"].mean()))
+    if name in FILES:
+        return ALL[name](round(FILES[name][f"{case}__kept"].sum(axis=-1).mean()))
+    return ALL[name](round(GOLDEN[f"{case}__n_kept"].mean()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,52 +178,28 @@ def test_kept_rows(case):
         assert not rows[GOLDEN[f"{case}__margin"] >= TIE].any()
 
 
-@pytest.mark.parametrize("case", UNSEEN_CASES)
-def test_rows_and_scores_without_a_look_at_the_end(case):
-    theirs, ours = UNSEEN[f"{case}__kept"], run(case)
+@pytest.mark.parametrize("case", OTHER_CASES)
+def test_rows_and_scores_of_other_methods(case):
+    name = case.rsplit("_", 1)[0]
+    golden, ours, keep = FILES[name], run(case), policy_of(case).parts().keep
+    theirs, scores = golden[f"{case}__kept"], golden[f"{case}__scores"]
     assert ours.kept.sum() == theirs.sum()
-    assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()
-    first = policy_of(case).parts().keep.sinks
+    # Sinks and a window have no score here; there they have the largest. LagKV's last rows all score 1 there.
+    scored = slice(keep.sinks, len(IDS) - keep.window)
     for index, layer in enumerate(SCORED_LAYERS):
-        # Sinks have no score here; there they have the largest.
-        expected = UNSEEN[f"{case}__scores"][index, :, first:]
-        assert running.gap(ours.scores[layer][:, first:], expected) < 1e-4 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("case", METHOD_CASES)
-def test_rows_and_scores_of_newer_methods(case):
-    theirs, ours = METHODS[f"{case}__kept"], run(case)
-    assert ours.kept.sum() == theirs.sum()
-    first = policy_of(case).parts().keep.sinks
-    for index, layer in enumerate(SCORED_LAYERS):
-        # Sinks have no score here; there they have the largest. LagKV's last rows all score 1 there.
-        found, expected = (
-            ours.scores[layer][:, first:],
-            METHODS[f"{case}__scores"][index, :, first:],
-        )
-        found = np.minimum(found, 1.0) if case.startswith("lagkv") else found
+        found, expected = ours.scores[layer][:, scored], scores[index, :, scored]
+        found = np.minimum(found, 1.0) if name == "lagkv" else found
         assert running.gap(found, expected) < 1e-4 * np.abs(expected).max()
-    if not case.startswith("lagkv"):
+    if name != "lagkv":
         assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()
         return
     # More than the budget is tied at the top there, and any of it stays, in places not even the sinks. Here sinks stay,
     # and the last of the tied rows; what both keep are tied rows alone.
-    tied = np.flatnonzero(METHODS[f"{case}__scores"][0, 0] == 1)
-    assert len(tied) > theirs[0, 0].sum()
-    rows = [*range(first), *range(len(IDS) - int(theirs[0, 0].sum()) + first, len(IDS))]
+    tied, first, most = np.flatnonzero(scores[0, 0] == 1), keep.sinks, int(theirs[0, 0].sum())
+    assert len(tied) > most
+    rows = [*range(first), *range(len(IDS) - most + first, len(IDS))]
     assert np.isin(np.nonzero(theirs)[-1], tied).all() and np.isin(rows, tied).all()
     assert ours.kept[..., rows].all()
-
-
-@pytest.mark.parametrize("case", CHUNK_CASES)
-def test_whole_chunks_and_scores_within_blocks(case):
-    theirs, ours = CHUNKS[f"{case}__kept"], run(case)
-    assert ours.kept.sum() == theirs.sum()
-    assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()
-    before = len(IDS) - policy_of(case).parts().keep.window
-    for index, layer in enumerate(SCORED_LAYERS):
-        expected = CHUNKS[f"{case}__scores"][index, :, :before]
-        assert running.gap(ours.scores[layer][:, :before], expected) < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)

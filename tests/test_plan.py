@@ -34,7 +34,6 @@ POLICIES = {
     "full": jaxkv.FullKV(),
     "snapkv": EQUAL,
     "ratio": dataclasses.replace(EQUAL, budget=0.3),
-    "clamped": dataclasses.replace(EQUAL, budget=0.05, min_budget="clamp"),
     "protected": dataclasses.replace(EQUAL, budget=24, protect=((0, 6), (-10, -7))),
     "pyramid": jaxkv.PyramidKV(budget=16, window=4),
     "ada-pyramid": RAGGED,
@@ -73,9 +72,6 @@ def test_buckets(n, m):
 
 
 def test_buckets_are_few():
-    assert [bucket(n) for n in (1, 16, 17, 256, 257, 700, 1024, 1025, 4000, 5000)] == [
-        *(16, 16, 32, 256, 512, 768, 1024, 1280, 4096, 5120)
-    ]
     assert len({bucket(n) for n in range(1, 32_769)}) <= 5 + 3 + 4 * 5
 
 
@@ -83,8 +79,7 @@ def test_buckets_are_few():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("lengths", [(60,), (64, 38, 45)], ids=str)
-def test_bytes_are_those_promised(name, lengths):
+def test_bytes_are_those_promised(name, lengths=(64, 38, 45)):
     policy, config = POLICIES[name], model().config
     plan = plan_prefill(config, policy, list(lengths))
     cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
@@ -128,33 +123,24 @@ def test_ratios_are_of_each_prompt():
     ]
 
 
-PYRAMIDS = [
-    LinearLayers(),
-    LinearLayers(beta=14.0),
-    GeometricLayers(),
-    ExponentialLayers(),
-    KVPressLayers(),
-]
+PYRAMIDS = [LinearLayers(), GeometricLayers(), ExponentialLayers(), KVPressLayers()]
 
 
-@pytest.mark.parametrize("budget", [64, 300, 0.1, 0.77], ids=str)
+@pytest.mark.parametrize("budget", [64, 0.1, 0.77], ids=str)
 @pytest.mark.parametrize(
-    "allocation", [*PYRAMIDS, OfficialLayers()], ids=lambda a: f"{type(a).__name__}{a.beta:g}"
+    "allocation", [*PYRAMIDS, OfficialLayers()], ids=lambda a: type(a).__name__
 )
 def test_capacity_holds_every_length_of_the_bucket(allocation, budget):
     policy = jaxkv.PyramidKV(budget=budget, allocation=allocation)
     protected = dataclasses.replace(policy, protect=((3, 9), (-20, -12)), min_budget="clamp")
     rng = np.random.default_rng(0)
     for each in (policy, protected) if budget != 0.1 else (protected,):
-        for low, top in ((97, 128), (129, 256), (257, 512), (1537, 1792), (7169, 8192)):
+        for low, top in ((97, 128), (257, 512), (7169, 8192)):
             capacity = {plan_prefill(WIDE, each, [n]).capacity for n in (low, top)}
             assert len(capacity) == 1  # one shape for the whole bucket
             most = np.asarray(capacity.pop())
             lengths = np.unique([low, top, *rng.integers(low, top, 60)])
-            # All at once: rows depend on each prompt alone.
-            forced = np.asarray([plan_prefill(WIDE, each, [int(n)]).forced[0] for n in lengths[:3]])
             plan = plan_prefill(WIDE, each, lengths.tolist())
-            np.testing.assert_array_equal(plan.forced[:3], forced)
             assert (plan.rows <= most[:, None]).all() and (plan.rows <= lengths).all()
             assert (most <= top).all()
 
@@ -188,33 +174,24 @@ def assert_same(one, other):
 def test_repack(policy):
     cache = jaxkv.prefill(model(), ids(60, 38), policy=policy)
     layers, batch, heads = cache.start.shape
-    assert (
-        cache.layout is {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}[policy]
-    )
-    assert cache.free().min() == 0
+    layouts = {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}
+    assert cache.layout is layouts[policy] and cache.free().min() == 0
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
-    row = 2 * cache.config.head_dim * 4 + 4
-    copy = repack(cache, room=0)
-    assert_same(copy, cache)
-    for room in (5, 64):
-        grown = repack(cache, room=room)
-        assert_same(grown, cache)
-        assert (
-            grown.free().min() >= room and grown.layout is cache.layout and grown.policy == policy
-        )
-        assert grown.nbytes == cache.nbytes + room * layers * batch * heads * row
-        np.testing.assert_array_equal(grown.limit, cache.limit)
-        # No row where no segment is.
-        filled = sum(int((np.asarray(pool.pos) >= 0).sum()) for pool in grown.pools)
-        assert filled == int(cache.kept.sum())
-        again = repack(grown, room=3)
-        assert_same(again, cache)
-        assert again.free().min() >= room + 3
+    row, room = 2 * cache.config.head_dim * 4 + 4, 5
+    grown = repack(cache, room=room)
+    assert_same(grown, cache)
+    assert grown.free().min() >= room and grown.layout is cache.layout and grown.policy == policy
+    assert grown.nbytes == cache.nbytes + room * layers * batch * heads * row
+    np.testing.assert_array_equal(grown.limit, cache.limit)
+    # No row where no segment is.
+    filled = sum(int((np.asarray(pool.pos) >= 0).sum()) for pool in grown.pools)
+    assert filled == int(cache.kept.sum())
     for old, new in zip(before, jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(old, new)
-    released = repack(copy, room=5, release=True)
+    released = repack(grown, room=3, release=True)
     assert_same(released, cache)
-    assert all(leaf.is_deleted() for pool in copy.pools for leaf in jax.tree.leaves(pool))
+    assert released.free().min() >= room + 3
+    assert all(leaf.is_deleted() for pool in grown.pools for leaf in jax.tree.leaves(pool))
 
 
 @pytest.mark.parametrize("policy", [EQUAL, RAGGED, SHARED], ids=["equal", "ragged", "shared"])
@@ -226,11 +203,11 @@ def test_one_sequence_becomes_many(policy):
     for layer, _, head, *rest in segments(many):
         for x, y in zip(rest, want[layer, head], strict=True):
             np.testing.assert_array_equal(x, y)
-    with pytest.raises(ValueError, match="cache='3 sequences': give 3 prompts, or a cache of one"):
+    with pytest.raises(ValueError, match="^cache="):
         repack(many, room=5, batch=2)
 
 
-@pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2, 2 / 3, 0.3])
+@pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2])
 def test_shares_of_many_decimals(share):
     policy = jaxkv.H2O(budget=4096, recent=share)
     recent = policy.parts().recents(

@@ -1,6 +1,5 @@
 """Plans of settings whose GPUs are not there, against arithmetic written anew, and against themselves."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.planning import sizes
 from jaxkv.planning.catalog import Known, catalog, model_named, scaled
-from jaxkv.planning.compiled import CompiledPlan, CompiledProgram
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.named import accelerator_named, accelerators, accelerators_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
@@ -61,7 +58,7 @@ def test_models_have_the_parameters_that_their_makers_count(name):
     assert entry.source.startswith(f"https://huggingface.co/{entry.hub_id}/")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("parts", [1, 4, 64])
 def test_weights_of_a_device(parts):
     """Each has its part of every matrix, of keys' and values' a whole head at least, and all norms."""
     c = model_named("llama-3.1-70b").config
@@ -167,60 +164,44 @@ def test_what_waits_in_host_memory():
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.sampled_from(["llama-3.1-8b", "mistral-7b-v0.3", "qwen3-30b-a3b", "falcon-7b"]),
+    st.sampled_from(["llama-3.1-8b", "mistral-7b-v0.3", "qwen3-30b-a3b"]),
     st.sampled_from(["full", "snapkv", "adakv", "h2o", "d2o"]),
     st.integers(1, 5),
     st.sampled_from([500, 1000, 1800, 7900]),
-    st.integers(64, 512),
+    # Below the context: more rows than tokens are as many as the padded prompt has.
+    st.integers(64, 480),
     st.sampled_from([(1, 1), (2, 1), (4, 2), (2, 2)]),
 )
 def test_more_is_never_less(name, policy, batch, context, budget, mesh):
     gpus, data = mesh
-    if name == "falcon-7b":
-        # 71 heads are split over one device or all.
-        gpus, context = data, min(context, 1000)
     if policy != "full":
         policy = dataclasses.replace(POLICIES[policy], budget=budget)
     batch *= data
     mine = setting(name, policy, gpus, data=data, batch=batch, context=context)
     of = lambda **options: sizes_of(dataclasses.replace(mine, **options))  # noqa: E731
     found = of()
-    # Twice as many: a few more can take less, where the MLP's blocks of tokens become smaller.
-    for more in (of(batch=2 * batch), of(context=2 * context), of(new=300)):
-        assert (
-            more.peak >= found.peak and more.cache >= found.cache and more.weights == found.weights
-        )
+    more = [of(batch=2 * batch), of(context=2 * context), of(new=300)]
     if mine.policy.parts().budget is not None:
-        more = of(policy=dataclasses.replace(mine.policy, budget=budget + 8))
-        assert more.cache >= found.cache and more.peak >= found.peak
+        more.append(of(policy=dataclasses.replace(mine.policy, budget=budget + 8)))
+    # Twice as many: a few more can take less, where the MLP's blocks of tokens become smaller.
+    for each in more:
+        assert each.peak >= found.peak and each.cache >= found.cache
     alone = of(gpus=1, data=1)
     assert found.weights * mine.split >= alone.weights
     assert found.cache * mine.gpus >= alone.cache
     assert found.kept <= context
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_prompt_stands_for_all(policy, monkeypatch):
-    """What the engine plans for as many prompts of one length, however many: no plan takes longer for more of them."""
+@pytest.mark.parametrize("policy", ["adakv", "d2o"])
+def test_one_prompt_stands_for_all(policy):
+    """What the engine plans for as many prompts of one length, however many."""
     mine = setting(policy=policy, gpus=16, data=2, batch=5)
     found, wanted = (
         plan_prefill(mine.config, mine.policy, lengths, room=9, mesh=mine.mesh, times=times)
         for lengths, times in (([CONTEXT], 5), ([CONTEXT] * 5, 1))
     )
-    numbers = [
-        field.name
-        for field in dataclasses.fields(found)
-        if field.name not in ("rows", "budget", "forced")
-    ]
-    assert all(getattr(found, name) == getattr(wanted, name) for name in numbers)
-    asked = []
-    monkeypatch.setattr(
-        sizes,
-        "plan_prefill",
-        lambda *args, **options: asked.append(args[2]) or plan_prefill(*args, **options),
-    )
-    sizes_of(dataclasses.replace(mine, batch=60000))
-    assert asked == [[CONTEXT]]
+    names = {field.name for field in dataclasses.fields(found)} - {"rows", "budget", "forced"}
+    assert all(getattr(found, name) == getattr(wanted, name) for name in names)
 
 
 @pytest.mark.parametrize("policy", ["full", "adakv", "d2o"])
@@ -252,13 +233,6 @@ def test_remedies_would_do():
     for each in (*whole.remedies, *many.remedies):
         assert fits(each.setting) and each.peak == sizes_of(each.setting).peak
     assert not plan("llama-3.1-405b", gpus="l4", context=CONTEXT).remedies
-    # Neither prompts nor a budget of few tokens are a budget that others could have.
-    for few in (None, jaxkv.StreamingLLM(budget=8)):
-        found = plan("llama-3.1-70b", gpus="h100", context=4, policy=few).remedies
-        assert [(each.setting.weights, each.setting.gpus) for each in found] == [
-            ("int8", 1),
-            (None, 2),
-        ]
 
 
 def test_models_come_in_many_ways(model):
@@ -297,64 +271,44 @@ def test_positions_are_stretched_by_yarn():
 
 @pytest.mark.parametrize(
     "model, given",
-    [
-        *(("qwen3-32b", each) for each in ("yarn", "yarn:0", "yarn:0.5", "linear:4", "")),
-        ("llama-3.1-8b", "yarn:2"),
-        ("gemma-3-12b", "yarn:2"),
-    ],
+    [("qwen3-32b", "yarn:0.5"), ("qwen3-32b", "linear:4"), ("llama-3.1-8b", "yarn:2")],
 )
 def test_other_scalings_are_not_supported(model, given):
     with pytest.raises(ValueError, match="^rope_scaling="):
         jaxkv.plan(model, gpus="h200x1", context=4096, rope_scaling=given)
 
 
-def test_gpus_have_what_a_compiler_asks_for():
-    for gpu in gpus().values():
-        assert gpu.sources and all(each.startswith("https://") for each in gpu.sources)
-        assert gpu.memory < gpu.reported < 1.1 * gpu.memory and gpu.capability in (
-            (8, 0),
-            (8, 9),
-            (9, 0),
-            (10, 0),
-        )
-        assert (
-            f"core_count: {gpu.cores}" in gpu.target
-            and f"device_memory_size: {gpu.reported}" in gpu.target
-        )
-        assert (
-            accelerators_named(f"{gpu.name}x3") == (gpu, 3)
-            and accelerator_named(gpu.name.upper()) is gpu
-        )
-    assert list(accelerators()) == [*gpus(), *tpus()]
-    assert accelerator_named("A100").memory == 80 * 10**9
-    assert accelerators_named("rtx4090") == (accelerator_named("4090"), 1)
-    assert accelerators_named("H100 x 8") == (gpus()["h100"], 8)
-    assert gpus()["h100"].architecture == "sm_90a" and gpus()["l4"].architecture == "sm_89"
+@pytest.mark.parametrize("name", accelerators())
+def test_accelerators_have_what_a_compiler_asks_for(name):
+    known = accelerators()[name]
+    assert known.sources and all(each.startswith("https://") for each in known.sources)
+    assert known.memory < known.reported < 1.1 * known.memory
+    assert (
+        accelerators_named(f"{name}x3") == accelerators_named(f"3 X {name.upper()}") == (known, 3)
+    )
+    if name in gpus():
+        assert f"core_count: {known.cores}" in known.target
+        assert f"device_memory_size: {known.reported}" in known.target
+
+
+def test_accelerators_as_people_write_them():
+    for written in ("4xh100", "h100x4", "h100:4", "4 h100", "4:H100", "4 x h100"):
+        assert accelerators_named(written) == (gpus()["h100"], 4)
+    assert accelerators_named("2xrtx4090") == (accelerator_named("4090"), 2)
+    found = [tokens_of(each) for each in ("131_072", "128K", "0.5K", "1M", " 32 K ", 7)]
+    assert found == [131072, 131072, 512, 1 << 20, 32768, 7]
 
 
 def test_tpus_are_planned_for_as_gpus_are():
-    for tpu in tpus().values():
-        assert tpu.sources and all(each.startswith("https://") for each in tpu.sources)
-        assert tpu.memory < tpu.reported < 1.1 * tpu.memory and accelerators_named(
-            f"8x{tpu.name}"
-        ) == (tpu, 8)
-        assert tpu.slice_of(1).endswith((":2x2", ":2x2x1")) and tpu.slice_of(8).count("x") >= 1
     v6e, chiplet = tpus()["v6e"], tpus()["tpu7x"]
-    assert (v6e.slice_of(8), v6e.slice_of(9), chiplet.slice_of(8)) == (
-        "v6e:2x4",
-        "v6e:4x4",
-        "tpu7x:2x2x1",
-    )
+    slices = v6e.slice_of(8), v6e.slice_of(9), chiplet.slice_of(8)
+    assert slices == ("v6e:2x4", "v6e:4x4", "tpu7x:2x2x1")
     with pytest.raises(ValueError, match="^gpus="):
         v6e.slice_of(257)
-    found = plan(
-        "llama-3.1-8b", gpus="v6e x1", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024)
-    )
+    given = {"context": "32K", "batch": 8, "policy": jaxkv.SnapKV(budget=1024)}
+    found, small = (plan("llama-3.1-8b", gpus=each, **given) for each in ("v6e", "v5e"))
     assert found.fits and found.setting.gpu.memory == 32 * 10**9 and found.speed.step > 0
-    small = plan(
-        "llama-3.1-8b", gpus="v5e", context="32K", batch=8, policy=jaxkv.SnapKV(budget=1024)
-    )
-    assert not small.fits and [each.setting.gpus for each in small.remedies][-1] == 2
+    assert not small.fits and small.remedies[-1].setting.gpus == 2
 
 
 def test_copies_in_other_tiles_are_counted():
@@ -383,15 +337,6 @@ def test_budgets_that_no_short_prompt_has_are_left_out():
     )
     assert not fits(dataclasses.replace(found.setting, context=512))
     assert np.isfinite(found.speed.step) and found.speed.tokens > 0
-
-
-def test_numbers_as_people_write_them():
-    found = [tokens_of(each) for each in ("131072", "131_072", "128K", "0.5K", "1M", " 32 K ", 7)]
-    assert found == [131072, 131072, 131072, 512, 1 << 20, 32768, 7]
-    for written in ("4xh100", "h100x4", "h100:4", "4 h100", "4:H100", "4 x h100"):
-        assert accelerators_named(written) == (gpus()["h100"], 4)
-    for written in ("2xrtx4090", "rtx4090x2"):
-        assert accelerators_named(written) == (gpus()["rtx4090"], 2)
 
 
 def test_an_engine_is_planned():
@@ -437,39 +382,18 @@ def test_a_process_on_this_machine():
     assert large.prefill_peak >= large.weights + 6 * 128_256 * 4096
 
 
-def test_a_plan_of_the_compilers():
-    """Peaks of both stand in the report, with what they are off by."""
-    made = plan("llama-3.1-8b", gpus="h100", context=8192)
-    program = {"arguments": made.weights, "outputs": 10**9, "aliased": 5 * 10**8}
-    decode, layer = (
-        CompiledProgram(name=name, temporaries=10**8, beside=beside, **program)
-        for name, beside in (("decode", 0), ("layer", 10**9))
-    )
-    assert layer.peak == decode.peak + 10**9 == made.weights + 16 * 10**8
-    given = {"weights": made.weights, "jaxlib": "0.10.2", "seconds": 12.0}
-    compiled = CompiledPlan(decode=decode, prefill=layer, programs=(decode, layer), **given)
-    made = dataclasses.replace(made, compiled=compiled)
-    assert made.as_dict()["compiled"]["prefill_peak_bytes"] == layer.peak
-    assert f"{layer.peak / 1e9:.2f} GB by the compiler" in str(made)
-
-
-@pytest.mark.parametrize("kind", ("seed_oss", "stablelm"))
-def test_types_that_are_not_supported_are_planned_as_llamas_of_their_size(kind, tmp_path):
+def test_a_type_that_is_not_supported_is_planned_as_a_llama_of_its_size(tmp_path):
     sizes = {
         "hidden_size": 512,
         "intermediate_size": 1024,
         "num_hidden_layers": 4,
-        "num_attention_heads": 8,
+        "vocab_size": 1000,
     }
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 8192}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192}
     given = {"gpus": "h100x1", "context": 4096, "policy": jaxkv.SnapKV(budget=256)}
-    plans = []
-    for name, more in (("llama", {}), (kind, {"a_key_of_its_own": 1})):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"model_type": name} | sizes | more))
-        with contextlib.nullcontext() if name == "llama" else pytest.warns(UserWarning, match=kind):
-            plans.append(jaxkv.plan(folder, **given))
-    assert plans[0].sizes == plans[1].sizes
-    with pytest.raises(ValueError, match=kind):
-        jaxkv.load(tmp_path / kind)
+    config = {"model_type": "seed_oss", "a_key_of_its_own": 1} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="seed_oss"):
+        found = jaxkv.plan(tmp_path, **given)
+    config = jaxkv.ModelConfig.from_hf({"model_type": "llama"} | sizes)
+    assert found.sizes == jaxkv.plan(config, **given).sizes

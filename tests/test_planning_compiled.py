@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 import jaxkv
-from benchmarks.ptxas import said
 from jaxkv.attention import Implementation
 from jaxkv.models.values import LayerSpec, NoRope
 from jaxkv.planning import compiled
@@ -30,7 +29,6 @@ POLICIES = {
     "h2o": jaxkv.H2O(budget=BUDGET),
     "d2o": jaxkv.D2O(budget=BUDGET),
     "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=BUDGET)),
-    "pyramidinfer": jaxkv.PyramidInfer(budget=BUDGET),
     "criticalkv": jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=BUDGET)),
 }
 
@@ -87,16 +85,16 @@ def check_record(name):
     """Every call of a real prefill is recorded, in order, with the same shapes; and what lies beside it."""
     work, happened = work_of(POLICIES[name]), calls_of(name)
     recorded, weights = work.prefill.calls, weigh((work.flat.ends, work.flat.blocks))
-    given = [
-        (call.name, [leaf.shape for leaf in jax.tree.leaves(call.arguments)]) for call in recorded
-    ]
-    assert given == [(program, shapes) for program, shapes, _ in happened]
-    for call, (program, _, beside) in zip(recorded, happened, strict=True):
+    assert len(recorded) == len(happened)
+    for call, (program, shapes, beside) in zip(recorded, happened, strict=True):
+        assert (call.name, [leaf.shape for leaf in jax.tree.leaves(call.arguments)]) == (
+            program,
+            shapes,
+        )
         resident = weights - weigh(call.arguments[0] if call.name in WEIGHTED else ())
+        close = pytest.approx(beside, rel=0.02, abs=500)
         # A program of numbers is called while what was observed is still at hand.
-        assert program in SMALL or call.beside - resident == pytest.approx(
-            beside, rel=0.02, abs=500
-        ), program
+        assert program in SMALL or call.beside - resident == close, program
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -151,26 +149,3 @@ def test_libtpu_is_opened_beside_another_process(monkeypatch, kind):
         compiled.compile_plan(setting)
     expected = ("1", "cpu") if kind == "v6e" else (None, None)
     assert (asked[0].get("ALLOW_MULTIPLE_LIBTPU_LOAD"), asked[0].get("JAX_PLATFORMS")) == expected
-
-
-PTXAS = """ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'ragged_decode' for 'sm_90a'
-ptxas info    : Function properties for ragged_decode
-    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
-ptxas info    : Used 88 registers, used 1 barriers, 71680 bytes smem
-ptxas info    : Compiling entry function 'fusion_1' for 'sm_90a'
-ptxas info    : Function properties for fusion_1
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 12 registers, used 0 barriers
-"""
-
-
-def test_what_ptxas_says():
-    first, second = said(PTXAS)
-    assert (first.name, first.registers, first.shared, first.spills) == (
-        "ragged_decode",
-        88,
-        71680,
-        20,
-    )
-    assert (second.name, second.registers, second.shared, second.spills) == ("fusion_1", 12, 0, 0)

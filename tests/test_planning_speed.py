@@ -7,29 +7,15 @@ from pathlib import Path
 import pytest
 
 import jaxkv
-from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import Experts
 from jaxkv.planning import speed
+from jaxkv.planning.catalog import model_named
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import weights_of
 from jaxkv.planning.speed import all_reduce, estimate, prefill_work
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 128001,
-}
-CONFIG = ModelConfig.from_hf(LLAMA)
+CONFIG = model_named("llama-3.1-8b").config
 # Layers times query heads, and times kv heads, times channels of a head.
 HEADS, KV = 32 * 32 * 128, 32 * 8 * 128
 MEASURED = Path(__file__).parents[1] / "benchmarks/results/nvidia-h200.jsonl"
@@ -66,14 +52,6 @@ def test_what_a_gpu_has_measured(name):
     assert found.step == pytest.approx(figures["step_seconds"], rel=0.06)
     within = 0.06 if case.get("weights") is None else 0.17
     assert found.prefill == pytest.approx(figures["prefill_seconds"], rel=within)
-
-
-def test_rows_in_8_bits():
-    """Bytes per second of 8-bit rows over those of 16-bit rows, where rows fill the device."""
-    rows = {(row["part"], row["case"].get("name")): row["figures"] for row in ROWS}
-    cases = (("token", "8B 1 x 131072"), ("codes", "8B 1 x 131072, 8 bits"))
-    wide, codes = (rows[case]["bytes_per_second"] for case in cases)
-    assert codes / wide == pytest.approx(speed.CODES / speed.ROWS, abs=0.03)
 
 
 def test_requests_an_hour():

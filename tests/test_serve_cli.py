@@ -33,47 +33,33 @@ def test_running_requests_are_answered_after_sigterm(folder):
         address,
         lines,
     ):
-        options = {
-            "base_url": address,
-            "headers": {"Authorization": "Bearer sesame"},
-            "timeout": 60,
-            "trust_env": False,
-        }
-        body = {
-            "prompt": lettered.DOC,
-            "temperature": 0,
-            "max_tokens": 60,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        options = {"base_url": address, "timeout": 60, "trust_env": False}
+        options["headers"] = {"Authorization": "Bearer sesame"}
+        body = {"prompt": lettered.DOC, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+        body["stream"] = True
         begun = threading.Event()
         with httpx2.Client(**options) as client, concurrent.futures.ThreadPoolExecutor(24) as pool:
             assert client.get("/health").status_code == 200
-            models = {
-                each["id"]: each["budget"] for each in client.get("/v1/models").json()["data"]
-            }
+            listed = client.get("/v1/models").json()["data"]
+            models = {each["id"]: each["budget"] for each in listed}
             assert models == {"tiny": 16, "tiny:full": None, "tiny:streamingllm-budget-9": 9}
             assert httpx2.get(f"{address}/v1/models", trust_env=False).status_code == 401
 
             def ask(at):
                 model = "tiny:full" if at % 4 == 3 else "tiny"
-                with client.stream(
-                    "POST", "/v1/completions", json={**body, "model": model}
-                ) as response:
+                sent = {**body, "model": model}
+                with client.stream("POST", "/v1/completions", json=sent) as response:
                     begun.set()
                     return response.status_code, response.read().decode()
 
             answers = [pool.submit(ask, at) for at in range(24)]
             begun.wait(60)
             process.send_signal(signal.SIGTERM)
-            late = {"status": 200}
-            while late["status"] == 200:
-                late = {
-                    "status": client.post(
-                        "/v1/completions", json={**body, "stream": False}
-                    ).status_code
-                }
-            assert late["status"] == 503 and client.get("/health").status_code == 503
+            late = 200
+            while late == 200:
+                asked = {**body, "stream": False}
+                late = client.post("/v1/completions", json=asked).status_code
+            assert late == 503 and client.get("/health").status_code == 503
             found = [answer.result(60) for answer in answers]
         taken = [text for status, text in found if status == 200]
         assert taken and {status for status, _ in found} <= {200, 503}

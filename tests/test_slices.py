@@ -149,7 +149,7 @@ rank, port, source, *large = int(sys.argv[1]), *sys.argv[2:]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 import jaxkv
 from jaxkv import checkpoints, loading
-from benchmarks.memory import reset_peak, status_bytes
+from benchmarks.workers import reset_peak, status_bytes
 
 read = {}
 mesh = jax.make_mesh((1, 2), ("data", "model"))

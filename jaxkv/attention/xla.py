@@ -1,6 +1,6 @@
 """Attention in plain XLA: the oracle of all backends, and the fast one on a CPU.
 
-The formulation depends on the shape; measurements stand beside each choice, `benchmarks/cpu.py` repeats them.
+The formulation depends on the shape; measurements stand beside each choice, at 4e135878, 2026-11-28.
 """
 
 import enum
@@ -27,7 +27,7 @@ _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
 # Number of queries per kv head from which segments are read in WINDOWS, whatever `walk` is: the logits of many
 # queries and all rows exceed any core's cache. Over a half-full pool, 16 to 256 tokens take a half to a tenth of the
-# time of STRIDES, and a twentieth or less of that of WHOLE (benchmarks/cpu.py, K = 3 and 8).
+# time of STRIDES, and a twentieth or less of that of WHOLE (K = 3 and 8).
 _MANY_QUERIES = 48
 
 
@@ -188,7 +188,7 @@ def over_pool(
             out, lse = _equal(scaled, k, v, length, softcap)
         case Walk.WHOLE:
             # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
-            # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32 (benchmarks/cpu.py).
+            # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32.
             out, lse = masked_product(scaled, k, v, start, length, softcap)
         case Walk.WINDOWS:
             out, lse = by_windows(scaled, k, v, start, length, softcap)

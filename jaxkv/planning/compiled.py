@@ -27,7 +27,7 @@ _CHILD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """XLA's figures of one compiled program on one GPU: bytes of its arrays, peak, compile seconds.
+    """XLA's figures of one compiled program on one GPU: bytes of its arrays, and their peak.
 
     Attributes:
         name: its purpose.
@@ -36,8 +36,6 @@ class CompiledProgram:
         aliased: bytes of results written into donated arguments.
         temporaries: bytes allocated while it runs.
         beside: bytes of live arrays that are not its arguments, by shapes; see `CompiledPlan.prefill`.
-        trace_seconds: tracing and lowering.
-        compile_seconds: XLA's compilation.
     """
 
     name: str
@@ -46,8 +44,6 @@ class CompiledProgram:
     aliased: int
     temporaries: int
     beside: int = 0
-    trace_seconds: float = 0.0
-    compile_seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -55,11 +51,10 @@ class CompiledProgram:
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        """One line of text: the program's peak, argument and temporary bytes, its trace and compile seconds."""
+        """One line of text: the program's peak, argument and temporary bytes."""
         return (
             f"{self.name}: peak {self.peak / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
-            f"temporaries {self.temporaries / 1e9:.3f}, beside them {self.beside / 1e9:.2f}); "
-            f"traced in {self.trace_seconds:.0f} s, compiled in {self.compile_seconds:.0f} s"
+            f"temporaries {self.temporaries / 1e9:.3f}, beside them {self.beside / 1e9:.2f})"
         )
 
 

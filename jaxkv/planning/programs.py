@@ -24,7 +24,7 @@ from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import GREEDY, Sampler
+from jaxkv.sampling import GREEDY
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
 from jaxkv.sharding.record import Call, record, weigh
@@ -75,7 +75,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Inputs to trace the engine's programs with: abstract model, policy, sampler, numbers of prompts and tokens."""
+    """Inputs to trace the engine's programs with: abstract model, policy, numbers of prompts and tokens."""
 
     flat: Flat
     policy: Method
@@ -84,8 +84,6 @@ class Work:
     new: int = BLOCK
     sharding: Any = None
     implementation: Implementation = Implementation.PALLAS
-    sampling: Sampler = GREEDY
-    ends: int = 1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -158,12 +156,12 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done, eos = (
         jax.ShapeDtypeStruct((work.batch,), bool),
-        jax.ShapeDtypeStruct((work.ends,), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     draw = jax.eval_shape(
         loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos
     )
-    given = loop.loop_arguments(flat, cache.arrays, draw, work.new, work.sampling, 0, spec=spec)
+    given = loop.loop_arguments(flat, cache.arrays, draw, work.new, GREEDY, 0, spec=spec)
     return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
 
 

@@ -67,18 +67,14 @@ def on_devices(setting: Setting) -> Iterator[Work]:
 
 
 def compiled_program(
-    name: str, traced: Any, *, platform: str = "cuda", beside: int = 0, seconds: float = 0.0
+    name: str, traced: Any, *, platform: str = "cuda", beside: int = 0
 ) -> tuple[CompiledProgram, str]:
     """Lowers and compiles a traced program for a platform; returns its `CompiledProgram`, and its HLO text.
 
-    `beside` is the bytes of live arrays that are not its arguments, `seconds` the time that tracing took.
+    `beside` is the bytes of live arrays that are not its arguments.
     """
-    began = time.perf_counter()
-    lowered = traced.lower(lowering_platforms=(platform,))
-    traced_at = time.perf_counter()
-    compiled = lowered.compile()
-    ended = time.perf_counter()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    memory = compiled.memory_analysis()
     made = CompiledProgram(
         name=name,
         arguments=memory.argument_size_in_bytes,
@@ -86,10 +82,8 @@ def compiled_program(
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         beside=beside,
-        trace_seconds=seconds + traced_at - began,
-        compile_seconds=ended - traced_at,
     )
-    return made, text
+    return made, compiled.as_text()
 
 
 def programs_of(setting: Setting) -> dict[str, Any]:
@@ -98,20 +92,13 @@ def programs_of(setting: Setting) -> dict[str, Any]:
     try:
         with on_devices(setting) as work:
             weights = weigh((work.flat.ends, work.flat.blocks))
-            began, name = time.perf_counter(), "the decode loop"
-            loop, _ = traced_loop(work)
-            decode, _ = compiled_program(
-                "decode", loop, platform=platform, seconds=time.perf_counter() - began
-            )
+            name = "the decode loop"
+            decode, _ = compiled_program("decode", traced_loop(work)[0], platform=platform)
             name, prefill = "a prefill's programs", []
             for call in prefill_calls(work):
                 name = f"a prefill's program: {call.name}"
                 made, _ = compiled_program(
-                    call.name,
-                    call.traced,
-                    platform=platform,
-                    beside=call.beside,
-                    seconds=call.seconds,
+                    call.name, call.traced, platform=platform, beside=call.beside
                 )
                 prefill.append(made)
     except jax.errors.JaxRuntimeError as error:

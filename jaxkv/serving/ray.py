@@ -15,6 +15,8 @@ from jaxkv.serving.recipe import Recipe
 
 # Requests under way in a replica: its engine's queue refuses more, not Ray Serve.
 _MOST = 10_000
+# Settings that an engine has by the same names.
+_SAME = {"slots", "max_prompt_tokens", "max_new_tokens", "queue", "documents", "document_bytes"}
 
 
 class Settings(BaseModel):
@@ -74,13 +76,8 @@ def app(settings: Settings) -> Any:
         mesh=settings.mesh,
         options={
             "policy": as_policy(settings.policy, options=settings.policy_options),
-            "slots": settings.slots,
-            "max_prompt_tokens": settings.max_prompt_tokens,
-            "max_new_tokens": settings.max_new_tokens,
             "max_question_tokens": settings.max_question_tokens if shared else 0,
-            "queue": settings.queue,
-            "documents": settings.documents,
-            "document_bytes": settings.document_bytes,
+            **settings.model_dump(include=_SAME),
         },
     )
     limits = Limits(

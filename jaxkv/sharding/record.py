@@ -6,7 +6,6 @@ arrays and becomes one equation of the outer program; the last use of each array
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -27,7 +26,6 @@ class Call:
         arguments: its abstract arrays, placed.
         results: its abstract results, placed.
         traced: the traced program, shared by equal calls.
-        seconds: of tracing.
         beside: bytes of live arrays on one device that are not its arguments.
     """
 
@@ -36,7 +34,6 @@ class Call:
     arguments: Any
     results: Any
     traced: Any
-    seconds: float
     beside: int = 0
 
 
@@ -88,7 +85,7 @@ class Recorder:
 
     def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
         """Traces a program for abstract arguments; returns the `Call`. Programs called inside become part of it."""
-        token, began = _RECORDER.set(None), time.perf_counter()
+        token = _RECORDER.set(None)
         try:
             placed = door.arguments_placed(args, options, self._sharding)
             traced = door.trace(*placed, **options)
@@ -101,7 +98,6 @@ class Recorder:
             arguments=placed,
             results=results,
             traced=traced,
-            seconds=time.perf_counter() - began,
         )
 
 

@@ -1,8 +1,7 @@
 """Encodes prompts (text, chat messages or ids, one or many) to token ids and the conversation's state after each."""
 
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -124,22 +123,10 @@ def encode(
 def _refuse(given: Any) -> NoReturn:
     """Raises a TypeError for a value that is not a prompt, with a hint on what to give instead."""
     remedy = "give text, chat messages, token ids, or a list of them"
-    if isinstance(given, _BYTES):
-        remedy = 'bytes are neither text nor ids: give prompt.decode("utf-8"), or list(prompt)'
-    elif isinstance(given, os.PathLike):
-        remedy = "give the file's text: prompt.read_text('utf-8')"
-    elif isinstance(given, Mapping):
-        ids = "input_ids" in given
+    if isinstance(given, Mapping):
         remedy = (
-            "give its ids: prompt['input_ids']"
-            if ids
-            else remedy + "; one message goes into a list: [message]"
+            "give its ids: prompt['input_ids']" if "input_ids" in given else f"{remedy}: [message]"
         )
-    elif isinstance(given, (Iterator, Set)):
-        remedy += "; list(prompt) is one, if it is in order and has an end"
-    elif isinstance(given, (list, tuple)) and given:
-        kinds = ", ".join(sorted({type(each).__name__ for each in given})[:4])
-        remedy += f"; this is a list of {kinds}"
     raise TypeError(f"prompt={type(given).__name__}: {remedy}")
 
 
