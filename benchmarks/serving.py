@@ -201,7 +201,7 @@ def main():
     """Runs all rounds and writes both files."""
     import jaxkv
     from jaxkv.checkpoints import fetch
-    from jaxkv.compilation import enable_compilation_cache
+    from jaxkv.machine.compilation import enable_compilation_cache
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import _checks, hosts
-from jaxkv._errors import require
-from jaxkv._values import plain
-from jaxkv._warnings import UnseenQuestionWarning, warn_once
+from jaxkv._support import checks
+from jaxkv._support.errors import require
+from jaxkv._support.values import plain
+from jaxkv._support.warnings import UnseenQuestionWarning, warn_once
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import hosts
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded
 
@@ -159,7 +160,7 @@ def as_implementation(given: Any) -> Implementation:
 
 def as_progress(given: Any) -> bool | None:
     """Validates a bool that switches progress bars on or off, or None to let the terminal decide; returns it."""
-    return None if given is None else _checks.flag("progress", given)
+    return None if given is None else checks.flag("progress", given)
 
 
 def require_drawable(

@@ -8,8 +8,8 @@ from typing import Any, Literal, SupportsIndex, overload
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._settings import own_settings
-from jaxkv._values import shortened
+from jaxkv._support.settings import own_settings
+from jaxkv._support.values import shortened
 from jaxkv.cache import KVCache
 from jaxkv.text.tokenizer import StreamDecoder, Text
 

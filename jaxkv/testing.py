@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv._settings import settled
-from jaxkv._values import brief, shortened
+from jaxkv._support.settings import settled
+from jaxkv._support.values import brief, shortened
 from jaxkv.cache import KVCache
 from jaxkv.engine.hadamard import keys_of, transformed
 from jaxkv.engine.lengths import bucket

@@ -21,9 +21,9 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import whole
-from jaxkv._errors import require
-from jaxkv._settings import settled
+from jaxkv._support.checks import whole
+from jaxkv._support.errors import require
+from jaxkv._support.settings import settled
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, backend_of, with_sinks
 from jaxkv.cache.packing import Unpacked

@@ -13,11 +13,11 @@ from flax import nnx
 from meshes import mesh_of, model_of, prompts
 
 import jaxkv
-from jaxkv import memory
 from jaxkv.attention import Implementation
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.plan import check_memory, plan_prefill
 from jaxkv.engine.prefill_bytes import WORKSPACE
+from jaxkv.machine import memory
 
 MODELS = Path(__file__).parent / "golden" / "models"
 POLICY = jaxkv.SnapKV(budget=16, window=4)

@@ -27,7 +27,7 @@ from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.layers import float_weight, products, read_as_stored
 from jaxkv.models.sources import sources_of
 from jaxkv.models.stored import Stored
-from jaxkv.weights import codes_of, groups_of
+from jaxkv.models.weights import codes_of, groups_of
 
 # Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
 FAMILIES = [

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv import hosts
-from jaxkv._errors import require
+from jaxkv._support.errors import require
 from jaxkv.cache.bank import host_of
 from jaxkv.cache.encoding import decode, encode
 from jaxkv.checkpoints.orbax_files import (
@@ -22,6 +21,7 @@ from jaxkv.checkpoints.orbax_files import (
     require_whole,
     write_folder,
 )
+from jaxkv.machine import hosts
 
 # The two keys of the manifest.
 _POLICY, _CACHE = "policy", "cache"

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._errors import refusal, require
+from jaxkv._support.errors import refusal, require
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.json_files import read_json, write_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of

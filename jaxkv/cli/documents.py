@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from jaxkv._errors import require
+from jaxkv._support.errors import require
 from jaxkv.arguments import random_key
 from jaxkv.attention import named
 from jaxkv.cli.files import read_long_text
@@ -21,9 +21,9 @@ from jaxkv.cli.models import (
 from jaxkv.cli.numbers import argument, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.planning.plans import policy_name
 from jaxkv.saved import load_cache
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv._errors import refusal
+from jaxkv._support.errors import refusal
 from jaxkv.cache import Cache, KVCache
 from jaxkv.engine.loop import Draw
-from jaxkv.sampling import Mixed, Sampler, mixed
+from jaxkv.engine.sampling import Mixed, Sampler, mixed
 from jaxkv.sharding.mesh import settle_down
 
 

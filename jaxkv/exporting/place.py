@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._support.errors import refusal, require
 
 
 def as_folder(given: Any) -> Path:

@@ -18,16 +18,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv._checks import whole
-from jaxkv._errors import require
-from jaxkv._settings import settled
-from jaxkv._values import is_whole, plain
+from jaxkv._support.checks import whole
+from jaxkv._support.errors import require
+from jaxkv._support.settings import settled
+from jaxkv._support.values import is_whole, plain
 from jaxkv.arguments import as_model, as_sampling
 from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
 from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
 from jaxkv.checkpoints.orbax_files import whole_folder
 from jaxkv.engine.lengths import bucket, tokens_per_call
+from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, argument, is_greedy
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
 from jaxkv.exporting.buckets import (
@@ -44,7 +45,6 @@ from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import GREEDY, Sampler, Sampling, argument, is_greedy
 
 FORMAT, VERSION = "jaxkv export", 4
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import real, whole
-from jaxkv._errors import refusal, require
-from jaxkv._values import ENDLESS, FARTHEST, is_whole, plain, share_of
+from jaxkv._support.checks import real, whole
+from jaxkv._support.errors import refusal, require
+from jaxkv._support.values import ENDLESS, FARTHEST, is_whole, plain, share_of
 from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv._checks import field, real, whole
-from jaxkv._values import namespace
+from jaxkv._support.checks import field, real, whole
+from jaxkv._support.values import namespace
 from jaxkv.policies.checks import Span, as_spans
 
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import checked, field, flag, instance, real, whole
-from jaxkv._values import ENDLESS
+from jaxkv._support.checks import checked, field, flag, instance, real, whole
+from jaxkv._support.values import ENDLESS
 
 
 @runtime_checkable

@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 from tqdm import tqdm
 
-from jaxkv import _checks
-from jaxkv._errors import require
+from jaxkv._support import checks
+from jaxkv._support.errors import require
+from jaxkv.engine.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
 from jaxkv.evals.perplexity import read_on
@@ -17,7 +18,6 @@ from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.text.tokenizer import Text
 
 try:
@@ -281,5 +281,5 @@ def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...],
     given = {name: arguments.get(name) for name in _SAMPLING}
     asked, heat = given.pop("do_sample"), given["temperature"]
     numbers = {name: value for name, value in given.items() if value is not None}
-    random = heat not in (None, 0) if asked is None else _checks.flag("do_sample", asked)
+    random = heat not in (None, 0) if asked is None else checks.flag("do_sample", asked)
     return stops, new, Sampling(**numbers) if random else GREEDY

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkv._errors import refusal, require
-from jaxkv._values import FARTHEST, as_real, is_whole, plain
+from jaxkv._support.errors import refusal, require
+from jaxkv._support.values import FARTHEST, as_real, is_whole, plain
 
 E = TypeVar("E", bound=enum.Enum)
 

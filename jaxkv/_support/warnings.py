@@ -5,7 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 # The stack frame of the decorator `@settled` lies between a user's frame and jaxkv's.
 _DECORATORS = contextlib.__file__
 _told: set[tuple[type[Warning], str]] = set()
