@@ -17,8 +17,8 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
+from jaxkv import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
-from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import UniformLayers
 
 MODEL = "smollm2-135m-instruct"

@@ -21,12 +21,12 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
+from jaxkv import enable_compilation_cache
 from jaxkv.cache.bank import committed
 from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import reading_state, spec_for
-from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies.windowed_reads import tokens_read
 
 MODEL = "smollm2-135m-instruct"

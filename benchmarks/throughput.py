@@ -20,8 +20,8 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record, shapes
+from jaxkv import enable_compilation_cache
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.machine.compilation import enable_compilation_cache
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = ((64, 256), (128, 512), (256, 1024), (512, 2048))

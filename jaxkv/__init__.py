@@ -9,10 +9,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkv._support.warnings import UnseenQuestionWarning
+    from jaxkv._checks import UnseenQuestionWarning
     from jaxkv.attention import Implementation
     from jaxkv.cache import KVCache
+    from jaxkv.cache.rows import Rows, append, attend
+    from jaxkv.cache.saved import load_cache
     from jaxkv.engine.plan import PrefillPlan
+    from jaxkv.engine.results import Completion, Generation, Stats, Stream
     from jaxkv.engine.sampling import Sampling
     from jaxkv.engine.session import Session
     from jaxkv.evals import evaluate, report
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
     from jaxkv.planning.plans import Plan
     from jaxkv.policies import Keep, Merge, Method, Policy, VarianceLayers, register
     from jaxkv.policies.methods import *  # noqa: F403
-    from jaxkv.results import Completion, Generation, Stats, Stream
-    from jaxkv.rows import Rows, append, attend
-    from jaxkv.saved import load_cache
     from jaxkv.serving import (
         Document,
         Engine,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
 _HOMES = {
-    "jaxkv._support.warnings": "UnseenQuestionWarning",
+    "jaxkv._checks": "UnseenQuestionWarning",
     "jaxkv.attention": "Implementation",
     "jaxkv.cache": "KVCache",
     "jaxkv.machine.compilation": "enable_compilation_cache",
@@ -65,10 +65,10 @@ _HOMES = {
         "RKV Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.sharding.resharding": "reshard",
-    "jaxkv.results": "Completion Generation Stats Stream",
-    "jaxkv.rows": "Rows append attend",
+    "jaxkv.engine.results": "Completion Generation Stats Stream",
+    "jaxkv.cache.rows": "Rows append attend",
     "jaxkv.engine.sampling": "Sampling",
-    "jaxkv.saved": "load_cache",
+    "jaxkv.cache.saved": "load_cache",
     "jaxkv.serving": "Document Engine EngineClosed EngineStats QueueFull Request RequestStats",
     "jaxkv.transform": "compress compress_layers",
 }

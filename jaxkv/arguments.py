@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.values import plain
-from jaxkv._support.warnings import UnseenQuestionWarning, warn_once
+from jaxkv import _checks
+from jaxkv._checks import UnseenQuestionWarning, plain, warn_once
+from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
@@ -160,7 +159,7 @@ def as_implementation(given: Any) -> Implementation:
 
 def as_progress(given: Any) -> bool | None:
     """Validates a bool that switches progress bars on or off, or None to let the terminal decide; returns it."""
-    return None if given is None else checks.flag("progress", given)
+    return None if given is None else _checks.flag("progress", given)
 
 
 def require_drawable(

@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 from tqdm import tqdm
 
-from jaxkv import arguments
-from jaxkv._support import checks
-from jaxkv._support.settings import settled
+from jaxkv import _checks, arguments
+from jaxkv._checks import settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.compress import finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.lengths import LOOK
+from jaxkv.engine.results import Answers, Completion, Generation, Stats, Stream
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
@@ -26,7 +26,6 @@ from jaxkv.machine import hosts
 from jaxkv.machine.compilation import tell_if_slow
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.results import Answers, Completion, Generation, Stats, Stream
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded, Prompt, encode
 
@@ -79,11 +78,8 @@ def prefill(
         key=key,
         implementation=implementation,
     )
-    params, raw, key = (
-        arguments.as_model(params, mesh),
-        checks.flag("raw", raw),
-        arguments.as_key(key),
-    )
+    params, raw = arguments.as_model(params, mesh), _checks.flag("raw", raw)
+    key = arguments.as_key(key)
     progress = arguments.as_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
@@ -214,23 +210,18 @@ def generate(
         implementation=implementation,
     )
     params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
-    max_new_tokens = checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
-    interval = checks.whole(
+    max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    interval = _checks.whole(
         "stream_interval", stream_interval, "yield the text of at least 1 token at a time"
     )
-    sampling, stops, key = (
-        arguments.as_sampling(
-            sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-        ),
-        arguments.as_stops(stop),
-        arguments.as_key(key, seed),
+    sampling = arguments.as_sampling(
+        sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
-    raw, stream = checks.flag("raw", raw), checks.flag("stream", stream)
-    stop_at_eos = checks.flag("stop_at_eos", stop_at_eos)
-    implementation, progress = (
-        arguments.as_implementation(implementation),
-        arguments.as_progress(progress),
-    )
+    stops, key = arguments.as_stops(stop), arguments.as_key(key, seed)
+    raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
+    stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
+    implementation = arguments.as_implementation(implementation)
+    progress = arguments.as_progress(progress)
     arguments.require_drawable(params, sampling, key, stops)
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
+from jaxkv._checks import settled
+from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.stores import held_dtype
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv._support import checks
-from jaxkv._support.settings import settled
+from jaxkv import _checks
+from jaxkv._checks import settled
 from jaxkv.analysis.reading import by_head, encoded, finite, layers_of
 from jaxkv.arguments import as_model
 from jaxkv.attention import probabilities
@@ -67,8 +67,8 @@ def density(
         as_model(params),
         "give a share of a query's largest weight, above 0 and below 1",
     )
-    least = checks.real("least", least, remedy, high=math.nextafter(1.0, 0.0), open_low=True)
-    bins = checks.whole("bins", bins, most=1024)
+    least = _checks.real("least", least, remedy, high=math.nextafter(1.0, 0.0), open_low=True)
+    bins = _checks.whole("bins", bins, most=1024)
     variance, dense, maps = [], [], []
     for text in encoded(params, texts, following=1):
         count, length = len(text.ids[0]), place(text.lengths, "B", params.axes)

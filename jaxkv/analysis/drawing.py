@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._support.drawing import style
+from jaxkv._drawing import style
 
 
 def draw_lines(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
+from jaxkv import _checks
+from jaxkv._errors import require
 from jaxkv.arguments import as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.compress import finished
@@ -65,10 +65,10 @@ def fit_gate(
         ValueError: for no texts, texts that are empty or too long, scores that are not finite, and a penalty of 0.
     """
     params, asked = as_model(params), Replay(chunk=chunk, sinks=0, weighted=True)
-    penalty = checks.real(
+    penalty = _checks.real(
         "penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True
     )
-    given = checks.several("texts", texts, "give a list of one or more texts, or of their ids")
+    given = _checks.several("texts", texts, "give a list of one or more texts, or of their ids")
     config, session = params.config, Session(params)
     remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
     require(not any(config.windows), "model", params.name, remedy)

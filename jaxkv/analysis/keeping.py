@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
-from jaxkv._support.values import plain
+from jaxkv import _checks
+from jaxkv._checks import plain, settled
+from jaxkv._errors import require
 from jaxkv.analysis.reading import encoded, first_tokens, whole_layers_of
 from jaxkv.arguments import as_model
 from jaxkv.engine.lengths import bucket
@@ -51,7 +50,7 @@ def budgets(
         ValueError: for texts that are empty or too long for the model, and budgets that cannot be honoured.
     """
     params = as_model(params)
-    following = checks.whole("following", following, least=0)
+    following = _checks.whole("following", following, least=0)
     cells = at_budgets(policies, budgets)
     kept = kept_rows(params, encoded(params, texts, following), cells, following, key)
     return by_policy([each.sum(axis=-1) for _, each in kept], len(cells[0]))
@@ -60,9 +59,9 @@ def budgets(
 def at_budgets(policies: Policies, budgets: Sequence[Budget]) -> list[list[Method]]:
     """Each policy at each budget; ValueError for policies that choose the rows to read for each token."""
     remedy = "give a list of one or more rows or shares"
-    sizes = [plain(each) for each in checks.several("budgets", budgets, remedy)]
+    sizes = [plain(each) for each in _checks.several("budgets", budgets, remedy)]
     require(not any(isinstance(each, str) for each in sizes), "budgets", budgets, remedy)
-    listed = checks.several("policies", policies, "give a list of one or more policies")
+    listed = _checks.several("policies", policies, "give a list of one or more policies")
     given = [as_policy(each) for each in listed]
     for policy in given:
         remedy = "it drops no rows: use `jaxkv eval visible`, or leave it out"

@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
+from jaxkv import _checks
+from jaxkv._checks import settled
+from jaxkv._errors import require
 from jaxkv.analysis.keeping import Budget, Policies, at_budgets, by_policy, kept_rows, placed
 from jaxkv.analysis.reading import by_head, encoded, finite, layers_of
 from jaxkv.arguments import as_model
@@ -79,7 +79,7 @@ def eviction_loss(
         query heads.
     """
     params = as_model(params)
-    following = checks.whole("following", following)
+    following = _checks.whole("following", following)
     cells = at_budgets(policies, budgets)
     for policy, *_ in cells:
         parts = policy.parts()

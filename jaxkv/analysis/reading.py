@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.values import plain
+from jaxkv import _checks
+from jaxkv._checks import plain
+from jaxkv._errors import require
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
@@ -25,7 +25,7 @@ from jaxkv.text.prompts import Encoded, Prompt, encode
 
 def encoded(params: LanguageModel, texts: Sequence[Prompt], following: int = 0) -> list[Encoded]:
     """Texts as ids, each once for every data group of a mesh; ValueError unless all have more than `following`."""
-    listed = checks.several("texts", texts, "give a list of one or more texts")
+    listed = _checks.several("texts", texts, "give a list of one or more texts")
     one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
     require(not one, "texts", texts, "give a list of texts, each of them text or ids")
     most, out = params.config.max_positions, []

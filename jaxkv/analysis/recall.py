@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._support import checks
-from jaxkv._support.settings import settled
+from jaxkv import _checks
+from jaxkv._checks import settled
 from jaxkv.analysis.keeping import Budget, Policies, at_budgets, by_policy, kept_rows, placed
 from jaxkv.analysis.reading import by_head, encoded, finite, layers_of
 from jaxkv.arguments import as_model
@@ -71,7 +71,7 @@ def recall(
         PyramidKV, arXiv:2406.02069, appendix N and figure 8.
     """
     params = as_model(params)
-    following = checks.whole("following", following)
+    following = _checks.whole("following", following)
     cells = at_budgets(policies, budgets)
     recalled, visible, rows = [], [], []
     for text, kept in kept_rows(params, encoded(params, texts, following), cells, following, key):

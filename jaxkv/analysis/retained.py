@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv._support import checks
-from jaxkv._support.settings import settled
+from jaxkv import _checks
+from jaxkv._checks import settled
 from jaxkv.analysis.reading import encoded, finite, layers_of
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
@@ -47,9 +47,9 @@ def retained(
         of their mean, as section 3.5 chooses rows.
     """
     params, remedy = as_model(params), "give shares of a text's keys, above 0 and at most 1"
-    listed = checks.several("shares", shares, remedy)
-    given = [checks.real("shares", each, remedy, high=1.0, open_low=True) for each in listed]
-    queries = checks.whole("queries", queries)
+    listed = _checks.several("shares", shares, remedy)
+    given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in listed]
+    queries = _checks.whole("queries", queries)
     found = []
     for text in encoded(params, texts):
         count, layers = len(text.ids[0]), []

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
+from jaxkv import _checks
+from jaxkv._checks import settled
+from jaxkv._errors import require
 from jaxkv.analysis.reading import encoded, finite, layers_of, whole_layers_of
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
@@ -63,8 +63,8 @@ def similarity(
     """
     params, remedy = as_model(params), "give a share of the tokens, above 0 and below 1"
     below = math.nextafter(1.0, 0.0)
-    share = checks.real("share", share, remedy, high=below, open_low=True)
-    queries = checks.whole("queries", queries)
+    share = _checks.real("share", share, remedy, high=below, open_low=True)
+    queries = _checks.whole("queries", queries)
     found = []
     for text in encoded(params, texts):
         count = len(text.ids[0])
@@ -139,9 +139,9 @@ def filter_layers(
     """
     params = as_model(params)
     indices = whole_layers_of(params)
-    layers, m = len(indices), checks.whole("m", m)
-    adjacent = checks.whole("adjacent", adjacent, least=0)
-    most = -(-layers // 4) if most_whole is None else checks.whole("most_whole", most_whole)
+    layers, m = len(indices), _checks.whole("m", m)
+    adjacent = _checks.whole("adjacent", adjacent, least=0)
+    most = -(-layers // 4) if most_whole is None else _checks.whole("most_whole", most_whole)
     sets = {
         filters: sources(filters, adjacent, layers)
         for filters in itertools.combinations(range(layers - 1), m)

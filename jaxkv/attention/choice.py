@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._support.checks import choice
-from jaxkv._support.errors import require
+from jaxkv._checks import choice
+from jaxkv._errors import require
 from jaxkv.attention.backend import Backend, Setting
 
 

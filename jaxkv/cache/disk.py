@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache.bank import host_of
 from jaxkv.cache.encoding import decode, encode
 from jaxkv.checkpoints.orbax_files import (

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints.orbax_files import CACHE
 
 _PUBLIC = ("jaxkv", "jaxkv.policies", "jaxkv.cache")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache.stores import Dense, Store, put_cells
 
 # Scales and least values are float16. The largest number keeps the largest code, by less than half a code, so that

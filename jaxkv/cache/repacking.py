@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache.arrays import Cache, State
 from jaxkv.cache.kv_cache import KVCache
 from jaxkv.cache.layout import Layout, by_sequence

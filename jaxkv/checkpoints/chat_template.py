@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints.json_files import read_json, read_text
 
 # Templates add texts such as descriptions of tools to their input; none comes near.

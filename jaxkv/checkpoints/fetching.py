@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.named_models import FolderSource, WheelSource, manifest, names
 
 _CHUNK = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints.gguf_metadata import Metadata, decimal
 from jaxkv.checkpoints.tensor import StoredTensor
 

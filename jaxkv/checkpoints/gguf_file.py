@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints import gguf_reader
 from jaxkv.checkpoints.gguf_config import read_config
 from jaxkv.checkpoints.gguf_metadata import Metadata

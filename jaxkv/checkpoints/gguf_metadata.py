@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 
 _KINDS = {
     str: "text",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",

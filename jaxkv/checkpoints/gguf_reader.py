@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

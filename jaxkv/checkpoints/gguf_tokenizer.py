@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 
 _MOST_CUTS = 10**9
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types

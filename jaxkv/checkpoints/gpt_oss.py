@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints.json_files import AGAIN
 from jaxkv.checkpoints.tensor import Index, StoredTensor
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Families whose layers with windows have a rotary embedding of their own.

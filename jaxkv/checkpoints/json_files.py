@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.whole_files import write_whole
 
 AGAIN = "copy or download the file again"

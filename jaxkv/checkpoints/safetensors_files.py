@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.json_files import AGAIN, read_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints.hub_config import IGNORED
 from jaxkv.checkpoints.tensor import StoredTensor
 

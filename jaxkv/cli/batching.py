@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.cli.extras import needing
 from jaxkv.cli.files import Target

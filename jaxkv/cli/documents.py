@@ -6,9 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.arguments import random_key
 from jaxkv.attention import named
+from jaxkv.cache.saved import load_cache
 from jaxkv.cli.files import read_long_text
 from jaxkv.cli.generating import add_drawing_options, json_text, require_text, sampling_from
 from jaxkv.cli.models import (
@@ -25,7 +26,6 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import load
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.planning.plans import policy_name
-from jaxkv.saved import load_cache
 
 DOCUMENT_NOTES = """\
 `jaxkv compress` reads a document once and saves its compressed cache to a folder; `jaxkv ask` answers questions from

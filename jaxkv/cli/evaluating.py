@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cli.models import add_dtype_option, add_model_option, add_weights_option, require_model
 from jaxkv.cli.numbers import argument, budgets, natural, positive, seed
 from jaxkv.cli.policy_rows import rows_of

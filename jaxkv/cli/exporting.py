@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.checkpoints.orbax_files import require_free
 from jaxkv.cli.models import add_dtype_option, add_model_option, require_model

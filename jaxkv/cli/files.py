@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.cli.streams import stdout_is_closed, to_stderr
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv._support.drawing import drawing, saved, sheet
-from jaxkv._support.errors import require
+from jaxkv._drawing import drawing, saved, sheet
+from jaxkv._errors import require
 from jaxkv.analysis import FilterLayers, draw_maps, filter_layers
 from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
 from jaxkv.cli.files import Target, read_long_text

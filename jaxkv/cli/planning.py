@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from jaxkv._support.drawing import drawing
-from jaxkv._support.errors import require
+from jaxkv._drawing import drawing
+from jaxkv._errors import require
 from jaxkv.cli.files import Target
 from jaxkv.cli.models import add_weights_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive

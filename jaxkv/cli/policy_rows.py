@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cli.policy_options import (
     add_policy_options,
     flags_of,

@@ -8,7 +8,7 @@ import os
 import threading
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.cli.extras import needing
 from jaxkv.cli.models import (

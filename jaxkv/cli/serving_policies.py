@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Method

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv import attention
-from jaxkv._support.checks import checked
+from jaxkv._checks import checked
 from jaxkv.attention import Received
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence

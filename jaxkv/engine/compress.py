@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._support.checks import checked, instance
+from jaxkv._checks import checked, instance
 from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool

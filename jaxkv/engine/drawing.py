@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.engine import loop

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._support.checks import checked, instance
-from jaxkv._support.errors import require
+from jaxkv._checks import checked, instance
+from jaxkv._errors import require
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.cache.pools import Pool

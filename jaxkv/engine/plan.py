@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
-from jaxkv._support.values import is_traced, is_whole, plain
+from jaxkv._checks import is_traced, is_whole, plain, settled
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import bucket, buckets, by_length

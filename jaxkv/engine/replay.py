@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.xla import Walk, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps

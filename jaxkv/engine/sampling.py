@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from jaxkv._support import checks
+from jaxkv import _checks
 from jaxkv.policies.topk import kth_largest, sortable
 
 
@@ -45,13 +45,13 @@ class Sampling:
     min_p: int | float = 0.0
 
     def __post_init__(self) -> None:
-        checks.field(self, "temperature", checks.real, "give a number of 0 or more")
+        _checks.field(self, "temperature", _checks.real, "give a number of 0 or more")
         remedy = "give a whole number, 0 or -1 for no cut"
-        checks.field(self, "top_k", checks.whole, remedy, least=-1)
+        _checks.field(self, "top_k", _checks.whole, remedy, least=-1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         remedy = "give a probability in (0, 1]"
-        checks.field(self, "top_p", checks.real, remedy, high=1.0, open_low=True)
-        checks.field(self, "min_p", checks.real, "give a share in [0, 1]", high=1.0)
+        _checks.field(self, "top_p", _checks.real, remedy, high=1.0, open_low=True)
+        _checks.field(self, "min_p", _checks.real, "give a share in [0, 1]", high=1.0)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws a token id `i32[B]` for each sequence from its float32 logits and random key."""

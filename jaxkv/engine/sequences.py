@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv._support.errors import refusal
+from jaxkv._errors import refusal
 from jaxkv.cache import Cache, KVCache
 from jaxkv.engine.loop import Draw
 from jaxkv.engine.sampling import Mixed, Sampler, mixed

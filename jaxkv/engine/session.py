@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments
-from jaxkv._support.checks import whole
-from jaxkv._support.errors import require
-from jaxkv._support.settings import own_settings, settled
+from jaxkv._checks import own_settings, settled, whole
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.bank import Loader, Traffic

@@ -6,7 +6,7 @@ import math
 import numpy as np
 from jaxtyping import Bool
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.lengths import SHORT, bucket, buckets, by_length

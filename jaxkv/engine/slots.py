@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from jaxkv import arguments
-from jaxkv._support.checks import whole
-from jaxkv._support.errors import require
-from jaxkv._support.settings import own_settings, settled
+from jaxkv._checks import own_settings, settled, whole
+from jaxkv._errors import require
 from jaxkv.cache import Cache, KVCache, slid
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.attention import (
     PREFILL_ONLY,
     Backend,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.results import dumped
 from jaxkv.evals.task import TASKS, How, Task, must_be_given
 from jaxkv.loading import LanguageModel

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals import metrics
 from jaxkv.evals.stored import StoredTask, table
 from jaxkv.evals.task import Sample, task

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals import metrics
 from jaxkv.evals.stored import StoredTask, table
 from jaxkv.evals.task import Sample, task

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.ruler.metrics import string_match_all
 from jaxkv.evals.ruler.niah import Needles
 from jaxkv.evals.ruler.recipe import Cell, Prompt, Recipe, fit

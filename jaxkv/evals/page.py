@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.values import shortened
+from jaxkv import _checks as checks
+from jaxkv._checks import shortened
+from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.kept import shaded
 from jaxkv.evals.pictures import PLOTS_MISSING, draw

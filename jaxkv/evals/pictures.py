@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._support.drawing import drawing, saved, sheet, style
+from jaxkv._drawing import drawing, saved, sheet, style
 from jaxkv.evals.results import Cell, Evaluation
 
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.asking import QuestionTask
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel

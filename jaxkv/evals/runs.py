@@ -15,8 +15,8 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
+from jaxkv import _checks as checks
+from jaxkv._errors import require
 from jaxkv.arguments import as_model
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.arguments import (

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.asking import QuestionTask
 from jaxkv.evals.task import Sample, tokenizer_of
 from jaxkv.evals.texts import json_lines, rows_of_file

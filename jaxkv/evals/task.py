@@ -10,9 +10,9 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from jaxkv._support import checks
-from jaxkv._support.errors import refusal, require
-from jaxkv._support.values import FARTHEST, plain
+from jaxkv import _checks as checks
+from jaxkv._checks import FARTHEST, plain
+from jaxkv._errors import refusal, require
 from jaxkv.evals.kept import Held
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method

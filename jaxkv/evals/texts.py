@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 
 
 def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import ByLength, bucket, by_length, rows_by_claims, tokens_per_call

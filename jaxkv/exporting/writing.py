@@ -18,10 +18,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv._support.checks import whole
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
-from jaxkv._support.values import is_whole, plain
+from jaxkv._checks import is_whole, plain, settled, whole
+from jaxkv._errors import require
 from jaxkv.arguments import as_model, as_sampling
 from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
 from jaxkv.cache.encoding import encode
@@ -39,7 +37,6 @@ from jaxkv.exporting.buckets import (
     spec_of_bucket,
     table,
 )
-from jaxkv.exporting.place import as_folder
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
@@ -153,7 +150,9 @@ def export(
         samplings=_samplings(sampling),
         implementation=backend,
     )
-    folder = as_folder(directory)
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory={directory!r}: give the path of the folder to make")
+    folder = Path(os.path.expanduser(directory))
     # Written beside the final path, so that the last step is a rename.
     with whole_folder(folder, "directory") as part:
         _write(part, job, _programs(part, job), weights)

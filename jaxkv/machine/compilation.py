@@ -13,7 +13,7 @@ from types import TracebackType
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints import cache_dir
 
 _LOG = logging.getLogger("jaxkv")

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv._support.errors import require
-from jaxkv._support.values import shortened
+from jaxkv._checks import shortened
+from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.sharding.mesh import host
 

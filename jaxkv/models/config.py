@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.checks import whole
-from jaxkv._support.errors import require
+from jaxkv._checks import whole
+from jaxkv._errors import require
 from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.hub import read
 from jaxkv.models.values import (

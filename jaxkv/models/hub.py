@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxkv._support.checks import flag, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import flag, whole
+from jaxkv._errors import require
 from jaxkv.checkpoints.hub_config import FAMILIES, LAYER_TYPES, completed, rotations
 from jaxkv.models.hub_rope import read_rope
 from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope, positive

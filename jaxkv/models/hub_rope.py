@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.checks import real
-from jaxkv._support.errors import require
+from jaxkv._checks import real
+from jaxkv._errors import require
 from jaxkv.models.values import (
     READERS,
     DynamicRope,

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._support.checks import flag, real, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import flag, real, whole
+from jaxkv._errors import require
 
 # How linear weights may be held besides the model's dtype.
 WEIGHTS = ("int8", "int4")

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.engine.lengths import bucket
 from jaxkv.planning.accelerators import Device
 from jaxkv.planning.setting import Setting

@@ -3,7 +3,7 @@
 import difflib
 import re
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.planning.accelerators import Accelerator
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.tpus import tpus

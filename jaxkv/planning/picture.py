@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv._support.drawing import saved, sheet, style
-from jaxkv._support.errors import require
+from jaxkv._drawing import saved, sheet, style
+from jaxkv._errors import require
 from jaxkv.planning.plans import Plan, policy_name, title
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import sizes_of

@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._support.checks import flag
-from jaxkv._support.errors import require
+from jaxkv._checks import flag
+from jaxkv._errors import require
 from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import buckets
 from jaxkv.engine.slot_shape import slot_shape

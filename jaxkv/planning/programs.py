@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv._support.values import is_traced
+from jaxkv._checks import is_traced
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop

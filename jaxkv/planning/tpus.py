@@ -5,7 +5,7 @@ import functools
 import math
 from typing import ClassVar
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.planning.accelerators import Accelerator, sheets
 
 

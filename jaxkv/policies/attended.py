@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv._support.checks import choice, field, flag, instance, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import choice, field, flag, instance, whole
+from jaxkv._errors import require
 from jaxkv.attention import backend_of
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank

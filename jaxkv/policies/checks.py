@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._support.checks import real, whole
-from jaxkv._support.errors import refusal, require
-from jaxkv._support.values import ENDLESS, FARTHEST, is_whole, plain, share_of
+from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, share_of, whole
+from jaxkv._errors import refusal, require
 from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
 

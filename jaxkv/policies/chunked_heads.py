@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._support.checks import field, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import field, whole
+from jaxkv._errors import require
 from jaxkv.policies.heads import SharedHeads
 from jaxkv.policies.topk import sortable, top
 

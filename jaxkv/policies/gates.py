@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 from jaxtyping import Array, Float
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.policies.of_model import FileArrays, NamedTensors
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxkv._support.checks import instance
-from jaxkv._support.errors import require
+from jaxkv._checks import instance
+from jaxkv._errors import require
 from jaxkv.sharding.mesh import Axes
 
 # A threshold before the first row was dropped.

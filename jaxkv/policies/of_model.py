@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.checkpoints.safetensors_files import read_header, tensors
 from jaxkv.models.config import ModelConfig

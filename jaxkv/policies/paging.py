@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._support.checks import field, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import field, whole
+from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens
 from jaxkv.policies.reading import WHOLE, Reading, Selector, tokens_read

@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv._support.checks import choice, field, flag, real, several, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import choice, field, flag, real, several, whole
+from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
 

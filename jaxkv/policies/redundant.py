@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv._support.checks import field, real
+from jaxkv._checks import field, real
 from jaxkv.policies.attended import WindowScorer
 from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
 from jaxkv.sharding.collectives import most_of_devices

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.policies.policy import Method
 
 # Classes by name, in order of registration.

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._support.checks import choice, field, flag, instance, static, whole
+from jaxkv._checks import choice, field, flag, instance, static, whole
 from jaxkv.attention import Implementation
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Rank

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._support.checks import field, real
-from jaxkv._support.errors import require
+from jaxkv._checks import field, real
+from jaxkv._errors import require
 from jaxkv.policies.heads import HeadBudgets, HeadsAround, own_limits, shares_positions
 
 _LARGEST, _REMEDY = 1e30, "give the least score of a row that stays"

@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv._support.checks import field, flag, real, whole
-from jaxkv._support.errors import require
+from jaxkv._checks import field, flag, real, whole
+from jaxkv._errors import require
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.attention.xla import exact_einsum, logit_divisor
 from jaxkv.models.config import ModelConfig

@@ -4,7 +4,7 @@ import dataclasses
 from functools import lru_cache
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.policies.heads import inner_budgets, needs_layer, own_limits, within_stages
 
 

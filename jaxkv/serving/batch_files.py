@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv._support.errors import refusal, require
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.serving.batch_lines import PREFIX, Line, lines_of
 

@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from jaxkv import arguments
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.settings import own_settings, settled
+from jaxkv import _checks, arguments
+from jaxkv._checks import own_settings, settled
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import Turn
+from jaxkv.engine.results import Completion
 from jaxkv.engine.sampling import Sampler, mixed
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import SlotShape
@@ -29,7 +29,6 @@ from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
 from jaxkv.policies.policy import Method
-from jaxkv.results import Completion
 from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_deadline, own_key, own_policy
@@ -122,7 +121,7 @@ class Engine:
             "devices of several processes",
             "an engine runs in one process: give its devices",
         )
-        self._limit = checks.whole("queue", queue, "let at least 1 request wait")
+        self._limit = _checks.whole("queue", queue, "let at least 1 request wait")
         self._session = Session(
             params, policy, implementation=arguments.as_implementation(implementation)
         )
@@ -132,9 +131,9 @@ class Engine:
             new=max_new_tokens,
             question=max_question_tokens,
         )
-        share = checks.real("memory_share", memory_share, high=1, open_low=True)
+        share = _checks.real("memory_share", memory_share, high=1, open_low=True)
         wanted = slots_that_fit(self._session, **limits, share=share) if slots == "auto" else slots
-        count = checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
+        count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
         self._slots = Slots(
             self._session, count=count, ends=max(1, len(params.ends)), start=False, **limits
         )
@@ -142,7 +141,7 @@ class Engine:
         if document_bytes is None:
             left = memory.available_bytes(device_of(params)) - self._slots.needed
             document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
-        most = checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
+        most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
         self._documents = Documents(
             params, self._session.policy, shape=self._slots.shape, most_bytes=most, folder=folder
         )
@@ -150,13 +149,13 @@ class Engine:
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False
         self.error: BaseException | None = None
-        self._precompile = checks.flag("precompile", precompile)
+        self._precompile = _checks.flag("precompile", precompile)
         # Daemons: an engine that nobody closes does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
         rest = self._slots, self._scheduler, lambda: self._closing
         self._compiler = threading.Thread(target=compile_rest, args=rest, daemon=True)
         _OPEN.add(self)
-        if checks.flag("start", start):
+        if _checks.flag("start", start):
             self.start()
 
     @settled
@@ -213,7 +212,7 @@ class Engine:
         """
         params, shape = self._session.params, self._slots.shape
         new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
-        new = checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
+        new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
         keys = [
             own_key(each, self._session.key)
@@ -225,8 +224,8 @@ class Engine:
             f"{len(keys)} keys",
             f"give 1 to {self._limit}, the queue's length",
         )
-        stop_at_eos, raw = checks.flag("stop_at_eos", stop_at_eos), checks.flag("raw", raw)
-        offline = checks.flag("offline", offline)
+        stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
+        offline = _checks.flag("offline", offline)
         # Refuses users' own samplers, which would be compiled in.
         mixed([sampling])
         for each in keys:
@@ -311,7 +310,7 @@ class Engine:
         params, key, raw = (
             self._session.params,
             own_key(key, self._session.key),
-            checks.flag("raw", raw),
+            _checks.flag("raw", raw),
         )
         remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
         require(self._slots.shape.question > 0, "document", "not asked", remedy)
@@ -348,7 +347,7 @@ class Engine:
         """
         waiting, most = self._scheduler.waiting, self._limit
         submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
-        given, ordered = arguments.as_key(key), checks.flag("ordered", ordered)
+        given, ordered = arguments.as_key(key), _checks.flag("ordered", ordered)
         return mapped(
             submit, prompts, min(most, 2 * self._slots.count), key=given, ordered=ordered, **options
         )

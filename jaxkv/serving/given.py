@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
+from jaxkv import _checks
+from jaxkv._errors import require
 from jaxkv.arguments import as_key
 from jaxkv.policies.checks import Tokens, as_budget
 from jaxkv.policies.policy import Method
@@ -40,7 +40,7 @@ def own_deadline(given: Any) -> float | None:
     return (
         None
         if given is None
-        else time.monotonic() + checks.real("deadline", given, _SECONDS, open_low=True)
+        else time.monotonic() + _checks.real("deadline", given, _SECONDS, open_low=True)
     )
 
 

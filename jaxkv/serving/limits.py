@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
+from jaxkv import _checks
+from jaxkv._errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Checks the numbers, and that the key has characters that a header can hold."""
-        checks.field(self, "body_bytes", checks.whole, "take bodies of at least 1 byte")
-        checks.field(self, "answers", checks.whole, "give at least 1 answer")
+        _checks.field(self, "body_bytes", _checks.whole, "take bodies of at least 1 byte")
+        _checks.field(self, "answers", _checks.whole, "give at least 1 answer")
         for name in ("body_seconds", "seconds"):
-            checks.field(self, name, checks.real, "give seconds above 0", open_low=True, high=1e9)
+            _checks.field(self, name, _checks.real, "give seconds above 0", open_low=True, high=1e9)
         key = self.api_key
         fine = key is None or (bool(key) and key.isascii() and key.isprintable() and " " not in key)
         require(

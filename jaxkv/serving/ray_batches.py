@@ -9,7 +9,7 @@ from typing import Any
 import ray
 import ray.data
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.serving.batch_answers import Batch
 from jaxkv.serving.batch_lines import Line
 from jaxkv.serving.recipe import Recipe

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.loading import load
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.serving.engine import Engine

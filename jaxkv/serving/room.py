@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
+from jaxkv import _checks
+from jaxkv._checks import settled
+from jaxkv._errors import require
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.loading import LanguageModel
@@ -36,14 +36,14 @@ def limits_of(config: ModelConfig, *, prompt: Any, new: Any, question: Any) -> d
 
     A prompt's are by default the model's positions less the others, at most 4096.
     """
-    new = checks.whole("max_new_tokens", new, "draw at least 1 token")
-    question = checks.whole("max_question_tokens", question, "give 0 for none", least=0)
+    new = _checks.whole("max_new_tokens", new, "draw at least 1 token")
+    question = _checks.whole("max_question_tokens", question, "give 0 for none", least=0)
     if prompt is None:
         left = config.max_positions - new - question
         remedy = f"the model was made for {config.max_positions}: leave tokens for the prompt"
         require(left > 0, "max_new_tokens", new, remedy)
         prompt = min(_USUAL_PROMPT, left)
-    prompt = checks.whole("max_prompt_tokens", prompt, "take prompts of at least 1 token")
+    prompt = _checks.whole("max_prompt_tokens", prompt, "take prompts of at least 1 token")
     return {"max_prompt": prompt, "max_new_tokens": new, "max_question": question}
 
 

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxkv._support.errors import refusal
+from jaxkv._errors import refusal
 from jaxkv.serving.errors import Refused
 from jaxkv.serving.http import Application
 

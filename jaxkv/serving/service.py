@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request as HttpRequest
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import Refused, refused_by, unknown_model

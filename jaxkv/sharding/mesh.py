@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.sharding.letters import known, letters_at, letters_of
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv._support.settings import settled
+from jaxkv._checks import settled
 from jaxkv.arguments import as_cache
 from jaxkv.cache import KVCache, Layout, laid_out
 from jaxkv.cache.bank import committed

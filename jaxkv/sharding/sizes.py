@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import threads_for
 
 # With few CPU devices XLA can deadlock when all of them are used; with very many it crashes.

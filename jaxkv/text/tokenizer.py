@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
 from jaxkv.checkpoints.chat_template import read_template, render_template
 from jaxkv.checkpoints.json_files import check_size, read_json

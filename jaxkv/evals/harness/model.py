@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from tqdm import tqdm
 
-from jaxkv._support import checks
-from jaxkv._support.errors import require
+from jaxkv import _checks
+from jaxkv._errors import require
 from jaxkv.engine.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
@@ -281,5 +281,5 @@ def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...],
     given = {name: arguments.get(name) for name in _SAMPLING}
     asked, heat = given.pop("do_sample"), given["temperature"]
     numbers = {name: value for name, value in given.items() if value is not None}
-    random = heat not in (None, 0) if asked is None else checks.flag("do_sample", asked)
+    random = heat not in (None, 0) if asked is None else _checks.flag("do_sample", asked)
     return stops, new, Sampling(**numbers) if random else GREEDY

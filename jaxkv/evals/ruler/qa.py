@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numpy.random import Generator
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
 # RULER's, scripts/data/synthetic/{qa,constants}.py.

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.ruler.chains import Chains
 from jaxkv.evals.ruler.counted import Common, Frequent
 from jaxkv.evals.ruler.niah import Needles

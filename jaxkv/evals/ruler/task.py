@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.ruler.metrics import string_match_all, string_match_part
 from jaxkv.evals.ruler.qa import FILES

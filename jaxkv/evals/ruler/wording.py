@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from numpy.random import Generator
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 
 # RULER's, scripts/data/synthetic/niah.py.
 NOISE = (

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.checks import instance
-from jaxkv._support.errors import require
+from jaxkv._checks import instance
+from jaxkv._errors import require
 from jaxkv.policies.heads import (
     AdaptiveHeads,
     HeadBudgets,

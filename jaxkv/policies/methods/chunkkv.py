@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.checks import field, flag
-from jaxkv._support.errors import require
+from jaxkv._checks import field, flag
+from jaxkv._errors import require
 from jaxkv.policies.chunked_heads import ChunkedHeads
 from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.parts import Parts

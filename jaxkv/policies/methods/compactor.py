@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._support.checks import field, flag, real, whole
+from jaxkv._checks import field, flag, real, whole
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep

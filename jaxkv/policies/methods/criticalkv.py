@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.policies.chunked_heads import ChunkedHeads
 from jaxkv.policies.heads import TwoStageHeads
 from jaxkv.policies.parts import Parts

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.checks import field, flag, instance
-from jaxkv._support.errors import require
-from jaxkv._support.values import alike
+from jaxkv._checks import alike, field, flag, instance
+from jaxkv._errors import require
 from jaxkv.policies.attended import CumulativeAttention
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
 from jaxkv.policies.layers import LayerBudgets

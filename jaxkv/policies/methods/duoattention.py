@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxkv._support.checks import field, real, whole
+from jaxkv._checks import field, real, whole
 from jaxkv.policies.head_kinds import HeadKinds, kinds_of
 from jaxkv.policies.head_scores import as_pattern
 from jaxkv.policies.keep import Keep

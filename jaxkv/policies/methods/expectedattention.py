@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.checks import field, whole
+from jaxkv._checks import field, whole
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any, ClassVar
 
-from jaxkv._support.checks import choice, field, flag, real
+from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import SharedHeads, UniformHeads

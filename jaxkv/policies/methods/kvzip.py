@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep

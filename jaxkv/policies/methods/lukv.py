@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.policies.checks import Share
 from jaxkv.policies.head_scores import as_curves
 from jaxkv.policies.head_shares import CurveBudgets

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.policies.checks import store_class
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.head_filters import HeadFilters

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-from jaxkv._support.errors import require
+from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.policies.checks import store_class
 from jaxkv.policies.paging import PagedReads

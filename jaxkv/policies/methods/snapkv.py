@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxkv._support.checks import instance
+from jaxkv._checks import instance
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep

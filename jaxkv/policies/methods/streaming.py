@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._support.checks import field, flag
-from jaxkv._support.errors import require
+from jaxkv._checks import field, flag
+from jaxkv._errors import require
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts

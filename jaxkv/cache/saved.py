@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxkv._support.errors import require
-from jaxkv._support.settings import settled
+from jaxkv._checks import settled
+from jaxkv._errors import require
 from jaxkv.arguments import as_model, on_device, require_ours
 from jaxkv.cache import KVCache
 from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache

@@ -1,1 +1,0 @@
-"""What enters is checked and converted under jaxkv's own settings; what goes wrong is said in one wording."""
