@@ -11,9 +11,9 @@ import numpy as np
 
 import jaxkv
 from benchmarks import workers
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 # Prompt tokens in all, up to which a whole run warms the process up; a larger cell warms itself.

@@ -11,8 +11,8 @@ import pytest
 
 from jaxkv import cli
 from jaxkv.cli import generating, models
+from jaxkv.engine.results import Generation, Stats
 from jaxkv.loading import LanguageModel
-from jaxkv.results import Generation, Stats
 
 ANSWER = "Schön, 你好 \U0001f600"
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import slot_runs as runs
 import tiny
 
 import jaxkv
-from jaxkv.compilation import Clock
+from jaxkv.machine.compilation import Clock
 
 SLOTS, QUESTION = 8, 8
 LIMITS = {

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 import jaxkv
-from jaxkv.compilation import Clock
+from jaxkv.engine.sampling import Sampling
 from jaxkv.engine.slots import Slots
-from jaxkv.sampling import Sampling
+from jaxkv.machine.compilation import Clock
 
 SLOTS, PROMPT, NEW = 4, 64, 24
 SAMPLERS = (

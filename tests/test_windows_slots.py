@@ -10,10 +10,10 @@ import tiny
 from test_windows import POLICIES, SHAPE, WINDOW, prompts
 
 import jaxkv
-from jaxkv.compilation import Clock
 from jaxkv.engine import growth
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.engine.slots import Slots
+from jaxkv.machine.compilation import Clock
 
 ANSWERS, QUESTION = (30, 12, 24), [9, 8, 7, 6, 5]
 LIMITS = {"max_prompt": 64, "max_new_tokens": 30, "max_question": 5, "size": 7}

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
+from jaxkv.cache.saved import load_cache
 from jaxkv.cli.generating import Drawing, require_text
 from jaxkv.cli.models import Computing
 from jaxkv.cli.options import Name, Seed, Spelled, Word
 from jaxkv.cli.outputs import json_text, read_long_text, to_stderr, to_stdout
 from jaxkv.generation import generate, prefill
 from jaxkv.planning.plans import policy_name
-from jaxkv.saved import load_cache
 
 NOTES = """\
 `jaxkv compress` reads a document once and saves its compressed cache to a folder; `jaxkv ask` answers questions from

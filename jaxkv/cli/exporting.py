@@ -12,8 +12,8 @@ from jaxkv.checkpoints.orbax_files import require_free
 from jaxkv.cli.models import Model
 from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, commas, one_of, whole
 from jaxkv.cli.outputs import to_stderr, to_stdout
+from jaxkv.engine.sampling import Sampling
 from jaxkv.exporting import PLATFORMS, export
-from jaxkv.sampling import Sampling
 from jaxkv.sharding.sizes import mesh_of
 
 Counts = Annotated[tuple[int, ...], commas(partial(whole, least=1))]

@@ -22,10 +22,10 @@ from jaxkv.cli.outputs import (
     to_stderr,
     to_stdout,
 )
+from jaxkv.engine.results import Generation
+from jaxkv.engine.sampling import GREEDY, Sampling
 from jaxkv.generation import generate
 from jaxkv.policies import Method
-from jaxkv.results import Generation
-from jaxkv.sampling import GREEDY, Sampling
 
 NOTES = f"""\
 The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, whole
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
+from jaxkv.machine.compilation import enable_compilation_cache
 
 Bits = Annotated[str, Word("BITS")]
 

@@ -15,8 +15,8 @@ from dataclasses import MISSING
 from functools import lru_cache, partial
 from typing import Annotated, Any, NoReturn, Union
 
+from jaxkv._checks import FARTHEST, shortened
 from jaxkv._errors import require
-from jaxkv._values import FARTHEST, shortened
 from jaxkv.policies import AvgPool, MaxPool, Merge, Method, NoPool
 from jaxkv.policies.checks import Budget, bytes_of
 from jaxkv.policies.layers import LayerBudgets
