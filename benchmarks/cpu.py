@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv import enable_compilation_cache
 from jaxkv.attention import xla
 from jaxkv.attention.xla import Walk
 from jaxkv.cache.layout import Layout
-from jaxkv.compilation import enable_compilation_cache
 
 ROWS = 3 * 4096  # pool rows per sequence, whatever K: equal bytes
 HEADS = ((3, 3), (8, 4), (32, 1))  # (kv heads, query heads each): SmolLM2, Llama 3, Llama 2

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
 from jaxkv.policies import UniformLayers
 

@@ -85,7 +85,7 @@ def main() -> None:
 
     say("importing jaxkv ...")
     import jaxkv
-    from jaxkv.compilation import enable_compilation_cache
+    from jaxkv import enable_compilation_cache
 
     enable_compilation_cache()
     say(f"loading {MODEL} (fetched once, 93 MB) ...")

@@ -11,7 +11,7 @@ import jaxkv
 from benchmarks import shapes
 from benchmarks.gpu_timing import INTERPRET, median
 from jaxkv.attention import Implementations
-from jaxkv.compilation import Clock
+from jaxkv.machine.compilation import Clock
 
 # Tokens of one timed call of the compiled loop, and how many calls.
 STEPS, CALLS = 32, 6

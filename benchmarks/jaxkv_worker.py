@@ -15,7 +15,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks.memory import reset_peak, status_bytes
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads

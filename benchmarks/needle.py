@@ -21,8 +21,7 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM, enable_compilation_cache
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 NEEDLES = Path(__file__).parents[1] / "tests" / "golden" / "parity" / "needle1024.json"

@@ -17,7 +17,7 @@ import numpy as np
 import jaxkv
 from benchmarks import orders_tiny, record
 from benchmarks.needle import unseen
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 from jaxkv.evals import How
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.results import interval

@@ -21,8 +21,8 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
+from jaxkv import enable_compilation_cache
 from jaxkv.cache.bank import committed
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.plan import plan_prefill

@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 from jaxkv.evals import How, Task, TwoStage
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.results import interval

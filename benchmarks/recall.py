@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 
 import jaxkv
 from benchmarks import record
-from jaxkv import AdaKV, PyramidKV, SnapKV, analysis
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import AdaKV, PyramidKV, SnapKV, analysis, enable_compilation_cache
 from jaxkv.policies import OfficialLayers
 
 DOCUMENTS = record.ROOT / "jaxkv" / "evals" / "data" / "documents.json.gz"

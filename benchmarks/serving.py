@@ -200,8 +200,8 @@ def table(results):
 def main():
     """Runs all rounds and writes both files."""
     import jaxkv
+    from jaxkv import enable_compilation_cache
     from jaxkv.checkpoints import fetch
-    from jaxkv.compilation import enable_compilation_cache
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -20,7 +20,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record, shapes
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 from jaxkv.engine.plan import plan_prefill
 
 MODEL = "smollm2-135m-instruct"

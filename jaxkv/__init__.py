@@ -9,26 +9,25 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkv._warnings import UnseenQuestionWarning
+    from jaxkv._checks import UnseenQuestionWarning
     from jaxkv.attention import Implementation
     from jaxkv.cache import KVCache
-    from jaxkv.compilation import enable_compilation_cache
+    from jaxkv.cache.rows import Rows, append, attend
+    from jaxkv.cache.saved import load_cache
     from jaxkv.engine.plan import PrefillPlan
+    from jaxkv.engine.results import Completion, Generation, Stats, Stream
+    from jaxkv.engine.sampling import Sampling
     from jaxkv.engine.session import Session
     from jaxkv.evals import evaluate, report
     from jaxkv.exporting import export
     from jaxkv.generation import generate, prefill
     from jaxkv.loading import LanguageModel, load
+    from jaxkv.machine.compilation import enable_compilation_cache
     from jaxkv.models.config import ModelConfig
     from jaxkv.planning.planner import plan
     from jaxkv.planning.plans import Plan
     from jaxkv.policies import Keep, Merge, Method, Policy, VarianceLayers, register
     from jaxkv.policies.methods import *  # noqa: F403
-    from jaxkv.resharding import reshard
-    from jaxkv.results import Completion, Generation, Stats, Stream
-    from jaxkv.rows import Rows, append, attend
-    from jaxkv.sampling import Sampling
-    from jaxkv.saved import load_cache
     from jaxkv.serving import (
         Document,
         Engine,
@@ -38,14 +37,15 @@ if TYPE_CHECKING:
         Request,
         RequestStats,
     )
+    from jaxkv.sharding.resharding import reshard
     from jaxkv.transform import compress, compress_layers
 
 # Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
 _HOMES = {
-    "jaxkv._warnings": "UnseenQuestionWarning",
+    "jaxkv._checks": "UnseenQuestionWarning",
     "jaxkv.attention": "Implementation",
     "jaxkv.cache": "KVCache",
-    "jaxkv.compilation": "enable_compilation_cache",
+    "jaxkv.machine.compilation": "enable_compilation_cache",
     "jaxkv.engine.plan": "PrefillPlan",
     "jaxkv.engine.session": "Session",
     "jaxkv.evals": "evaluate report",
@@ -64,11 +64,11 @@ _HOMES = {
         "LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Quest "
         "RKV Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
     ),
-    "jaxkv.resharding": "reshard",
-    "jaxkv.results": "Completion Generation Stats Stream",
-    "jaxkv.rows": "Rows append attend",
-    "jaxkv.sampling": "Sampling",
-    "jaxkv.saved": "load_cache",
+    "jaxkv.sharding.resharding": "reshard",
+    "jaxkv.engine.results": "Completion Generation Stats Stream",
+    "jaxkv.cache.rows": "Rows append attend",
+    "jaxkv.engine.sampling": "Sampling",
+    "jaxkv.cache.saved": "load_cache",
     "jaxkv.serving": "Document Engine EngineClosed EngineStats QueueFull Request RequestStats",
     "jaxkv.transform": "compress compress_layers",
 }

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import _checks, hosts
+from jaxkv import _checks
+from jaxkv._checks import UnseenQuestionWarning, plain, warn_once
 from jaxkv._errors import require
-from jaxkv._values import plain
-from jaxkv._warnings import UnseenQuestionWarning, warn_once
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import hosts
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded
 

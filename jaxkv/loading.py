@@ -15,24 +15,24 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv import hosts, memory
+from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv._settings import settled
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.stores import held_dtype
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.converting import DTYPES
+from jaxkv.machine import hosts, memory
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat, named_parameters, parameters
 from jaxkv.models.sources import Source, sources_of
 from jaxkv.models.values import as_weights
+from jaxkv.models.weights import read, read_codes
 from jaxkv.sharding.mesh import Axes, put
 from jaxkv.sharding.parameters import model_mesh, part_shape, spec_of
 from jaxkv.text.pieces import pieces_of
 from jaxkv.text.prompts import Prompt, encode
 from jaxkv.text.shown import Shown, joined
 from jaxkv.text.tokenizer import Text
-from jaxkv.weights import read, read_codes
 
 # Buffers that some exporters write; rotations are computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")

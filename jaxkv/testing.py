@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv._settings import settled
-from jaxkv._values import brief, shortened
+from jaxkv._checks import brief, settled, shortened
 from jaxkv.cache import KVCache
 from jaxkv.engine.hadamard import keys_of, transformed
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
+from jaxkv.engine.results import Generation
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
@@ -29,7 +29,6 @@ from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.layers import sets_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.results import Generation
 from jaxkv.sharding.mesh import host
 
 _NEW = 12
@@ -271,20 +270,10 @@ def _as_many_as_planned(case: _Case) -> None:
         spare = case.model.config.kv_heads - 1 if sets_rows(case.parts.layers) else 0
         fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
         _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
-    elif case.parts.threshold is not None:
-        most = kept.shape[0] * case.model.config.kv_heads * needed.budget
-        _require(
-            (kept.sum(axis=0) <= most).all(),
-            "all layers together keep the budget's rows at most",
-            most.tolist(),
-        )
-    elif case.parts.layers.exact:
-        wanted = kept.shape[0] * case.model.config.kv_heads * needed.budget
-        _require(
-            (kept.sum(axis=0) == wanted).all(),
-            "all layers together keep what the plan says",
-            wanted.tolist(),
-        )
+    elif case.parts.threshold is not None or case.parts.layers.exact:
+        wanted, held = kept.shape[0] * case.model.config.kv_heads * needed.budget, kept.sum(axis=0)
+        fits = held <= wanted if case.parts.threshold is not None else held == wanted
+        _require(fits.all(), "all layers together keep what the plan says", wanted.tolist())
     weighs, planned = case.cache.nbytes, needed.cache_bytes
     _require(
         weighs == planned, "the cache weighs what the plan says", f"{weighs} and {planned} bytes"

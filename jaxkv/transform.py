@@ -21,12 +21,22 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import whole
+from jaxkv._checks import settled, whole
 from jaxkv._errors import require
-from jaxkv._settings import settled
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, backend_of, with_sinks
 from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.rows import (
+    Rows,
+    as_counts,
+    as_floats,
+    as_grouped,
+    as_keys_values,
+    as_sinks,
+    known,
+    order_hint,
+    shown,
+)
 from jaxkv.cache.stores import Dense
 from jaxkv.engine.choosing import Candidates, last_rows, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, ranked_first, unordered
@@ -39,17 +49,6 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.rows import (
-    Rows,
-    as_counts,
-    as_floats,
-    as_grouped,
-    as_keys_values,
-    as_sinks,
-    known,
-    order_hint,
-    shown,
-)
 
 
 @settled
@@ -225,17 +224,10 @@ def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
     """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
     lengths, layers = np.arange(1, slots + 1), windows.count(None)
     if None not in windows:
-        none = np.zeros(slots + 1, np.int32)
-        rows = np.stack(
-            [np.minimum(np.arange(slots + 1, dtype=np.int32), width or 0) for width in windows]
-        )
-        return _Sizes(
-            capacity=tuple(rows.max(axis=1).tolist()),
-            budget=none,
-            forced=none,
-            rows=rows,
-            recent=rows,
-        )
+        widths, none = np.asarray(windows, np.int32)[:, None], np.zeros(slots + 1, np.int32)
+        rows = np.minimum(np.arange(slots + 1, dtype=np.int32), widths)
+        capacity = tuple(rows.max(axis=1).tolist())
+        return _Sizes(capacity=capacity, budget=none, forced=none, rows=rows, recent=rows)
     told = by_length(parts, lengths, windows, strict=False)
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
@@ -296,12 +288,8 @@ class _Given(Source):
 
     def candidates(self, index: int) -> Candidates:
         """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""
-        parts, scorer, length, given = (
-            self.parts,
-            self.parts.scorer,
-            self.length,
-            self.given[index - self.first],
-        )
+        parts, length, given = self.parts, self.length, self.given[index - self.first]
+        scorer = parts.scorer
         k, v = as_keys_values(given.k, given.v)
         like = self.like
         require(
@@ -332,18 +320,10 @@ class _Given(Source):
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
-        queries, sums, length, (batch, heads, slots, dim) = (
-            scorer.queries,
-            None,
-            self.length,
-            k.shape,
-        )
+        queries, length, (batch, heads, slots, dim) = scorer.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-        q, given, sinks = (
-            jnp.zeros((batch, heads, 1, 0, dim), k.dtype),
-            self.given[index - self.first],
-            None,
-        )
+        given, sums, sinks = self.given[index - self.first], None, None
+        q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
         if queries or self.parts.needs.sums:
             q = _queries(given.queries, k, self.parts)
             sinks = as_sinks(given.sink_logits, heads, q.shape[2])

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv import cli
 from jaxkv.cli import generating
-from jaxkv.results import Generation, Stats
+from jaxkv.engine.results import Generation, Stats
 
 ANSWER = "Schön, 你好 \U0001f600"
 ROOT = Path(__file__).parent.parent

@@ -66,9 +66,9 @@ hypothesis.settings.load_profile("ci")
 def warnings_come_once_a_test():
     """What jaxkv warns of once per process comes in each test, whichever ran before."""
     # Here, for jaxkv's own arrays start JAX, whose flags are not set yet above.
-    from jaxkv import _warnings
+    from jaxkv import _checks
 
-    _warnings.forget()
+    _checks.forget()
 
 
 @pytest.fixture

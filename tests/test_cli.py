@@ -414,7 +414,7 @@ def test_generate_answers(capsys, monkeypatch, tmp_path):
 
 _TWICE = """
 import sys, jax, jax.numpy as jnp
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 jax.jit(lambda x: x + 1)(jnp.ones(3))  # JAX has settled by now that there is no cache

@@ -8,7 +8,7 @@ import tiny
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxkv
-from jaxkv import compilation
+from jaxkv.machine import compilation
 
 _CONFIG = (
     "jax_compilation_cache_dir",

@@ -13,7 +13,7 @@ import tiny
 from running import GOLDEN
 
 import jaxkv
-from jaxkv import cpu_threads
+from jaxkv.machine import cpu_threads
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = tiny.prompts(3, (20, 13))

@@ -37,17 +37,6 @@ def test_prompts_as_one_array(model):
     assert model.draw(model.read(ids), 4)[0].tolist() == model.generate(ids.tolist(), 4)[0]
 
 
-@pytest.mark.parametrize("row", [[1.7, 2.2], [True, False], ["1", "2"], [[1, 2]], 1.0])
-def test_ids_that_are_no_whole_numbers(model, row):
-    with pytest.raises(TypeError, match=r"prompt=.*: give text, token ids, or a list of them"):
-        model.read([row])
-
-
-def test_half_a_token_is_refused(model):
-    with pytest.raises(ValueError, match=r"max_new_tokens=2\.5: give a whole number"):
-        model.generate([[1]], 2.5)
-
-
 def test_a_stream_tells_each_token_once(capsys, monkeypatch):
     """Also where a sequence ends between two reports."""
     drawn = [np.arange(n)[None] for n in (8, 11)]

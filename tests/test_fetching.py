@@ -64,9 +64,7 @@ def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
         cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64)
     )
     monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": other})
-    with pytest.raises(
-        ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"
-    ):
+    with pytest.raises(ValueError, match="wheel_sha256='000"):
         fetch("tiny")
 
 
@@ -114,14 +112,10 @@ def test_packaged_model_is_where_it_lies(packaged):
 def test_packaged_model_that_changed_is_refused(packaged):
     file = packaged / "model.safetensors"
     file.write_bytes(b"weight5")
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors.*sha256 .* expected; .*install jaxkv again"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors.*sha256 .* expected"):
         fetch("small")
     file.write_bytes(b"short")
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors.*7 bytes expected; .*install jaxkv again"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors.*7 bytes expected"):
         fetch("small")
     file.unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors.*missing: install jaxkv again"):

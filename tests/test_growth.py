@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.compilation import Clock
 from jaxkv.engine import growth as rooms
 from jaxkv.engine.growth import MOST_AHEAD, room_for
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.slots import Slots
+from jaxkv.machine.compilation import Clock
 from jaxkv.policies import LinearLayers
 
 BACKEND = "/jax/core/compile/backend_compile_duration"

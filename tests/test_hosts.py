@@ -17,7 +17,7 @@ import pytest
 from orbax_cases import ROOT
 
 import jaxkv
-from jaxkv import hosts
+from jaxkv.machine import hosts
 
 # Of a pair that waits in vain; on a busy machine one that does not takes minutes.
 _MOST_SECONDS = 900

@@ -15,7 +15,7 @@ from lettered import DOC, ids
 from starlette.testclient import TestClient
 
 import jaxkv
-from jaxkv.sampling import Sampling
+from jaxkv.engine.sampling import Sampling
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
 from jaxkv.serving.server import Server

@@ -17,9 +17,6 @@ LAYERS = (
     "jaxkv._drawing",
     "jaxkv._errors",
     "jaxkv.checkpoints",
-    "jaxkv._warnings",
-    "jaxkv._settings",
-    "jaxkv._values",
     "jaxkv._checks",
     # Where arrays lie: every program asks.
     "jaxkv.sharding.letters",
@@ -28,10 +25,7 @@ LAYERS = (
     "jaxkv.sharding.door",
     "jaxkv.sharding.collectives",
     "jaxkv.attention",
-    "jaxkv.cpu_threads",
-    "jaxkv.hosts",
-    "jaxkv.memory",
-    "jaxkv.compilation",
+    "jaxkv.machine",
     # What a cache knows of its model.
     "jaxkv.models.values",
     "jaxkv.models.stored",
@@ -44,8 +38,8 @@ LAYERS = (
     "jaxkv.models",
     "jaxkv.sharding",
     "jaxkv.text",
-    "jaxkv.sampling",
-    "jaxkv.weights",
+    "jaxkv.engine.sampling",
+    "jaxkv.models.weights",
     "jaxkv.loading",
     # Sizes: arguments are refused by them.
     "jaxkv.engine.hadamard",
@@ -54,13 +48,12 @@ LAYERS = (
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
-    "jaxkv.rows",
+    "jaxkv.cache.rows",
     "jaxkv.transform",
-    "jaxkv.resharding",
-    "jaxkv.saved",
+    "jaxkv.sharding.resharding",
+    "jaxkv.cache.saved",
     "jaxkv.exporting",
-    "jaxkv.results",
-    "jaxkv.answering",
+    "jaxkv.engine.results",
     "jaxkv.generation",
     "jaxkv.serving",
     "jaxkv.testing",
@@ -189,3 +182,8 @@ def test_the_door_is_found(line):
     assert pallas_in(ast.parse(line.format("pallas"))) and not pallas_in(
         ast.parse(line.format("mosaic"))
     )
+
+
+def test_packages_hold_the_code():
+    """Ten modules stand beside them, each a subject of its own; another joins what it serves."""
+    assert len(list((ROOT / "jaxkv").glob("*.py"))) <= 10

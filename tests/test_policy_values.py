@@ -26,7 +26,7 @@ from jaxkv import (
     PyramidInfer,
     SnapKV,
 )
-from jaxkv._values import brief
+from jaxkv._checks import brief
 from jaxkv.cache import Int4
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (

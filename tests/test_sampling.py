@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.sampling import GREEDY, argument, mixed
+from jaxkv.engine.sampling import GREEDY, argument, mixed
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()

@@ -1,7 +1,6 @@
 """Caches on disk: what comes back, in which process, and what is refused."""
 
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -19,24 +18,21 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, H2O, AdaKV, BrutalOffload, FullKV, OmniKV, Policy, SnapKV, StreamingLLM
+from jaxkv import D2O, H2O, AdaKV, BrutalOffload, OmniKV, Policy, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode, encode
 from jaxkv.cache.stores import Dense
-from jaxkv.policies import KeyNorm, Scorer
+from jaxkv.policies import Scorer
 
 ROOT = Path(__file__).parent.parent
 CONFIG = tiny.MODELS["gqa3"]
 SNAP = SnapKV(budget=20, window=8)
 # Every form of pool, every leaf that a cache may have, what goes on after the prompt, and rows in host memory.
 CASES = {
-    "full": FullKV(),
-    "equal": SNAP,
     "ragged": AdaKV(base=SNAP),
     "shared and merged": D2O(budget=20),
     "scored": H2O(budget=20),
     "chosen again": SnapKV(budget=20, window=8, every=4),
     "rolling": StreamingLLM(budget=20),
-    "of parts": Policy(budget=20, scorer=KeyNorm(), keep=jaxkv.Keep(protect=((0, 3),))),
     "in host memory": OmniKV(budget=8, filter_layers=(0,), adjacent=0, offload=True),
 }
 
@@ -134,14 +130,6 @@ def test_every_policy_comes_back(row):
         )
 
 
-@pytest.mark.parametrize(
-    "value", [1, 1.0, True, None, "a", (), ((1, 2.5), "b"), SnapKV, jaxkv.cache.Turn.ANSWER]
-)
-def test_values_keep_their_types(value):
-    back = decode(json.loads(json.dumps(encode(value, {}))), lambda name: None)
-    assert back == value and type(back) is type(value)
-
-
 def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
     folder = running.GOLDEN / "models" / "llama_gqa"
     model, ids = jaxkv.load(folder), [[5, 6, 7, 8] * 8, [3, 4, 9] * 5]
@@ -179,11 +167,9 @@ def test_a_users_policy(tmp_path, monkeypatch):
     assert_same(jaxkv.load_cache(path), cache)
     assert_same(jaxkv.load_cache(path, policy=Policy(budget=20, scorer=Late(weight=2.0))), cache)
     remedy = "another one compressed the cache: leave it out, or give that one"
-    for other in (Policy(budget=20, scorer=Late()), SNAP):
+    for other in (Policy(budget=20, scorer=Late()), "snapkv"):
         with pytest.raises(ValueError, match=remedy):
             jaxkv.load_cache(path, policy=other)
-    with pytest.raises(ValueError, match=remedy):
-        jaxkv.load_cache(path, policy="snapkv")
     with pytest.raises(TypeError, match="policy=int: give a policy such as"):
         jaxkv.load_cache(path, policy=3)
     # In a process that does not have the class by this name.
@@ -195,10 +181,7 @@ def test_a_users_policy(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize(
-    "policy",
-    [OmniKV(budget=8, adjacent=0), OmniKV(budget=8, adjacent=0, base=SNAP), "snapkv", SnapKV],
-)
+@pytest.mark.parametrize("policy", [OmniKV(budget=8, adjacent=0, base=SNAP), "snapkv"])
 def test_the_policy_as_prefill_was_given_it(tmp_path, policy):
     """Filled in by the model, by its name or class."""
     model = tiny.tiny(CONFIG)
@@ -207,12 +190,7 @@ def test_the_policy_as_prefill_was_given_it(tmp_path, policy):
     cache.save(tmp_path / "cache")
     for asked in ({}, {"params": model}):
         assert_same(jaxkv.load_cache(tmp_path / "cache", policy=policy, **asked), cache)
-    for other in (
-        OmniKV(budget=8, adjacent=0, filter_layers=(1,)),
-        OmniKV(budget=9),
-        BrutalOffload(),
-        "h2o",
-    ):
+    for other in (OmniKV(budget=8, adjacent=0, filter_layers=(1,)), BrutalOffload(), "h2o"):
         with pytest.raises(ValueError, match="policy=.*another one compressed the cache"):
             jaxkv.load_cache(tmp_path / "cache", policy=other)
 
@@ -224,16 +202,12 @@ def test_policies_that_no_text_says(tmp_path):
 
     model = tiny.tiny(CONFIG)
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=Policy(budget=20, scorer=Odd()))
-    with pytest.raises(
-        ValueError, match=r"policy\.scorer\.how='builtin_function_or_method': what can be saved is"
-    ):
+    with pytest.raises(ValueError, match=r"policy\.scorer\.how="):
         cache.save(tmp_path / "cache")
     # Numbers in arrays would come back as nothing at all.
     policy = Policy(budget=20, scorer=Learned(weight=np.ones(512, np.float32)))
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy)
-    with pytest.raises(
-        ValueError, match=r"policy\.scorer\.weight='ndarray': what can be saved is numbers, text"
-    ):
+    with pytest.raises(ValueError, match=r"policy\.scorer\.weight="):
         cache.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
@@ -243,7 +217,7 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
     taken.Open = type("Open", (), {})
     taken.Loose = dataclasses.make_dataclass("Loose", ["x"])
     monkeypatch.setitem(sys.modules, "taken", taken)
-    for path in ("antigravity:Thing", "os:system", "builtins:eval", "nothing", ""):
+    for path in ("antigravity:Thing", "os:system", ""):
         with pytest.raises(ValueError, match="it is not in this process"):
             decode({"class": path, "fields": {}}, lambda name: None)
     assert "antigravity" not in sys.modules
@@ -254,9 +228,7 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
         decode({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
     with pytest.raises(ValueError, match="has no such member here"):
         decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
-    with pytest.raises(
-        ValueError, match="manifest=.*no value that KVCache.save writes: save the cache again"
-    ):
+    with pytest.raises(ValueError, match="manifest="):
         decode({"class": "jaxkv:SnapKV"}, lambda name: None)
 
 
@@ -279,10 +251,7 @@ def test_places_that_are_taken(tmp_path):
     _, cache, path = saved(tmp_path)
     (tmp_path / "file").write_text("mine")
     for taken in (path, tmp_path / "file"):
-        with pytest.raises(
-            ValueError,
-            match="path=.*something is there already: choose another folder, or remove it",
-        ):
+        with pytest.raises(ValueError, match="path=.*something is there already"):
             cache.save(taken)
     with pytest.raises(ValueError, match="path=.*no folder can be made there"):
         cache.save(tmp_path / "file" / "cache")
@@ -296,29 +265,23 @@ def test_places_that_are_taken(tmp_path):
 
 def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     _, cache, path = saved(tmp_path)
-    errors = (
-        OSError(28, "No space left on device"),
-        ValueError("OUT_OF_RANGE: No space left on device\nhere"),
-    )
-    for step, error in itertools.product(("write_json", "write_arrays"), errors):
+    errors = {
+        "write_json": OSError(28, "No space left on device"),
+        "write_arrays": ValueError("OUT_OF_RANGE: No space left on device\nhere"),
+    }
+    for step, error in errors.items():
         with monkeypatch.context() as patched:
 
             def full(*_, error=error):
                 raise error
 
             patched.setattr(jaxkv.checkpoints.orbax_files, step, full)
-            with pytest.raises(
-                ValueError,
-                match=r"path=.*it cannot be written \(.*No space left on device\): make room",
-            ):
+            with pytest.raises(ValueError, match="path=.*No space left on device"):
                 cache.save(tmp_path / "other")
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
     # Killed, it leaves a folder whose name says what it is.
     shutil.copytree(path, tmp_path / ".other.x1.partial")
-    with pytest.raises(
-        ValueError,
-        match=r"path=.*\.partial: it has not been written to its end: save the cache again",
-    ):
+    with pytest.raises(ValueError, match=r"path=.*\.partial: it has not been written"):
         jaxkv.load_cache(tmp_path / ".other.x1.partial")
 
 
@@ -347,42 +310,25 @@ def edit_manifest(path, edit):
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (
-            lambda said: said.update(version=9),
-            "version=9: this jaxkv reads version 3 of jaxkv cache, .*: save the cache again",
-        ),
-        (
-            lambda said: said.update(format="jaxkv weights"),
-            "is a folder of jaxkv weights: read it with jaxkv.load",
-        ),
-        (
-            lambda said: said.update(format="x"),
-            "no folder of jaxkv cache: give one that KVCache.save has written",
-        ),
+        (lambda said: said.update(version=9), "version=9: .*: save the cache again"),
+        (lambda said: said.update(format="x"), "give one that KVCache.save has written"),
         (
             lambda said: said["arrays"].pop("arrays.pools.0.store.k"),
-            r"array='arrays\.pools\.0\.store\.k': the manifest in .* says noth",
+            r"array='arrays\.pools\.0\.store\.k'",
         ),
-        (lambda said: said.update(arrays={}), "arrays={}: none in .*; save the cache again"),
-        (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),
-        (lambda said: said.update(cache=3), "cache='int': .* holds no cache"),
-        (
-            lambda said: said.update(policy="snapkv"),
-            "policy='snapkv': no policy: save the cache again",
-        ),
+        (lambda said: said.pop("arrays"), "arrays=None"),
+        (lambda said: said.update(cache=3), "cache='int'"),
+        (lambda said: said.update(policy="snapkv"), "policy='snapkv'"),
         (lambda said: tables_of(said).pop("seen"), "it is made otherwise here"),
         (
             lambda said: said["arrays"][SEEN].update(shape=[3]),
-            r"array='arrays\.tables\.seen': int32\[2\] in .*manifest says int32\[3\]; save the cache again",
+            r"array='arrays\.tables\.seen': int32\[2\] in .*manifest says int32\[3\]",
         ),
         (
             lambda said: said["arrays"][SEEN].update(crc32=3),
-            r"array='arrays\.tables\.seen': damaged, .*; save the cache again",
+            r"array='arrays\.tables\.seen': damaged",
         ),
-        (
-            lambda said: said["arrays"][SEEN].update(dtype=3),
-            r"arrays\.arrays\.tables\.seen=.*dtype and crc32 are expected in .*; save",
-        ),
+        (lambda said: said["arrays"][SEEN].update(dtype=3), r"arrays\.arrays\.tables\.seen="),
     ],
 )
 def test_manifests_of_another_kind(tmp_path, edit, message):
@@ -403,14 +349,10 @@ def test_folders_that_are_not_whole(tmp_path):
     with pytest.raises(ValueError, match="it cannot be read from .*arrays"):
         jaxkv.load_cache(path)
     (path / "jaxkv.json").unlink()
-    remedy = "give a folder that KVCache.save has written"
-    with pytest.raises(ValueError, match=rf"path=.*no jaxkv\.json in it: {remedy}"):
+    with pytest.raises(ValueError, match=r"path=.*no jaxkv\.json in it"):
         jaxkv.load_cache(path)
-    with pytest.raises(ValueError, match=f"path=.*no such folder: {remedy}"):
+    with pytest.raises(ValueError, match="path=.*no such folder"):
         jaxkv.load_cache(tmp_path / "nothing")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=f"path=.*a file: {remedy}"):
-        jaxkv.load_cache(tmp_path / "file")
 
 
 def test_weights_are_no_cache_and_a_cache_is_no_weights(tmp_path):

@@ -20,12 +20,12 @@ from test_stores import Half
 
 import jaxkv
 from jaxkv.cache.stores import Dense
-from jaxkv.compilation import Clock
 from jaxkv.engine.lengths import bucket
+from jaxkv.engine.sampling import Sampling
 from jaxkv.loading import LanguageModel
+from jaxkv.machine.compilation import Clock
 from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
-from jaxkv.sampling import Sampling
 from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.documents import Documents
 from jaxkv.serving.requests import Request

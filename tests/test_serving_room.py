@@ -7,9 +7,9 @@ import meshes
 import pytest
 
 import jaxkv
-from jaxkv import memory
 from jaxkv.arguments import as_model
 from jaxkv.engine.slots import Slots
+from jaxkv.machine import memory
 from jaxkv.serving import room
 
 LIMITS = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}

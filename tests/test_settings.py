@@ -8,7 +8,7 @@ from policy_table import BY_NAME
 
 import jaxkv
 
-ROWS = ("full", "streaming-rolling", "snapkv", "adakv", "d2o", "omnikv", "snapkv-merge")
+ROWS = ("streaming-rolling", "adakv", "d2o", "omnikv")
 
 
 @pytest.mark.parametrize("name", ROWS)

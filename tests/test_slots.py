@@ -15,8 +15,8 @@ from policy_table import BY_NAME
 import jaxkv
 from jaxkv.cache.slots import insert, taken
 from jaxkv.engine.compress import finished
+from jaxkv.engine.sampling import Sampling, mixed
 from jaxkv.engine.slots import PARTS, Slots
-from jaxkv.sampling import Sampling, mixed
 
 BUDGET = 20
 

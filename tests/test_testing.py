@@ -25,9 +25,6 @@ SHIPPED = (
     "random",
     "pyramidinfer",
     "d2o",
-    "adakv-variance",
-    "snapkv-sinks",
-    "cam",
 )
 
 
@@ -39,7 +36,6 @@ def test_shipped_policies_keep_their_promises(name):
 @pytest.mark.parametrize(
     "policy",
     [
-        SnapKV(budget=24, window=8, every=5),
         AdaKV(base=SnapKV(budget=0.4, window=8, min_budget="clamp")),
         OmniKV(filter_layers=(0,), adjacent=0, budget=12, base=SnapKV(budget=24, window=8)),
         Policy(
@@ -94,18 +90,9 @@ class DrawsInSilence(Uniform01):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        (
-            Policy(budget=24, scorer=DrawsInSilence()),
-            "another random key changes what is kept: .* has a property `draws`",
-        ),
-        (
-            Policy(budget=24, scorer=LooksAtMates()),
-            "another sequence beside it changes what is kept",
-        ),
-        (
-            Policy(budget=24, scorer=LooksAtPadding()),
-            "padding, or a longer sequence beside it, changes what is kept",
-        ),
+        (Policy(budget=24, scorer=DrawsInSilence()), "another random key"),
+        (Policy(budget=24, scorer=LooksAtMates()), "another sequence beside it"),
+        (Policy(budget=24, scorer=LooksAtPadding()), "padding"),
         (Policy(budget=24, scorer=KeyNorm(), merge=Infinite()), "rows are finite"),
     ],
     ids=["draws", "mates", "padding", "infinite"],

@@ -59,7 +59,7 @@ def test_it_is_small_and_comes_with_the_package(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", sorted(lessons.LESSONS))
 def test_its_tokenizer_gives_texts_back(name):
     rng, text = np.random.default_rng(3), tiny().text
-    for _ in range(5):
+    for _ in range(2):
         context, asked = lessons.LESSONS[name](rng, 200)
         question, answer = next(asked)
         ids = text.encode(context + question + answer, bos=False)
@@ -108,7 +108,7 @@ def test_steps_lower_the_loss():
     assert 0 <= shares["pairs"][0] <= shares["pairs"][1] > 0
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_1", "niah_multiquery", "vt"])
+@pytest.mark.parametrize("name", ["niah_multikey_1", "niah_multiquery", "vt"])
 def test_the_full_cache_answers(name):
     assert mean(ruler(name), jaxkv.FullKV()) >= 0.9
 
@@ -153,16 +153,3 @@ def test_merging_loses_no_more_than_dropping():
     assert mean(ruler("niah_multikey_1"), jaxkv.D2O(budget=64)) >= mean(
         ruler("niah_multikey_1"), jaxkv.H2O(budget=64)
     )
-
-
-def test_intervals_and_verdicts():
-    apart, low, high = orders_tiny.difference([1.0] * 60, [0.0] * 30 + [1.0] * 30)
-    assert apart == 0.5 and 0.3 < low < 0.5 < high < 0.7
-    assert [
-        orders_tiny.verdict(*each) for each in ((0.1, 0.2), (0.0, 0.1), (-0.1, 0.1), (-0.2, -0.1))
-    ] == [
-        "shown",
-        "open",
-        "open",
-        "broken",
-    ]

@@ -10,10 +10,10 @@ import tiny
 from test_windows import KINDS, POLICIES, SHAPE, WINDOW, prompts
 
 import jaxkv
-from jaxkv.compilation import Clock
 from jaxkv.engine import growth
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.engine.slots import Slots
+from jaxkv.machine.compilation import Clock
 
 TWO = dataclasses.replace(SHAPE, layers=2, kinds=KINDS[1:])
 ANSWERS, QUESTION = (30, 12, 24), [9, 8, 7, 6, 5]

@@ -12,7 +12,7 @@ import numpy as np
 import jaxkv
 from benchmarks import orders_tiny, record
 from benchmarks.tiny.export import NAME
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv import enable_compilation_cache
 from jaxkv.evals import How, Task, TwoStage
 from jaxkv.evals.ruler import Ruler
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import _checks
-from jaxkv._settings import settled
+from jaxkv._checks import settled
 from jaxkv.analysis.reading import by_head, encoded, finite, layers_of
 from jaxkv.arguments import as_model
 from jaxkv.attention import probabilities

@@ -6,9 +6,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv import _checks
+from jaxkv._checks import plain, settled
 from jaxkv._errors import require
-from jaxkv._settings import settled
-from jaxkv._values import plain
 from jaxkv.analysis.reading import encoded, first_tokens, whole_layers_of
 from jaxkv.arguments import as_model
 from jaxkv.engine.lengths import bucket

@@ -11,8 +11,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxkv import _checks
+from jaxkv._checks import plain
 from jaxkv._errors import require
-from jaxkv._values import plain
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import _checks
-from jaxkv._settings import settled
+from jaxkv._checks import settled
 from jaxkv.analysis.keeping import Budget, Policies, at_budgets, by_policy, kept_rows, placed
 from jaxkv.analysis.reading import by_head, encoded, finite, layers_of
 from jaxkv.arguments import as_model

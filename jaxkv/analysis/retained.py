@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import _checks
-from jaxkv._settings import settled
+from jaxkv._checks import settled
 from jaxkv.analysis.reading import encoded, finite, layers_of
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv.cache.bank import host_of
 from jaxkv.cache.encoding import decode, encode
@@ -22,6 +21,7 @@ from jaxkv.checkpoints.orbax_files import (
     require_whole,
     write_folder,
 )
+from jaxkv.machine import hosts
 
 # The two keys of the manifest.
 _POLICY, _CACHE = "policy", "cache"

@@ -23,8 +23,8 @@ import numpy as np
 from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import brief
 from jaxkv._errors import require
-from jaxkv._values import brief
 from jaxkv.cache.arrays import Cache, State, Tables
 from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.disk import write_cache

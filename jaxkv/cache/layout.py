@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from jaxkv._values import namespace
+from jaxkv._checks import namespace
 from jaxkv.attention.xla import Walk
 
 # numpy arrays on the host, or JAX arrays, which may be traced.

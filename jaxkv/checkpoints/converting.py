@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import require
 from jaxkv.checkpoints.fetching import bar, fetch
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.hub_config import completed
@@ -24,9 +22,10 @@ from jaxkv.checkpoints.orbax_files import (
     WEIGHTS,
     Entry,
     is_plain,
-    reason,
     whole_folder,
     write_arrays,
+    write_manifest,
+    writing,
 )
 from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
 from jaxkv.checkpoints.tensor import dtype_of
@@ -73,7 +72,7 @@ def convert(
             require(is_plain(name), "tensor", name, remedy)
         # Whole, so that a converted folder is loaded without transformers.
         config = completed(checkpoint.config)
-        with _writing(folder):
+        with writing(folder, "target"):
             _write_beside(part, checkpoint)
             write_json(part / "config.json", config)
         entries: dict[str, Any] = {}
@@ -88,7 +87,7 @@ def convert(
                     array.dtype.kind == "f" or array.dtype.name == "bfloat16"
                 ):
                     array = array.astype(dtype_of(dtype), copy=False)
-                with _writing(folder):
+                with writing(folder, "target"):
                     write_arrays(part / TENSORS / name, {name: array})
                     (part / TENSORS / name).mkdir(exist_ok=True)  # of an array without elements
                 entries[name] = Entry.of(name, array, WEIGHTS).json()
@@ -96,25 +95,10 @@ def convert(
                 shown.update(sizes[name])
         named = str(source) in names()
         filters = manifest(str(source)).filter_layers if named else checkpoint.filter_layers
-        said = {"format": WEIGHTS.format, "version": WEIGHTS.version, TENSORS: entries}
-        with _writing(folder):
-            write_json(
-                part / MANIFEST,
-                said | {"filter_layers": None if filters is None else list(filters)},
-            )
+        said = {TENSORS: entries, "filter_layers": None if filters is None else list(filters)}
+        with writing(folder, "target"):
+            write_manifest(part, WEIGHTS, said)
     return folder
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Context manager that turns an error of writing, which TensorStore has two classes for, into a ValueError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        remedy = (
-            f"it cannot be written ({reason(error)}): make room there, or choose another folder"
-        )
-        raise refusal("target", folder, remedy) from error
 
 
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:

@@ -292,19 +292,14 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             part.mkdir()
             with contextlib.suppress(FileNotFoundError):
                 folder.lstat()  # refuses a name that is too long, say
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a null character in a name, say
             raise refusal(
                 field, folder, f"no folder can be made there ({reason(error)}): choose another"
             ) from error
         yield part
         require_free(folder, field)
-        try:
+        with writing(folder, field):
             os.rename(part, folder)
-        except OSError as error:
-            remedy = (
-                f"it cannot be written ({reason(error)}): make room there, or choose another folder"
-            )
-            raise refusal(field, folder, remedy) from error
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for parent in missing[1:]:
@@ -321,19 +316,27 @@ def write_folder(
     Raises:
         ValueError: where something lies there, or nothing can be written.
     """
-    with whole_folder(folder, "path") as part:
-        try:
-            write_arrays(part / ARRAYS, arrays)
-            entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
-            write_json(
-                part / MANIFEST,
-                {"format": kind.format, "version": kind.version, **said, kind.listed: entries},
-            )
-        except (OSError, ValueError) as error:  # TensorStore raises either
-            remedy = (
-                f"it cannot be written ({reason(error)}): make room there, or choose another folder"
-            )
-            raise refusal("path", folder, remedy) from error
+    with whole_folder(folder, "path") as part, writing(folder, "path"):
+        write_arrays(part / ARRAYS, arrays)
+        entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
+        write_manifest(part, kind, {**said, kind.listed: entries})
+
+
+def write_manifest(folder: Path, kind: Kind, said: Mapping[str, Any]) -> None:
+    """Writes a folder's manifest: the format, its version and what is `said`."""
+    write_json(folder / MANIFEST, {"format": kind.format, "version": kind.version, **said})
+
+
+@contextlib.contextmanager
+def writing(folder: Path, field: str) -> Iterator[None]:
+    """Context manager that turns an error of writing, which TensorStore has two classes for, into a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        remedy = (
+            f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+        )
+        raise refusal(field, folder, remedy) from error
 
 
 def reason(error: Exception) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
 from jaxkv.attention import named
+from jaxkv.cache.saved import load_cache
 from jaxkv.cli.files import read_long_text
 from jaxkv.cli.generating import add_drawing_options, json_text, require_text, sampling_from
 from jaxkv.cli.models import (
@@ -21,11 +22,10 @@ from jaxkv.cli.models import (
 from jaxkv.cli.numbers import argument, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.planning.plans import policy_name
-from jaxkv.saved import load_cache
 
 DOCUMENT_NOTES = """\
 `jaxkv compress` reads a document once and saves its compressed cache to a folder; `jaxkv ask` answers questions from

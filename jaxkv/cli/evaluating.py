@@ -11,13 +11,13 @@ from jaxkv.cli.numbers import argument, budgets, natural, positive, seed
 from jaxkv.cli.policy_rows import rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, task_from
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals.arguments import require_how
 from jaxkv.evals.page import report
 from jaxkv.evals.results import require_folder
 from jaxkv.evals.runs import evaluate
 from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies.registry import documented
 from jaxkv.sharding.sizes import mesh_of
 

@@ -13,9 +13,9 @@ from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
 from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
+from jaxkv.engine.sampling import Sampling
 from jaxkv.exporting import PLATFORMS, export
 from jaxkv.loading import load
-from jaxkv.sampling import Sampling
 from jaxkv.sharding.sizes import mesh_of
 
 

@@ -15,8 +15,8 @@ from jaxkv.cli.files import Target, read_long_text
 from jaxkv.cli.models import add_model_option, ids_of, require_model
 from jaxkv.cli.numbers import argument, positive, whole
 from jaxkv.cli.streams import to_stdout
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies.reading import without_window
 
 # Most attended tokens of which a layer's choice is judged, as a share of those that a query sees.

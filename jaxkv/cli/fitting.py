@@ -7,8 +7,8 @@ from jaxkv.cli.files import Target, read_long_text
 from jaxkv.cli.models import ids_of, require_model
 from jaxkv.cli.numbers import argument, positive, real
 from jaxkv.cli.streams import to_stdout
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
 
 
 def add_fit_options(parser: argparse.ArgumentParser) -> None:

@@ -23,12 +23,12 @@ from jaxkv.cli.models import (
 from jaxkv.cli.numbers import argument, positive, real, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv.engine.results import Generation
+from jaxkv.engine.sampling import Sampler
 from jaxkv.generation import generate
 from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import Method
-from jaxkv.results import Generation
-from jaxkv.sampling import Sampler
 
 GENERATE_NOTES = f"""\
 The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one

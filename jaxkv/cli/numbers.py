@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from jaxkv._values import FARTHEST, shortened
+from jaxkv._checks import FARTHEST, shortened
 from jaxkv.policies.checks import bytes_of
 
 Read = TypeVar("Read")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+from jaxkv._checks import shortened
 from jaxkv._errors import require
-from jaxkv._values import shortened
 from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
 from jaxkv.cli.fields import Arity, Words, chosen, kinds_of, words_of

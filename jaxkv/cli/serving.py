@@ -22,9 +22,9 @@ from jaxkv.cli.numbers import argument, natural, positive, real
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.serving_policies import engines, further_policies
 from jaxkv.cli.streams import to_stderr
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel, load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.sharding.sizes import mesh_of
 
 SERVE_NOTES = """\

@@ -5,7 +5,7 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
-from jaxkv._values import shortened
+from jaxkv._checks import shortened
 from jaxkv.cli.fields import Arity, Words, kinds_of, words_of
 from jaxkv.cli.numbers import argument
 from jaxkv.evals.task import Task, must_be_given

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._values import ENDLESS
+from jaxkv._checks import ENDLESS
 from jaxkv.cache.packing import Unpacked
 from jaxkv.policies.heads import (
     HeadBudgets,

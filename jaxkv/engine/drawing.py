@@ -13,10 +13,10 @@ from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.engine import loop
 from jaxkv.engine.growth import make_room, steps_that_fit
 from jaxkv.engine.lengths import tokens_per_call
+from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
-from jaxkv.sampling import Sampler
 from jaxkv.sharding.mesh import host, place
 
 

@@ -8,11 +8,11 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import hosts, memory
 from jaxkv.cache import KVCache, repack
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import widest
 from jaxkv.engine.recompress import beyond, due, recompress
+from jaxkv.machine import hosts, memory
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.mesh import host, missing

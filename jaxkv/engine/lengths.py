@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxkv._values import is_traced, namespace
+from jaxkv._checks import is_traced, namespace
 from jaxkv.policies.layers import FromScores
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.windowed_reads import tokens_read

@@ -14,9 +14,9 @@ from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.decode import extend, step
+from jaxkv.engine.sampling import Sampler, argument
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.sampling import Sampler, argument
 from jaxkv.sharding.collectives import count_of_all, first, gathered
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, settle_down

@@ -5,10 +5,10 @@ import copy
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.compilation import Clocks
 from jaxkv.engine.compress import Walk
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import FEW, SlotShape
+from jaxkv.machine.compilation import Clocks
 
 
 def made_up(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:

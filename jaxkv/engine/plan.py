@@ -10,14 +10,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from jaxkv import memory
+from jaxkv._checks import is_traced, is_whole, plain, settled
 from jaxkv._errors import require
-from jaxkv._settings import settled
-from jaxkv._values import is_traced, is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import bucket, buckets, by_length
 from jaxkv.engine.prefill_bytes import PrefillBytes
+from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.heads import capacity_of, most_rows

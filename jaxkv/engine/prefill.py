@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv._checks import is_traced, namespace
 from jaxkv._errors import require
-from jaxkv._values import is_traced, namespace
 from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed, put_away

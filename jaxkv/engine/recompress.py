@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._values import is_traced, namespace
+from jaxkv._checks import is_traced, namespace
 from jaxkv.cache import KVCache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked

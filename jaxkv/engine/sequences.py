@@ -10,7 +10,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv._errors import refusal
 from jaxkv.cache import Cache, KVCache
 from jaxkv.engine.loop import Draw
-from jaxkv.sampling import Mixed, Sampler, mixed
+from jaxkv.engine.sampling import Mixed, Sampler, mixed
 from jaxkv.sharding.mesh import settle_down
 
 

@@ -10,14 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import arguments, hosts, memory
-from jaxkv._checks import whole
+from jaxkv import arguments
+from jaxkv._checks import own_settings, settled, whole
 from jaxkv._errors import require
-from jaxkv._settings import own_settings, settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.bank import Loader, Traffic
-from jaxkv.compilation import Clocks
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compress import Walk, finished
@@ -27,11 +25,13 @@ from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.engine.replay import Padded, texts_of
+from jaxkv.engine.sampling import Sampler, is_greedy
 from jaxkv.engine.spec import implementations_for, spec_for
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import hosts, memory
+from jaxkv.machine.compilation import Clocks
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Sampler, is_greedy
 from jaxkv.sharding.mesh import missing
 from jaxkv.text.prompts import Encoded, Prompt, encode
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
-from jaxkv import arguments, memory
-from jaxkv._checks import whole
+from jaxkv import arguments
+from jaxkv._checks import own_settings, settled, whole
 from jaxkv._errors import require
-from jaxkv._settings import own_settings, settled
 from jaxkv.cache import Cache, KVCache, slid
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
@@ -23,12 +22,13 @@ from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
 from jaxkv.engine.made_up import made_up
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
+from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slides, slot_shape
 from jaxkv.engine.spec import specialise
+from jaxkv.machine import memory
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import Sampler
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
 

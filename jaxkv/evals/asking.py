@@ -8,19 +8,18 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxkv._settings import settled
-from jaxkv.answering import Call, answered
+from jaxkv._checks import settled
 from jaxkv.arguments import require_fits
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.compress import finished
+from jaxkv.engine.results import Generation
+from jaxkv.engine.sampling import GREEDY
 from jaxkv.engine.session import Session
 from jaxkv.evals.kept import Watch
 from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
-from jaxkv.generation import generate, prefill
+from jaxkv.generation import Call, answered, generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
-from jaxkv.results import Generation
-from jaxkv.sampling import GREEDY
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import encode, user_text
 from jaxkv.text.tokenizer import Text

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv._checks import shortened
 from jaxkv._errors import require
-from jaxkv._values import shortened
 from jaxkv.cache import KVCache
 from jaxkv.text.pieces import pieces_of
 from jaxkv.text.shown import Shown, joined

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv import _checks as checks
+from jaxkv._checks import shortened
 from jaxkv._errors import require
-from jaxkv._values import shortened
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.kept import shaded
 from jaxkv.evals.pictures import PLOTS_MISSING, draw

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxkv._checks import warn_once
 from jaxkv._errors import require
-from jaxkv._warnings import warn_once
 from jaxkv.evals import metrics
 from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.task import Sample, task

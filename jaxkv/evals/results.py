@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv._checks import shortened
 from jaxkv._errors import require
-from jaxkv._values import shortened
 
 RESULTS = "results.jsonl"
 _FORMAT = 2

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from jaxkv import _checks as checks
+from jaxkv._checks import FARTHEST, plain
 from jaxkv._errors import refusal, require
-from jaxkv._values import FARTHEST, plain
 from jaxkv.evals.kept import Held
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method

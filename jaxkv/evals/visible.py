@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv._settings import settled
 from jaxkv.analysis.recall import paid
 from jaxkv.attention.filters import Asking, by_row
 from jaxkv.engine.lengths import bucket

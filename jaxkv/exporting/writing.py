@@ -18,16 +18,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv._checks import whole
+from jaxkv._checks import is_whole, plain, settled, whole
 from jaxkv._errors import require
-from jaxkv._settings import settled
-from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_model, as_sampling
 from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
 from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
 from jaxkv.checkpoints.orbax_files import whole_folder
 from jaxkv.engine.lengths import bucket, tokens_per_call
+from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, argument, is_greedy
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
 from jaxkv.exporting.buckets import (
@@ -38,13 +37,11 @@ from jaxkv.exporting.buckets import (
     spec_of_bucket,
     table,
 )
-from jaxkv.exporting.place import as_folder
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import GREEDY, Sampler, Sampling, argument, is_greedy
 
 FORMAT, VERSION = "jaxkv export", 4
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -153,7 +150,9 @@ def export(
         samplings=_samplings(sampling),
         implementation=backend,
     )
-    folder = as_folder(directory)
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory={directory!r}: give the path of the folder to make")
+    folder = Path(os.path.expanduser(directory))
     # Written beside the final path, so that the last step is a rename.
     with whole_folder(folder, "directory") as part:
         _write(part, job, _programs(part, job), weights)

@@ -10,9 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv._checks import whole
+from jaxkv._checks import warn_once, whole
 from jaxkv._errors import refusal, require
-from jaxkv._warnings import warn_once
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.checkpoints.source import folder_config

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxkv._values import amount
+from jaxkv._checks import amount
 from jaxkv.planning.plans import Plan, Served, gigabytes, notes, policy_name, prompts, title
 from jaxkv.planning.speed import ASSUMED
 

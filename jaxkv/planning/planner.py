@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import memory
 from jaxkv._checks import flag
 from jaxkv._errors import require
 from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import buckets
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.accelerators import Device
 from jaxkv.planning.catalog import Known, model_named, scaled

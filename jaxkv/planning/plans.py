@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jaxkv._values import amount, brief
+from jaxkv._checks import amount, brief
 from jaxkv.planning.compiled import CompiledPlan
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import Sizes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv._values import is_traced
+from jaxkv._checks import is_traced
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop
@@ -20,11 +20,11 @@ from jaxkv.engine.growth import first_room
 from jaxkv.engine.lengths import BLOCK, by_length
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.prefill import Prompts, read
+from jaxkv.engine.sampling import GREEDY, Sampler
 from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
-from jaxkv.sampling import GREEDY, Sampler
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
 from jaxkv.sharding.record import Call, record, weigh

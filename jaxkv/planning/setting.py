@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxkv._checks import field, whole
+from jaxkv._checks import field, plain, whole
 from jaxkv._errors import require
-from jaxkv._values import plain
 from jaxkv.attention import Implementation, choose
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights

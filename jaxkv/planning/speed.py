@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._values import amount
+from jaxkv._checks import amount
 from jaxkv.cache import Dense, Int8
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill

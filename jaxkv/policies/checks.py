@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import real, whole
+from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, share_of, whole
 from jaxkv._errors import refusal, require
-from jaxkv._values import ENDLESS, FARTHEST, is_whole, plain, share_of
 from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkv._checks import ENDLESS
 from jaxkv._errors import refusal, require
-from jaxkv._values import ENDLESS
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Bytes
 from jaxkv.policies.policy import Method

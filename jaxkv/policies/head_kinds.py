@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxkv._checks import ENDLESS, namespace
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, namespace
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.reading import without_window

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._checks import shortened
 from jaxkv._errors import refusal, require
-from jaxkv._values import shortened
 
 # A model has thousands of heads; published files say some numbers of each.
 _MOST_BYTES = 32 << 20

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import field, real
+from jaxkv._checks import field, namespace, real
 from jaxkv._errors import require
-from jaxkv._values import namespace
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, round_remainders, round_to_sum

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv._checks import field, real, whole
-from jaxkv._values import namespace
+from jaxkv._checks import field, namespace, real, whole
 from jaxkv.policies.checks import Span, as_spans
 
 

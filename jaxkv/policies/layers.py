@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import field, real
+from jaxkv._checks import field, halved, is_traced, namespace, real
 from jaxkv._errors import require
-from jaxkv._values import halved, is_traced, namespace
 from jaxkv.policies.scorer import Observed
 
 # numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.

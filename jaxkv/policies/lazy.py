@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv._checks import field, whole
-from jaxkv._values import namespace
+from jaxkv._checks import field, namespace, whole
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, finite
 from jaxkv.policies.scorer import Observed

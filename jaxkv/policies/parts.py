@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._checks import field, flag, instance
+from jaxkv._checks import field, flag, instance, namespace, share_of
 from jaxkv._errors import require
-from jaxkv._values import namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxkv._checks import instance, static
+from jaxkv._checks import as_real, brief, instance, normalise, static
 from jaxkv._errors import require
-from jaxkv._values import as_real, brief, normalise
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, Share, Span, as_budget, as_spans, as_store, store_class
 from jaxkv.policies.heads import HeadBudgets, UniformHeads

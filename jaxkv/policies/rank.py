@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import checked, field, flag, instance, real, whole
-from jaxkv._values import ENDLESS
+from jaxkv._checks import ENDLESS, checked, field, flag, instance, real, whole
 
 
 @runtime_checkable

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import choice, field, real
+from jaxkv._checks import choice, field, halved, is_traced, namespace, plain, real
 from jaxkv._errors import require
-from jaxkv._values import halved, is_traced, namespace, plain
 from jaxkv.policies.layers import (
     Counts,
     LayerBudgets,

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+from jaxkv._checks import alike
 from jaxkv._errors import require
-from jaxkv._values import alike
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method

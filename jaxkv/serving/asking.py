@@ -11,7 +11,7 @@ import jax
 from starlette.types import Receive
 
 from jaxkv.arguments import random_key
-from jaxkv.results import Completion
+from jaxkv.engine.results import Completion
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import ClientGone, Refused

@@ -4,8 +4,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-from jaxkv import memory
 from jaxkv.engine.slots import Slots
+from jaxkv.machine import memory
 from jaxkv.serving.scheduler import Scheduler
 
 # Seconds between two looks: whether a queue has a place, a length is compiled, all engines rest.

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cache import KVCache, Turn, laid_out
+from jaxkv.cache.saved import load_cache
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
-from jaxkv.saved import load_cache
 from jaxkv.serving.kept import Kept
 
 _ID = re.compile("doc-[0-9a-f]{16}")

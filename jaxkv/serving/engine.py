@@ -16,18 +16,19 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from jaxkv import _checks, arguments, hosts, memory
+from jaxkv import _checks, arguments
+from jaxkv._checks import own_settings, settled
 from jaxkv._errors import require
-from jaxkv._settings import own_settings, settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import Turn
+from jaxkv.engine.results import Completion
+from jaxkv.engine.sampling import Sampler, mixed
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import hosts, memory
 from jaxkv.policies.policy import Method
-from jaxkv.results import Completion
-from jaxkv.sampling import Sampler, mixed
 from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.given import own_deadline, own_key, own_policy

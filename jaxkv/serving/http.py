@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from jaxkv._values import brief
+from jaxkv._checks import brief
 from jaxkv.serving import completing, keeping
 from jaxkv.serving.access import Access
 from jaxkv.serving.engine import Engine

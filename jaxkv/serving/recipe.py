@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.serving.engine import Engine
 from jaxkv.sharding.sizes import mesh_of
 

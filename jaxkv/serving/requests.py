@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from jaxkv.results import Completion
+from jaxkv.engine.results import Completion
 from jaxkv.serving.stats import RequestStats
 
 T = TypeVar("T")

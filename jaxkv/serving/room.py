@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv import _checks, memory
+from jaxkv import _checks
+from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv._settings import settled
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
 
 # Share of the free memory that slots may take; the rest is for documents and what XLA allocates.

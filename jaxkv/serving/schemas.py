@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jaxkv.sampling import Sampling
+from jaxkv.engine.sampling import Sampling
 from jaxkv.text.prompts import Prompt
 
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -11,11 +11,11 @@ from jaxtyping import PRNGKeyArray
 from jaxkv.cache import KVCache
 from jaxkv.engine.compress import Walk
 from jaxkv.engine.lengths import SHORT, bucket
+from jaxkv.engine.results import Answers
+from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.sequences import Paused
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Method
-from jaxkv.results import Answers
-from jaxkv.sampling import Sampler
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.requests import Request, claimed
 from jaxkv.serving.stats import RequestStats

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
-from jaxkv.cpu_threads import warn_of_few_threads
+from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import NAMES, spec_of_letters
 

@@ -7,7 +7,7 @@ import os
 import jax
 
 from jaxkv._errors import require
-from jaxkv.cpu_threads import threads_for
+from jaxkv.machine.cpu_threads import threads_for
 
 # With few CPU devices XLA can deadlock when all of them are used; with very many it crashes.
 _LEAST, _MOST = 8, 1024

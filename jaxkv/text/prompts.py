@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Int
 
+from jaxkv._checks import warn_once
 from jaxkv._errors import require
-from jaxkv._warnings import warn_once
 from jaxkv.cache import Turn
 from jaxkv.models.config import ModelConfig
 from jaxkv.text.controls import EDGE

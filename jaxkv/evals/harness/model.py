@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from jaxkv import _checks
 from jaxkv._errors import require
+from jaxkv.engine.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
 from jaxkv.evals.perplexity import read_on
@@ -17,7 +18,6 @@ from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.text.tokenizer import Text
 
 try:

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv._checks import field, real
-from jaxkv._values import namespace
+from jaxkv._checks import field, namespace, real
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
 from jaxkv.policies.checks import Budget

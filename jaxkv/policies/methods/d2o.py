@@ -3,9 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._checks import field, flag, instance
+from jaxkv._checks import alike, field, flag, instance
 from jaxkv._errors import require
-from jaxkv._values import alike
 from jaxkv.policies.attended import CumulativeAttention
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
 from jaxkv.policies.layers import LayerBudgets

@@ -6,8 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import field, real
-from jaxkv._values import share_of
+from jaxkv._checks import field, real, share_of
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads
 from jaxkv.policies.keep import Keep

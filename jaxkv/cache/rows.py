@@ -10,10 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import whole
+from jaxkv._checks import brief, settled, shortened, whole
 from jaxkv._errors import require
-from jaxkv._settings import settled
-from jaxkv._values import brief, shortened
 from jaxkv.attention import with_sinks
 from jaxkv.attention.xla import Walk, over_pool
 from jaxkv.cache.layout import Layout

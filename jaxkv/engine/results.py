@@ -8,8 +8,7 @@ from typing import Any, Literal, SupportsIndex, overload
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._settings import own_settings
-from jaxkv._values import shortened
+from jaxkv._checks import own_settings, shortened
 from jaxkv.cache import KVCache
 from jaxkv.text.tokenizer import StreamDecoder, Text
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxkv import hosts
+from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv._settings import settled
 from jaxkv.arguments import as_model, on_device, require_ours
 from jaxkv.cache import KVCache
 from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache
 from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import CACHE
 from jaxkv.loading import LanguageModel
+from jaxkv.machine import hosts
 from jaxkv.policies.checks import Bytes
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.resharding import cache_on, reshard
+from jaxkv.sharding.resharding import cache_on, reshard
 
 
 @settled

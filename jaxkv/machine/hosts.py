@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkv._checks import shortened
 from jaxkv._errors import require
-from jaxkv._values import shortened
-from jaxkv.cpu_threads import warn_of_few_threads
+from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.sharding.mesh import host
 
 # Bytes of one message to the other processes, and characters of an error in it.

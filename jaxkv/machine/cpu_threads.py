@@ -10,7 +10,7 @@ import re
 
 from jax.sharding import Mesh
 
-from jaxkv._warnings import warn_once
+from jaxkv._checks import warn_once
 
 # XLA takes the first one that holds a number, when its CPU client begins, instead of counting cores.
 _VARIABLES = ("PJRT_NPROC", "NPROC")

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv import hosts
-from jaxkv._settings import settled
+from jaxkv._checks import settled
 from jaxkv.arguments import as_cache
 from jaxkv.cache import KVCache, Layout, laid_out
 from jaxkv.cache.bank import committed
 from jaxkv.engine.lengths import bucket
+from jaxkv.machine import hosts
 from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh

@@ -1,0 +1,1 @@
+"""What a process runs on: memory, threads, other processes, compiled programs."""
