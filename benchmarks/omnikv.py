@@ -27,7 +27,7 @@ from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import reading_state, spec_for
-from jaxkv.policies.windowed_reads import tokens_read
+from jaxkv.policies.reading import tokens_read
 
 MODEL = "smollm2-135m-instruct"
 ROOM = 64

@@ -129,6 +129,14 @@ def run(
     return out
 
 
+def check_row(row, kv_heads: int, **of) -> None:
+    """A policy that is no row of the table answers on a mesh as on one device."""
+    with mock.patch.dict(BY_NAME, {row.name: row}):
+        run.cache_clear()
+        assert run(row.name, kv_heads, mesh=(2, 4), **of) == run(row.name, kv_heads, **of)
+        run.cache_clear()
+
+
 class Compiled(NamedTuple):
     """What a program for several devices does besides computing.
 

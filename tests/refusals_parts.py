@@ -2,22 +2,20 @@
 
 import dataclasses
 from decimal import Decimal
-from fractions import Fraction
+from functools import partial
 
 import tiny
-from refusing import calls, door
+from refusing import calls, door, options
 from test_user_policies import policy_of
 
 import jaxkv
 from jaxkv import (
     H2O,
-    ChunkKV,
     DuoAttention,
     Keep,
     KVzap,
     Merge,
     Method,
-    OmniKV,
     Policy,
     SnapKV,
     VarianceLayers,
@@ -40,12 +38,12 @@ from jaxkv.policies import (
     ThresholdHeads,
     TwoStageHeads,
     UniformHeads,
+    ValueMerge,
     Wrapper,
 )
 
 GQA = tiny.MODELS["gqa3"]
 HIGH, KINDS = ThresholdHeads(threshold=0.5), DuoAttention(pattern=((0.5, 0.5),) * 3).parts().heads
-READS = OmniKV(budget=8, filter_layers=(1,)).parts().read
 
 
 def derived(name: str, base: type, **said):
@@ -128,14 +126,6 @@ def evicting(rank, merge=None):
     )
 
 
-def with_queries(queries):
-    return Policy(budget=64, scorer=type("Odd", (KeyNorm,), {"queries": queries})())
-
-
-def with_decay(decay):
-    return Policy(budget=64, scorer=KeyNorm(), evict=type("Odd", (ByAge,), {"decay": decay})())
-
-
 PARTS = [
     *door(
         "a scorer's observe",
@@ -148,237 +138,117 @@ PARTS = [
     ),
     *calls(
         "a scorer",
-        (
-            lambda: policy_of(Loose()),
-            TypeError,
-            "scorer=.*Loose.*: ",
-        ),
-        (
-            lambda: policy_of(derived("Silent", Scorer)()),
-            TypeError,
-            "scorer=.*Silent.*: it says nothing of rows: write its method `observe`",
-        ),
-        (
-            lambda: Policy(budget=24, scorer=derived("Sum", KeyNorm, group="sum")()),
-            r"scorer\.group='sum': ",
-        ),
-    ),
-    *door(
-        "a scorer's queries",
-        with_queries,
-        *(
-            (queries, r"scorer\.queries=.*: ")
-            for queries in (None, "1", [], {}, Decimal("NaN"), -1, True)
-        ),
+        (lambda: policy_of(Loose()), TypeError, "scorer=.*Loose"),
+        (lambda: policy_of(derived("Silent", Scorer)()), TypeError, "scorer=.*Silent.*`observe`"),
+        (lambda: policy_of(derived("Sum", KeyNorm, group="sum")()), r"scorer\.group='sum'"),
+        (lambda: policy_of(derived("Odd", KeyNorm, queries=-1)()), r"scorer\.queries="),
+        (lambda: policy_of(derived("Odd", KeyNorm, queries="1")()), r"scorer\.queries="),
     ),
     *door(
         "a rank's decay",
-        with_decay,
-        *(
-            (decay, fault, r"rank\.decay=.*: give a share between 0 and 1")
-            for decay, fault in (
-                (Decimal("0.5"), TypeError),
-                (Fraction(1, 2), TypeError),
-                (1.5, ValueError),
-                ("1", TypeError),
-            )
-        ),
+        lambda decay: policy_of(evict=derived("Odd", ByAge, decay=decay)()),
+        (Decimal("0.5"), TypeError, r"rank\.decay="),
+        (1.5, r"rank\.decay="),
     ),
     *door(
         "a rank, and a merger",
         lambda both: evicting(*both),
-        (
-            (Odd(start=lambda k: k[..., 0, 0]), None),
-            TypeError,
-            r"Odd\.begin=float32\[2, 2\]: give one float32 for each new row",
+        ((Odd(start=lambda k: k[..., 0, 0]), None), TypeError, r"Odd\.begin=float32\[2, 2\]"),
+        ((Odd(order=lambda score: score[0]), None), TypeError, r"Odd\.rank=float32\[2, 21\]"),
+        *(
+            ((Odd(), merger), TypeError, told)
+            for merger, told in (
+                (Strange(all=lambda k, v: k), r"Strange\.merge="),
+                (
+                    Strange(all=lambda k, v: Merged(k[:, :1], v, None)),
+                    r"Strange\.merge\.k=float32\[2, 1, 64, 8\]",
+                ),
+                (Strange(one=lambda goes, row: goes), r"Strange\.merge_one="),
+                (
+                    Strange(one=lambda goes, row: Joined(row.k, None, None, None)),
+                    r"Strange\.merge_one\.joins=float32",
+                ),
+                (
+                    Strange(one=lambda goes, row: Joined(goes, row.k[0], None, None)),
+                    r"Strange\.merge_one\.k=float32\[2, 8",
+                ),
+                (
+                    Telling(all=lambda k, v: Merged(k, v, None)),
+                    r"Telling\.merge\.tau=NoneType",
+                ),
+                (
+                    Telling(one=lambda goes, row: Joined(goes, None, None, None)),
+                    r"Telling\.merge_one\.tau=NoneType",
+                ),
+                (derived("Mute", Merger, compares=("k",), merge=Strange.merge)(), "merge=Mute"),
+            )
         ),
-        (
-            (Odd(order=lambda score: score[0]), None),
-            TypeError,
-            r"Odd\.rank=float32\[2, 21\]: give one float32 for each row = ",
-        ),
-        (
-            (Odd(), Strange(all=lambda k, v: k)),
-            TypeError,
-            r"Strange\.merge=",
-        ),
-        (
-            (Odd(), Strange(all=lambda k, v: Merged(k[:, :1], v, None))),
-            TypeError,
-            r"Strange\.merge\.k=float32\[2, 1, 64, 8\]",
-        ),
-        (
-            (Odd(), Strange(one=lambda goes, row: goes)),
-            TypeError,
-            r"Strange\.merge_one=",
-        ),
-        (
-            (Odd(), Strange(one=lambda goes, row: Joined(row.k, None, None, None))),
-            TypeError,
-            r"Strange\.merge_one\.joins=float32",
-        ),
-        (
-            (Odd(), Strange(one=lambda goes, row: Joined(goes, row.k[0], None, None))),
-            TypeError,
-            r"Strange\.merge_one\.k=float32\[2, 8",
-        ),
-        (
-            (Odd(), Telling(all=lambda k, v: Merged(k, v, None))),
-            TypeError,
-            r"Telling\.merge\.tau=NoneType: give one float32",
-        ),
-        (
-            (Odd(), Telling(one=lambda goes, row: Joined(goes, None, None, None))),
-            TypeError,
-            r"Telling\.merge_one\.tau=NoneType: give one float32 for each threshold",
-        ),
-        (
-            (Odd(), type("Mute", (Merger,), {"compares": ("k",), "merge": Strange.merge})()),
-            TypeError,
-            "merge=Mute",
-        ),
-        (
-            (Odd(), type("Twice", (Strange,), {"compares": ("k", "v"), "merge_one": twice})()),
-            "merge=.*Twice",
-        ),
-        (
-            (Odd(), type("Both", (Strange,), {"compares": ("q",)})()),
-            r"merge\.compares=\('q',\): give",
-        ),
+        ((Odd(), derived("Twice", Strange, compares=("k", "v"), merge_one=twice)()), "merge="),
+        ((Odd(), derived("Both", Strange, compares=("q",))()), r"merge\.compares="),
     ),
 ]
 
 OWN = [
+    *options(
+        policy_of,
+        {"keep": 4},
+        {"heads": UniformHeads},
+        {"layers": None},
+        {"merge": Merge},
+        {"read": 3},
+        {"scorer": KeyNorm},
+        kind=TypeError,
+    ),
+    *options(
+        policy_of,
+        {"rolling": "no"},
+        {"nested": 1},
+        {"nested": True},
+        {"merge": ValueMerge(), "evict": ByAge()},
+        {"read": LoadedReads(resident_layers=1, ahead=0)},
+        {"rolling": True, "heads": AdaptiveHeads()},
+    ),
     *door(
         "parts of a user's policy",
         lambda parts: policy_of(**parts),
-        ({"scorer": None}, "budget=20"),
-        ({"scorrer": KeyNorm()}, TypeError, "unexpected keyword argument 'scorrer'"),
-        (
-            {"scorer": KeyNorm},
-            TypeError,
-            "scorer=.*KeyNorm.*: give an instance",
-        ),
-        (
-            {"scorer": "attention"},
-            TypeError,
-            "scorer='attention'",
-        ),
-        ({"keep": 4}, TypeError, "keep=4"),
-        ({"heads": UniformHeads}, TypeError, "heads=.*"),
-        ({"layers": None}, TypeError, "layers=None"),
-        ({"rolling": "no"}, "rolling='no'"),
-        ({"nested": 1}, "nested=1"),
-        ({"merge": Merge}, TypeError, "merge=.*"),
-        ({"evict": ByAge}, TypeError, "rank=.*ByAge"),
-        ({"evict": "oldest"}, TypeError, "rank='oldest'"),
-        ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
-        ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
-        ({"read": 3}, TypeError, "read=3"),
-        (
-            {"read": LoadedReads(resident_layers=1, ahead=0)},
-            "read=.*are whole prompts",
-        ),
-        ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
-        ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
-        (
-            {"rolling": True, "heads": AdaptiveHeads()},
-            "rolling=True",
-        ),
-        (
-            {"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()},
-            "after=.*segments that lie alike",
-        ),
-        ({"nested": True}, "nested=True"),
+        ({"scorer": None}, "budget="),
+        ({"evict": ByAge}, TypeError, "rank="),
+        ({"evict": ByAge(), "rolling": True}, "after="),
+        ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after="),
     ),
+    *options(BlockAttention, {"size": 0}, {"first": -1}, {"last": None}, {"zeros": 1}),
+    *options(
+        ThresholdHeads,
+        {"threshold": None},
+        {"budgets": HIGH, "threshold": 1},
+        {"budgets": SharedHeads(), "threshold": 1},
+    ),
+    *options(ThresholdHeads, {"budgets": SharedHeads, "threshold": 1}, kind=TypeError),
+    *options(TwoStageHeads, {"budgets": HIGH}),
+    *options(KVzap, {"threshold": "low"}),
     *door(
-        "BlockAttention",
-        lambda asked: BlockAttention(**asked),
-        ({"size": 0}, "size=0"),
-        ({"first": -1}, "first=-1"),
-        ({"last": None}, "last=None"),
-        ({"zeros": 1}, "zeros=1"),
-    ),
-    *calls(
         "a threshold",
-        (
-            lambda: KVzap(threshold="low"),
-            "threshold='low'",
-        ),
-        (lambda: ThresholdHeads(threshold=None), "threshold=None"),
-        (
-            lambda: ThresholdHeads(threshold=1, budgets=SharedHeads),
-            TypeError,
-            r"budgets=.*SharedHeads.*: give head budgets",
-        ),
-        (
-            lambda: ThresholdHeads(threshold=1, budgets=HIGH),
-            "budgets=.*one threshold is enough",
-        ),
-        (
-            lambda: ThresholdHeads(threshold=1, budgets=SharedHeads()),
-            r"budgets=.*heads that keep the same rows",
-        ),
-        (
-            lambda: ThresholdHeads(threshold=1, budgets=KINDS),
-            r"budgets=.*heads with numbers of rows of their own",
-        ),
-        (
-            lambda: Parts(heads=HIGH),
-            r"threshold=0\.5",
-        ),
-        (
-            lambda: Parts(budget=9, scorer=KeyNorm(), heads=TwoStageHeads(budgets=HIGH)),
-            r"heads=.*put the threshold around TwoStageHeads",
-        ),
-        (
-            lambda: dataclasses.replace(H2O(budget=9).parts(), heads=HIGH),
-            r"threshold=0\.5",
-        ),
-        (
-            lambda: dataclasses.replace(
-                SnapKV(budget=64, allocation=VarianceLayers()).parts(), heads=HIGH
-            ),
-            r"threshold=0\.5",
-        ),
-        (
-            lambda: ChunkKV(base=KVzap(threshold=-4)),
-            r"base=.*its heads choose in a way of their own",
-        ),
+        lambda parts: dataclasses.replace(parts, heads=HIGH),
+        (Parts(), "threshold="),
+        (H2O(budget=9).parts(), "threshold="),
+        (SnapKV(budget=64, allocation=VarianceLayers()).parts(), "threshold="),
     ),
-    *calls(
-        "Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")
+    *options(Parts, {"layers": EntropyLayers()}),
+    *options(
+        partial(Parts, budget=9, scorer=KeyNorm()),
+        {"heads": KINDS},
+        {"heads": ThresholdHeads(threshold=1.0, budgets=KINDS)},
     ),
-    *door(
-        "Keep",
-        lambda keep: Keep(**keep),
-        ({"sinks": 1.5}, r"sinks=1\.5"),
-        ({"window": -1}, "window=-1"),
-        (
-            {"recent": 2},
-            "recent=2",
-        ),
-        ({"protect": (3,)}, r"protect=\(3,\)"),
-    ),
+    *options(Keep, {"sinks": 1.5}, {"window": -1}, {"recent": 2}, {"protect": (3,)}),
     *door(
         "a user's class",
-        lambda cls: cls(),
-        (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
-        (
-            lambda: derived("Nothing", Method)(budget=20),
-            TypeError,
-            "Nothing: write its method `parts`",
-        ),
-        (
-            lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
-            TypeError,
-            "parts=3: return Parts",
-        ),
-        (
-            lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),
-            TypeError,
-            "Around: write its method `wrap`",
-        ),
+        lambda cls: cls(budget=20),
+        (derived("Nothing", Method), TypeError, "Nothing: .*`parts`"),
+        (derived("Less", Method, parts=lambda self: 3), TypeError, "parts=3"),
+    ),
+    *calls(
+        "a user's wrapper",
+        (lambda: derived("Around", Wrapper)(base=SnapKV()), TypeError, "Around: .*`wrap`"),
     ),
 ]
 

@@ -25,3 +25,11 @@ def door(name: str, call: Callable[[Any], Any], *rows: tuple) -> list[Row]:
 def calls(name: str, *rows: tuple) -> list[Row]:
     """The same where every row is a call of its own: `(call, told)`, or `(call, kind, told)`."""
     return [Row(name, call, *(kind or [ValueError]), told) for call, *kind, told in rows]
+
+
+def options(make: Callable[..., Any], *bad: dict[str, Any], kind: Any = ValueError) -> list[Row]:
+    """Rows of keyword arguments that a class refuses by the name of the first of them."""
+    name = getattr(make, "func", make).__name__
+    return [
+        Row(name, functools.partial(make, **each), kind, f"{next(iter(each))}=") for each in bad
+    ]

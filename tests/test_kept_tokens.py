@@ -22,7 +22,6 @@ POLICIES = {
     "snapkv": jaxkv.SnapKV(budget=16, window=4),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=4)),
     "pyramid": jaxkv.PyramidKV(budget=16, window=4),
-    "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
 }
 

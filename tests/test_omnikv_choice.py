@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import running
 import tiny
-from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, walk
+from omnikv_cases import CONFIG, FILTERS, LENGTHS, feed, omni, walk
 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
@@ -18,7 +18,7 @@ from jaxkv.attention.filters import Asking, by_position, by_row
 from jaxkv.engine import sparse
 from jaxkv.engine.sparse import Chosen, choose, rows_of
 from jaxkv.engine.tokens import Choosable
-from jaxkv.policies import EntropyLayers
+from jaxkv.policies import EntropyLayers, Selector
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
 
@@ -87,10 +87,11 @@ def asked(monkeypatch):
     return seen
 
 
-@both
-@selectors
+@pytest.mark.parametrize(
+    ("selector", "offload"), [*zip(Selector, (True, False, True), strict=True)], ids=str
+)
 def test_chosen_sets_are_the_oracles(selector, offload, record, asked):
-    model, ids, steps = tiny.tiny(CONFIG), tiny.prompts(7, LENGTHS), 24
+    model, ids, steps = tiny.tiny(CONFIG), tiny.prompts(7, LENGTHS), 12
     jax.clear_caches()
     policy = omni(20, selector=selector, offload=offload)
     cache, _, _ = tiny.run(model, ids, policy)
@@ -176,8 +177,7 @@ def test_generated_tokens_can_have_to_be_chosen():
         assert found == same, (budget, generated)
 
 
-@pytest.mark.parametrize("candidates", ((60, 33), (7, 0)), ids=str)
-@pytest.mark.parametrize("evicted", (False, True), ids=("whole", "evicted"))
+@pytest.mark.parametrize(("candidates", "evicted"), (((60, 33), True), ((7, 0), False)), ids=str)
 def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     rng, window, heads, slots = np.random.default_rng(0), 8, 2, 64
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
@@ -220,7 +220,6 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
 # --- over an evicted cache -------------------------------------------------------------------------------------------
 
 BASES = {
-    "snapkv": SnapKV(budget=24, window=8),
     "adakv": AdaKV(base=SnapKV(budget=24, window=8)),
     "recents": D2O(budget=24, mode="prefill", official=True),
     "shared": PyramidKV(budget=24, window=8, allocation=EntropyLayers()),

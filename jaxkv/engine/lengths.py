@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxkv._checks import is_traced, namespace
 from jaxkv.policies.layers import FromScores
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.windowed_reads import tokens_read
+from jaxkv.policies.reading import tokens_read
 
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
 Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]

@@ -27,9 +27,8 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.methods import FullKV
 from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.policies.reading import WHOLE, Reading, tokens_read
 from jaxkv.policies.scorer import Needs
-from jaxkv.policies.windowed_reads import tokens_read
 from jaxkv.sharding.mesh import host
 
 

@@ -13,13 +13,13 @@ from jaxkv.policies.attended import (
 from jaxkv.policies.checks import Bytes, Share, Tokens
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.head_filters import HeadFilters
 from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.head_shares import CurveBudgets, Importance
 from jaxkv.policies.heads import (
     AdaptiveHeads,
     ProtectedHeads,
     SharedHeads,
+    ThresholdHeads,
     TwoStageHeads,
     UniformHeads,
 )
@@ -41,6 +41,7 @@ from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
+from jaxkv.policies.methods.qfilters import HeadFilters
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method, Policy
@@ -57,7 +58,6 @@ from jaxkv.policies.scorer import (
     Replay,
     Scorer,
 )
-from jaxkv.policies.threshold import ThresholdHeads
 from jaxkv.policies.trained import FastKVzipGate, KVzapGate
 from jaxkv.policies.unseen import (
     FutureAttention,

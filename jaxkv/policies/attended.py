@@ -3,13 +3,12 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv import attention
 from jaxkv._checks import choice, field, flag, instance, whole
 from jaxkv._errors import require
 from jaxkv.attention import backend_of
@@ -164,14 +163,7 @@ class LastAttention(Scorer):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention probabilities `[B, K, S]` of the last query, averaged over the group's query heads."""
-        return attention.window_mass(
-            seen.q,
-            seen.k,
-            seen.q_positions,
-            lambda p, _: p.mean(axis=(0, 1)),
-            sink_logits=seen.sink_logits,
-            softcap=seen.softcap,
-        )
+        return seen.window_mass(lambda p, _: p.mean(axis=(0, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,12 +221,14 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            more: dict[str, Any] = (
-                {} if seen.sink_logits is None else {"sink_logits": seen.sink_logits}
+            return backend_of(seen.implementation).window_mean(
+                seen.q,
+                seen.k,
+                seen.q_positions,
+                seen.length,
+                sink_logits=seen.sink_logits,
+                softcap=seen.softcap,
             )
-            more |= {} if seen.softcap is None else {"softcap": seen.softcap}
-            backend = backend_of(seen.implementation)
-            return backend.window_mean(seen.q, seen.k, seen.q_positions, seen.length, **more)
         return self.reduced(seen, mean_over_window)
 
     def reduced(
@@ -260,14 +254,7 @@ class WindowAttention(WindowScorer):
             heads = over_queries(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
-        return attention.window_mass(
-            seen.q,
-            seen.k,
-            seen.q_positions,
-            reduce,
-            sink_logits=seen.sink_logits,
-            softcap=seen.softcap,
-        )
+        return seen.window_mass(reduce)
 
     def scores(
         self, observed: Float[Array, "B K S"], length: Int[Array, " B"]

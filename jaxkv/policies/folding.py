@@ -17,7 +17,6 @@ from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
 from jaxkv.sharding.mesh import Axes
 
-_EPS = 1e-6
 # Dropped rows, and kept rows, that are compared at a time.
 _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
@@ -271,10 +270,10 @@ class Merge(Merger):
         return one(rows, add, divide, nearest)
 
 
-def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """Vectors `[..., D]` divided by their L2 norm, in float32; norms below 1e-6 count as 1e-6."""
+def unit(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[Array, "*n D"]:
+    """Vectors `[..., D]` divided by their L2 norm, in float32; norms below `least` count as `least`."""
     wide = rows.astype(jnp.float32)
-    return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), _EPS)
+    return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), least)
 
 
 def nearest_kept(

@@ -14,7 +14,7 @@ from jaxkv._errors import require
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.reading import without_window
-from jaxkv.policies.topk import sortable, top
+from jaxkv.policies.topk import keys_of, top
 
 
 def kinds_of(
@@ -126,6 +126,7 @@ class HeadKinds(OfModel, LayerBudgets):
         """Mask `[B, K, S]` of rows to keep: all candidates in retrieval heads, in others the best `reach - forced`."""
         self.require_sizes(heads=scores.shape[1])
         kinds = np.asarray(self.retrieval, bool)
-        keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
-        few = top(keys, jnp.maximum(jnp.int32(self.reach) - forced, 0)[:, None])
+        few = top(
+            keys_of(scores, candidates), jnp.maximum(jnp.int32(self.reach) - forced, 0)[:, None]
+        )
         return candidates & (few | jnp.asarray(kinds)[layer][None, :, None])

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,8 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
     Raises ValueError for files that cannot be read, and for anything but numbers that are finite, 0 or more, and not
     all 0; `field` is the name in the message.
     """
-    table = _content(field, given, _REMEDY) if isinstance(given, (str, os.PathLike)) else given
+    path = isinstance(given, (str, os.PathLike))
+    table = _read(field, given, _REMEDY, _content) if path else given
     array = _numbers(table)
     fits = array.ndim == 2 and bool((array >= 0).all() and 0 < array.sum() < np.inf)
     require(fits, field, given, _REMEDY)
@@ -40,13 +43,12 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
     remedy, table = "give a number for each layer and kv head, or the published folder", given
     config: Any = {}
     if isinstance(given, (str, os.PathLike)):
-        path = os.path.expanduser(given)
-        path = os.path.join(path, _PATTERN) if os.path.isdir(path) else path
-        beside = os.path.join(os.path.dirname(path), "config.json")
-        config = _content(field, beside, remedy) if os.path.exists(beside) else {}
-        table = [
-            line.split("\t") for line in _text(field, path, remedy).splitlines() if line.strip()
-        ]
+        path = Path(given).expanduser()
+        path = path / _PATTERN if path.is_dir() else path
+        beside = path.with_name("config.json")
+        config = _read(field, beside, remedy, _content) if beside.exists() else {}
+        lines = _read(field, path, remedy, _text).splitlines()
+        table = [line.split("\t") for line in lines if line.strip()]
     # Only a file's numbers are text.
     array = _numbers(table, "iufV" if table is given else "U")
     fits = (
@@ -70,18 +72,8 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
         given,
     )
     if isinstance(given, (str, os.PathLike)):
-        path = _file(field, given, remedy)
-        try:
-            table = np.load(path, mmap_mode="r", allow_pickle=False)
-        except OSError as error:
-            raise refusal(
-                field, given, f"it cannot be read ({error.strerror or error}): {remedy}"
-            ) from None
-        except Exception as error:  # numpy raises errors of ten kinds for damaged headers
-            raise refusal(
-                field, given, f"no .npy file ({shortened(str(error))}): {remedy}"
-            ) from None
-    array = _numbers(table) if getattr(table, "nbytes", 0) <= _MOST_BYTES else np.zeros(0)
+        table = _read(field, given, remedy, lambda path: np.load(path, allow_pickle=False))
+    array = _numbers(table)
     fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
     require(fits and bool((array <= 1).all()), field, given, remedy)
     full = [at + 1 for at, each in enumerate(array) if each.min() == 1]
@@ -107,37 +99,30 @@ def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
         return np.zeros(0)
 
 
-def _file(field: str, given: str | os.PathLike[str], remedy: str) -> str:
-    """Path string with "~" expanded; ValueError for a pipe or device, but not for a folder or a missing path."""
-    path = os.path.expanduser(os.fspath(given))
-    other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-    require(not other, field, given, f"it is no regular file: {remedy}")
-    return path
-
-
-def _text(field: str, path: str | os.PathLike[str], remedy: str) -> str:
-    """Text of a UTF-8 file of at most 32 MiB; ValueError if it is larger, unreadable or no text."""
-    there = _file(field, path, remedy)
+def _read(
+    field: str, given: str | os.PathLike[str], remedy: str, load: Callable[[Path], Any]
+) -> Any:
+    """What `load` reads of a regular file of at most 32 MiB; ValueError that names `field` if it cannot."""
+    path = Path(given).expanduser()
     try:
-        with open(there, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
+        if not path.is_file():
+            raise ValueError("no regular file")
+        if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise refusal(
-            field, path, f"it cannot be read ({error.strerror or error}): {remedy}"
-        ) from None
-    except ValueError as error:
-        raise refusal(field, path, f"it is no text ({shortened(str(error))}): {remedy}") from None
+        return load(path)
+    except Exception as error:  # numpy raises errors of ten kinds for damaged headers
+        told = f"it cannot be read ({shortened(str(error))}): {remedy}"
+        raise refusal(field, given, told) from None
 
 
-def _content(field: str, path: str | os.PathLike[str], remedy: str) -> Any:
-    """Parsed content of a JSON file of at most 32 MiB; ValueError if it cannot be read or parsed."""
-    try:
-        return json.loads(_text(field, path, remedy))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise refusal(field, path, f"no file of JSON ({shortened(str(error))}): {remedy}") from None
+def _text(path: Path) -> str:
+    """Text of a file in UTF-8, with or without a mark of its byte order."""
+    return path.read_text("utf-8-sig")
+
+
+def _content(path: Path) -> Any:
+    """Content of a JSON file."""
+    return json.loads(_text(path))
 
 
 def _of_names(numbers: dict[str, Any]) -> np.ndarray:

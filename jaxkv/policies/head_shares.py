@@ -13,7 +13,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, round_remainders, round_to_sum
 from jaxkv.policies.of_model import OfModel
-from jaxkv.policies.topk import sortable, top
+from jaxkv.policies.topk import keys_of, top
 
 _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
@@ -129,10 +129,7 @@ class Importance(OfModel, LayerBudgets):
         more = top(
             (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - rows.sum(axis=-1, dtype=jnp.int32)
         )
-        rows, keys = (
-            rows + more.astype(jnp.int32),
-            jnp.where(candidates, sortable(scores), jnp.uint32(0)),
-        )
+        rows, keys = rows + more.astype(jnp.int32), keys_of(scores, candidates)
         return top(keys, jnp.minimum(rows, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
 
 

@@ -9,10 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, instance, real
-from jaxkv.policies.topk import sortable, top
+from jaxkv._errors import require
+from jaxkv.policies.topk import keys_of, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
 _UNLIMITED = 1000.0
+_LARGEST, _LEAST_SCORE = 1e30, "give the least score of a row that stays"
 # Python ints, or numpy or JAX arrays.
 Numbers = TypeVar("Numbers", int, Array)
 
@@ -53,11 +55,6 @@ class HeadBudgets(Protocol):
         """
 
 
-def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:  # noqa: F821
-    """uint32 sort keys `[B, K, S]` of scores; 0, the lowest key, for rows that are not candidates."""
-    return jnp.where(candidates, sortable(scores), jnp.uint32(0))
-
-
 def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     """Scores averaged over the kv heads, broadcast back to `[B, K, S]`."""
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
@@ -81,7 +78,7 @@ class _ByKeys:
         """Mask `[B, K, S]` of K * base candidates that `_pick` chooses by score; by mean score for shared positions."""
         if shares_positions(self):
             scores = _mean_of_heads(scores)
-        return self._pick(_keys(scores, candidates), base, forced)
+        return self._pick(keys_of(scores, candidates), base, forced)
 
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
@@ -231,17 +228,29 @@ class HeadsAround:
 
     def __post_init__(self) -> None:
         instance("budgets", self.budgets, HeadBudgets, "give head budgets, UniformHeads() say")
+        outermost = not isinstance(self.budgets, ThresholdHeads)
+        require(outermost, "budgets", self.budgets, "put one threshold, around all other budgets")
 
-    def chosen_within(
+    def choose(
         self,
-        rows: tuple[Array, Array, Array, Array],
-        norms: Array | None,
-        layer: Int[Array, ""] | None,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
+        layer: Int[Array, ""] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` that the inner `budgets` choose; `rows` are scores, candidates, base and forced rows."""
+        """Mask `[B, K, S]` of rows to keep: what the inner `budgets` choose, as `_changed` changes it."""
         of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
-        scores, candidates, base, forced = rows
-        return self.budgets.choose(scores, candidates, base, forced, norms, **of)
+        its = norms if self.budgets.needs_norms else None
+        chosen = self.budgets.choose(scores, candidates, base, forced, its, **of)
+        return self._changed(chosen, scores, candidates, forced, norms)
+
+    def _changed(
+        self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of rows to keep, from the mask of those that the inner `budgets` choose."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,21 +282,13 @@ class TwoStageHeads(HeadsAround):
         """True if the inner `budgets` give every kv head the same number of rows."""
         return self.budgets.uniform
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-        layer: Int[Array, ""] | None = None,
+    def _changed(
+        self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
     ) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]`, as many rows per head as `budgets` choose: `first` by score, others by score * norm."""
+        """Mask `[B, K, S]`, as many rows per head as chosen: `first` by score, others by score * norm."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
-        count = self.chosen_within((scores, candidates, base, forced), None, layer).sum(
-            axis=-1, dtype=jnp.int32
-        )
+        count = chosen.sum(axis=-1, dtype=jnp.int32)
         return self.staged(scores, candidates, count, forced, norms)
 
     def staged(
@@ -304,9 +305,77 @@ class TwoStageHeads(HeadsAround):
         weighted = (scores + jnp.float32(self.epsilon)) * norms
         if shares_positions(self.budgets):
             scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
-        chosen = top(_keys(scores, candidates), jnp.clip(safe, 0, count))
-        rest = _keys(weighted, candidates & ~chosen)
+        chosen = top(keys_of(scores, candidates), jnp.clip(safe, 0, count))
+        rest = keys_of(weighted, candidates & ~chosen)
         return chosen | top(rest, count - jnp.clip(safe, 0, count))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThresholdHeads(HeadsAround):
+    """Head budgets by KVzap's rule: of the rows that inner `budgets` choose, keep all scored at least `threshold`.
+
+    Attributes:
+        threshold: the least score of a row that stays. Rows that stay anyway, such as the window, may have less.
+        budgets: how the layer's rows spread over heads: the most rows that stay.
+
+    References:
+        Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
+    """
+
+    uniform: ClassVar[bool] = False
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        field(self, "threshold", real, _LEAST_SCORE, low=-_LARGEST, high=_LARGEST)
+        remedy = (
+            "heads that keep the same rows share scores: give UniformHeads(), or AdaptiveHeads()"
+        )
+        require(not shares_positions(self.budgets), "budgets", self.budgets, remedy)
+
+    @property
+    def needs_norms(self) -> bool:
+        """True if the inner `budgets` read the norms of values."""
+        return self.budgets.needs_norms
+
+    def _changed(
+        self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of the chosen rows whose scores are at least the threshold."""
+        return self.above(chosen, scores, candidates)[0]
+
+    def above(
+        self,
+        chosen: Bool[Array, "B K S"],
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],  # noqa: F821
+    ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
+        """Mask `[B, K, S]` of chosen rows scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
+        high = scores >= jnp.float32(self.threshold)
+        return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
+
+
+def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
+    """Checks the field `threshold` of a dataclass, None or in [low, high] (else ValueError); stores it as a float."""
+    if value.threshold is not None:
+        between = "" if high == _LARGEST else f", between {low:g} and {high:g}"
+        field(value, "threshold", real, f"{_LEAST_SCORE}{between}, or None", low=low, high=high)
+
+
+def threshold_of(heads: HeadBudgets) -> float | None:
+    """Least score of a row that stays under `ThresholdHeads`; None for other head budgets."""
+    return heads.threshold if isinstance(heads, ThresholdHeads) else None
+
+
+def without_threshold(heads: HeadBudgets) -> HeadBudgets:
+    """The head budgets inside `ThresholdHeads`; other head budgets are returned as they are."""
+    return heads.budgets if isinstance(heads, ThresholdHeads) else heads
+
+
+def with_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
+    """Returns the head budgets wrapped in `ThresholdHeads` of this threshold; unchanged if it is None."""
+    return heads if threshold is None else ThresholdHeads(threshold=threshold, budgets=heads)
 
 
 def chooses_apart(heads: HeadBudgets) -> bool:
@@ -396,11 +465,11 @@ def within_capacity(
     def count(mask: Array) -> Array:
         return mask.sum(axis=-1, dtype=jnp.int32)
 
-    def keys_of(mask: Array) -> Array:
+    def keys_in(mask: Array) -> Array:
         return jnp.where(mask, keys, jnp.uint32(0))
 
-    safe = top(keys_of(chosen), jnp.minimum(floor[:, None], count(chosen)))
-    loose = by_device(keys_of(chosen & ~safe))
+    safe = top(keys_in(chosen), jnp.minimum(floor[:, None], count(chosen)))
+    loose = by_device(keys_in(chosen & ~safe))
     room = most[:, None] - count(by_device(safe))
     stays = top(loose, jnp.minimum(room, count(loose > 0))) | by_device(safe)
     others = jnp.where(stays, jnp.uint32(0), by_device(keys))

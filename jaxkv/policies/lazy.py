@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv import attention
 from jaxkv._checks import field, namespace, whole
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, finite
@@ -49,15 +48,7 @@ class LazyLayers(LayerBudgets):
             return jnp.where(between, mean_over_window(p, position), 0.0).sum(axis=-1)
 
         length = jnp.broadcast_to(seen.length[:, None], seen.k.shape[:2])
-        return attention.window_mass(
-            seen.q,
-            seen.k,
-            seen.q_positions,
-            reduce,
-            length,
-            sink_logits=seen.sink_logits,
-            softcap=seen.softcap,
-        )
+        return seen.window_mass(reduce, length)
 
     def rows(
         self,

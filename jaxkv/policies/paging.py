@@ -9,7 +9,7 @@ from jaxkv._checks import field, whole
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens
-from jaxkv.policies.reading import WHOLE, Reading, Selector, tokens_read
+from jaxkv.policies.reading import WHOLE, Reading, as_tokens
 
 # Least number of pages that a layer reads, in the published code.
 _PAGES = 3
@@ -33,7 +33,7 @@ class PagedReads:
     def __post_init__(self) -> None:
         for name, least in (("page", 1), ("dense_layers", 0)):
             field(self, name, whole, f"give a number, at least {least}", least=least)
-        object.__setattr__(self, "budget", tokens_read(self.budget, self._least))
+        object.__setattr__(self, "budget", as_tokens(self.budget, self._least))
 
     @property
     def _least(self) -> int:
@@ -67,19 +67,10 @@ class PagedReads:
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Static config `Reading`: layers from `dense_layers` up read pages that each chooses, others every row."""
         return Reading(
-            filters=(),
             sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),
-            selector=Selector.LAST,
-            window=1,
             include_generated=True,
             every_row=every_row,
-            offloaded=(),
-            ahead=0,
             slots=slots,
             width=int(self.tokens(np.asarray([slots]), layers)[0]),
             page=self.page,
         )
-
-    def described(self) -> str:
-        """Text for people that says how many rows are read, in pages of how many rows, and which layers read all."""
-        return f"budget={self.budget!r}, in pages of {self.page} rows; all in the first {self.dense_layers} layers"

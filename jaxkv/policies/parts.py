@@ -1,12 +1,13 @@
 """`Parts`, the plain value that is all the engine reads of a policy."""
 
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._checks import field, flag, instance, namespace, share_of
+from jaxkv._checks import brief, field, flag, instance, namespace, share_of
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
@@ -15,9 +16,13 @@ from jaxkv.policies.checks import Kept, Share, Tokens, as_budget
 from jaxkv.policies.heads import (
     HeadBudgets,
     UniformHeads,
+    inner_budgets,
+    needs_layer,
     own_budgets,
     own_limits,
     shares_positions,
+    threshold_of,
+    within_stages,
 )
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import (
@@ -30,15 +35,12 @@ from jaxkv.policies.layers import (
 )
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
-from jaxkv.policies.reading import Reading, Reads
+from jaxkv.policies.reading import Reading, Reads, reading_beside
 from jaxkv.policies.scorer import (
     Needs,
     Scorer,
     check_scorer,
 )
-from jaxkv.policies.threshold import check_threshold, threshold_of
-from jaxkv.policies.windowed_budgets import cut_to_whole
-from jaxkv.policies.windowed_reads import reading_beside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,115 +126,93 @@ class Parts:
 
     def _check_together(self) -> None:
         """Raises ValueError for combinations of parts that exclude one another."""
-        budget, scorer, after, merge = self.budget, self.scorer, self.after, self.merge
-        fixed = sets_rows(self.layers)
+        self._check_rows()
+        going = (
+            ("every", self.after.every) if isinstance(self.after, Again) else ("after", self.after)
+        )
+        appends = isinstance(self.after, Append)
+        if self.scorer is None:
+            remedy = "without a scorer everything is kept: leave it out, or choose a policy such as SnapKV"
+            require(self.budget is None, "budget", self.budget, remedy)
+            require(not self.layers.from_scores, "layers", self.layers, remedy)
+            require(self.threshold is None, "threshold", self.threshold, remedy)
+            require(appends, going[0], going[1], remedy)
+            require(self.merge is None, "merge", self.merge, remedy)
+        elif not appends:
+            self._check_going(self.scorer, *going)
+        if self.scorer is not None and self.read is not None:
+            remedy = "rows that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
+            require(not self.read.whole_prompts, "read", self.read, remedy)
+            remedy = "tokens are chosen of rows that stay where they are: give a policy that then appends, and no "
+            remedy += "rolling positions"
+            require(appends and not self.rolling, "read", self.read, remedy)
+        if self.read is not None and self.read.whole_prompts:
+            remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
+            require(self.store is Dense, "store", self.store.__name__, remedy)
+        if self.merge is not None:
+            fits = bool(self.merge.compares) or not self.evicts
+            require(fits, "merge", self.merge, "it folds prompts only: give Merge(), or None")
+            remedy = "keys before RoPE are not compared: leave rolling positions out"
+            require(not self.rolling, "merge", self.merge, remedy)
+            remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
+            equal = not self.merge.needs_equal_heads or self.heads.uniform
+            require(equal, "merge", self.merge, remedy)
+
+    def _check_rows(self) -> None:
+        """Raises ValueError unless budget, layers and heads say together, and once, how many rows stay."""
+        budget, scorer, layers, heads = self.budget, self.scorer, self.layers, self.heads
+        fixed = sets_rows(layers)
         remedy = "give rows per head or a ratio; FullKV keeps everything"
         require(budget is not None or scorer is None or fixed, "budget", budget, remedy)
-        remedy = f"how many rows stay follows from {self.layers}: leave it out"
+        remedy = f"how many rows stay follows from {layers}: leave it out"
         require(budget is None or not fixed, "budget", budget, remedy)
         remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
-        require(
-            own_limits(self.heads) is None or self.layers == self.heads, "heads", self.heads, remedy
-        )
-        remedy = "without a scorer everything is kept: give one, or choose a policy such as SnapKV"
-        require(budget is None or scorer is not None, "budget", budget, remedy)
+        require(own_limits(heads) is None or layers == heads, "heads", heads, remedy)
         if isinstance(budget, Tokens):
             first, last = self.keep.sinks, self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget.value >= first + last, "budget", budget, remedy)
         remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
-        remedy = "layers that look at scores need a scorer: give one"
-        require(scorer is not None or not self.layers.from_scores, "layers", self.layers, remedy)
         remedy = f"layers that look at last queries need a scorer that reads some, unlike {scorer}: give SnapKV's, say"
-        needy = getattr(self.layers, "needs_queries", False)
-        require(not needy or bool(scorer and scorer.queries), "layers", self.layers, remedy)
+        needy = getattr(layers, "needs_queries", False)
+        require(not needy or bool(scorer and scorer.queries), "layers", layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
-        require(
-            not self.layers.joint or own_budgets(self.heads) is not None,
-            "layers",
-            self.layers,
-            remedy,
+        require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
+        remedy = (
+            f"how many rows stay follows from {layers}: give UniformLayers(), or GlobalLayers()"
         )
-        check_threshold(self.heads)
-        some = self.threshold is not None
-        remedy = "rows have no scores without a scorer: give one"
-        require(not some or scorer is not None, "threshold", self.threshold, remedy)
-        remedy = "rows that go one by one are compared with one another, not with a threshold: give every=64, say"
-        require(not (some and isinstance(after, Evict)), "threshold", self.threshold, remedy)
-        remedy = f"how many rows stay follows from {self.layers}: give UniformLayers(), or GlobalLayers()"
-        require(not (some and self.claims), "threshold", self.threshold, remedy)
-        one_set = shares_positions(self.heads)
-        require(
-            not self.nested or one_set,
-            "nested",
-            self.nested,
-            "heads need one set of positions: use SharedHeads()",
-        )
-        read = self.read
-        if read is not None and scorer is not None:
-            remedy = "rows that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
-            require(not read.whole_prompts, "read", read, remedy)
-            require(
-                isinstance(after, Append),
-                "read",
-                read,
-                "tokens are chosen of a prompt that stays: use Append()",
-            )
-            require(
-                not self.rolling,
-                "read",
-                read,
-                "positions within the cache change: leave rolling positions out",
-            )
-        if read is not None and read.whole_prompts:
-            remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
-            require(self.store is Dense, "store", self.store.__name__, remedy)
-        keeps = "this policy keeps everything: leave it out"
-        if isinstance(after, Again):
-            require(scorer is not None, "every", after.every, keeps)
-            remedy = "layers that build on one another are chosen once only"
-            require(not self.nested, "every", after.every, remedy)
-            anew = scorer if after.rank is None else None
-            remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
-            whole = scorer is not None and scorer.blocks is not None
-            asked = anew is not None and bool(anew.replay or anew.gate or anew.two_stages)
-            require(not (whole or asked), "every", after.every, remedy)
-            remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
-            asks = anew is not None and anew.future is not None and not anew.queries
-            require(not asks, "every", after.every, remedy)
-        if isinstance(after, Evict):
-            require(scorer is not None, "after", after, keeps)
-            require(
-                not self.nested,
-                "after",
-                after,
-                "layers that build on one another are chosen once only",
-            )
+        require(self.threshold is None or not self.claims, "threshold", self.threshold, remedy)
+        remedy = "heads need one set of positions: use SharedHeads()"
+        require(not self.nested or shares_positions(heads), "nested", self.nested, remedy)
+
+    def _check_going(self, scorer: Scorer, name: str, given: Any) -> None:
+        """Raises ValueError unless these parts can go on compressing while tokens are drawn; `name` is what says so."""
+        remedy = "layers that build on one another are chosen once only"
+        require(not self.nested, name, given, remedy)
+        if isinstance(self.after, Evict):
+            remedy = "rows that go one by one are compared with one another, not with a threshold: give every=64, say"
+            require(self.threshold is None, "threshold", self.threshold, remedy)
             remedy = "rolling positions move in steps: give every=64, say"
-            require(not self.rolling, "after", after, remedy)
+            require(not self.rolling, name, given, remedy)
             remedy = "heads that drop the same rows need segments that lie alike: give a schedule, or every=64, say"
-            require(not (one_set and self.layers.from_scores), "after", after, remedy)
-        if merge is not None:
-            require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
-            fits = bool(merge.compares) or not isinstance(after, Evict)
-            require(fits, "merge", merge, "it folds prompts only: give Merge(), or None")
-            require(
-                not self.rolling,
-                "merge",
-                merge,
-                "keys before RoPE are not compared: leave rolling positions out",
-            )
-            remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
-            require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)
+            alike = not (shares_positions(self.heads) and self.layers.from_scores)
+            require(alike, name, given, remedy)
+        if isinstance(self.after, Again):
+            anew = self.after.rank is None
+            once = anew and bool(scorer.replay or scorer.gate or scorer.two_stages)
+            remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
+            require(scorer.blocks is None and not once, name, given, remedy)
+            forgets = anew and scorer.future is not None and not scorer.queries
+            remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
+            require(not forgets, name, given, remedy)
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
-        for part in (self.scorer, self.layers, self.heads):
+        for part in (self.scorer, self.layers, self.heads, self.read):
             getattr(part, "require_fits", lambda config: None)(config)
         if any(config.windows):
             self.require_fits_windows(config.windows)
-        getattr(self.read, "require_fits", lambda config: None)(config)
 
     def require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
         """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
@@ -255,7 +235,7 @@ class Parts:
 
         `windows` are `ModelConfig.windows`. ValueError if a table names layers with windows, or nothing but these.
         """
-        return cut_to_whole(self, windows) if any(windows) and None in windows else self
+        return _cut_to_whole(self, windows) if any(windows) and None in windows else self
 
     def unlimited(self, windows: tuple[int | None, ...]) -> Bool[np.ndarray, " L"]:
         """Mask of layers that gain a row at each token without an end: the policy's, and those of `config.windows`."""
@@ -434,26 +414,30 @@ class Parts:
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """Dict of texts for people by part name: scorer, layers, heads, kept rows, behaviour while decoding."""
-        scorer = "everything" if self.scorer is None else repr(self.scorer)
-        kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
-        parts = {
-            "scorer": scorer,
-            "layers": repr(self.layers),
-            "heads": repr(self.heads),
-            "always kept": kept,
-        }
-        if self.keep.recent:
-            parts["recent"] = f"{self.keep.recent} of the rest"
-        if self.merge is not None:
-            parts["dropped rows"] = repr(self.merge)
-        if self.evicts:
-            parts["while decoding"] = "one row out for each row in"
-        elif self.every is not None:
-            parts["while decoding"] = f"again every {self.every} tokens"
-        if self.read is not None:
-            parts["read"] = self.read.described()
-        return parts
+        """Dict of texts for people, by name, of the parts that are not the usual ones."""
+        usual = {each.name: each.default for each in dataclasses.fields(self)}
+        mine = {name: getattr(self, name) for name in usual}
+        return {name: brief(part) for name, part in mine.items() if part != usual[name]}
+
+
+@lru_cache(maxsize=256)
+def _cut_to_whole(parts: Parts, windows: tuple[int | None, ...]) -> Parts:
+    """Copy of a policy's `Parts` whose layer and head budgets are those of the layers without a window; memoised.
+
+    `windows` are `ModelConfig.windows`. Budgets with a method `among` cut their tables, others are kept as they are;
+    ValueError if a table names layers with windows, or if head budgets that differ by layer cannot be cut.
+    """
+    layers, heads = parts.layers, parts.heads
+    inner = inner_budgets(heads)
+    by_layer = needs_layer(heads) or own_limits(heads) is not None
+    remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
+    remedy += "which returns those of the other layers alone"
+    require(not by_layer or hasattr(inner, "among"), "heads", heads, remedy)
+    if hasattr(layers, "among"):
+        layers = layers.among(windows)
+    if hasattr(inner, "among"):
+        heads = within_stages(heads, inner.among(windows))
+    return dataclasses.replace(parts, layers=layers, heads=heads)
 
 
 _KINDS: tuple[tuple[str, Any, str], ...] = (

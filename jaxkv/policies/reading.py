@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -66,16 +65,16 @@ class Reading:
             index; None where filter layers choose.
     """
 
-    filters: tuple[int, ...]
     sources: tuple[int, ...]
-    selector: Selector
-    window: int
-    include_generated: bool
     every_row: bool
-    offloaded: tuple[int, ...]
-    ahead: int
     slots: int
     width: int
+    filters: tuple[int, ...] = ()
+    selector: Selector = Selector.LAST
+    window: int = 1
+    include_generated: bool = False
+    offloaded: tuple[int, ...] = ()
+    ahead: int = 0
     several: bool = False
     page: int | None = None
 
@@ -159,11 +158,8 @@ class Reads(Protocol):
             The config.
         """
 
-    def described(self) -> str:
-        """Text that says in words which rows layers read at each new token."""
 
-
-def tokens_read(given: Any, least: int) -> Tokens | Share:
+def as_tokens(given: Any, least: int) -> Tokens | Share:
     """Budget of tokens that a layer reads, 1024 by default; ValueError below the `least` that it always reads."""
     budget = as_budget(1024 if given is None else given)
     fits = isinstance(budget, Share) or isinstance(budget, Tokens) and budget.value >= least
@@ -197,7 +193,6 @@ class FilteredReads:
         given = self.filter_layers
         if given is not None:
             remedy = "give one or more layers, ascending, such as (2, 8, 18)"
-            require(not isinstance(given, Mapping), "filter_layers", given, remedy)
             layers = tuple(
                 whole("filter_layers", each, remedy, least=0)
                 for each in several("filter_layers", given, remedy)
@@ -234,7 +229,7 @@ class FilteredReads:
             remedy = "give the share of the cache that stays at hand, in (0, 1]"
             field(self, "mem", real, remedy, high=1.0, open_low=True)
             return
-        object.__setattr__(self, "budget", tokens_read(budget, self._least))
+        object.__setattr__(self, "budget", as_tokens(budget, self._least))
 
     @property
     def _least(self) -> int:
@@ -256,33 +251,6 @@ class FilteredReads:
         """True if no row of a prompt may be dropped: with `offload` or `prefill_ratio`."""
         return self.offload or self.by_chunks
 
-    def described(self) -> str:
-        """Text for people that names the budget or `mem`, the selector, and whether unread rows lie in host memory."""
-        tokens = f"mem={self.mem}" if self.budget is None else f"budget={self.budget!r}"
-        chosen = (
-            f"{tokens}, chosen by the {Selector(self.selector).value} selector in filter layers"
-        )
-        return chosen + ("; the rest waits in host memory" if self.offload else "")
-
-    def check(self, layers: int) -> None:
-        """Raises ValueError if the model lacks the filter layers, or no layer reads their choice.
-
-        Args:
-            layers: L.
-
-        Raises:
-            ValueError: naming `filter_layers`.
-        """
-        filters = self._filters
-        require(
-            filters[-1] < layers,
-            "filter_layers",
-            filters,
-            f"the model's layers are 0 to {layers - 1}",
-        )
-        remedy = f"no layer is left to read what they choose: all {layers} read all, with adjacent={self.adjacent}"
-        require(len(self.whole(layers)) < layers, "filter_layers", filters, remedy)
-
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError for filters with windows, for filters whose choice no layer reads, and for too low `mem`.
 
@@ -292,23 +260,20 @@ class FilteredReads:
         Raises:
             ValueError: naming `filter_layers` or `mem`.
         """
-        self.check(config.layers)
         filters, windows = self._filters, config.windows
-        index, found = (
-            without_window(windows),
-            [layer for layer in filters if windows[layer] is not None],
+        remedy = f"the model's layers are 0 to {config.layers - 1}"
+        require(filters[-1] < config.layers, "filter_layers", filters, remedy)
+        index = without_window(windows)
+        found, named = (
+            [layer for layer in filters if layer not in index],
+            ", ".join(map(str, index)),
         )
-        remedy = f"layers {found} have windows: of this model the layers {', '.join(map(str, index))} can choose"
+        remedy = f"layers {found} have windows: of this model the layers {named} can choose"
         require(not found, "filter_layers", filters, remedy)
         mine, layers = self.among(windows), len(index)
         remedy = "no layer is left to read what they choose: all that attend to the whole prompt read all, with "
-        left = len(mine.whole(layers)) < layers
-        require(
-            left,
-            "filter_layers",
-            filters,
-            f"{remedy}adjacent={self.adjacent}: {', '.join(map(str, index))}",
-        )
+        remedy += f"adjacent={self.adjacent}: {named}"
+        require(len(mine.whole(layers)) < layers, "filter_layers", filters, remedy)
         if mine.mem is not None:
             mine._share(layers)
 
@@ -431,11 +396,7 @@ class LoadedReads:
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config: every layer reads every row, and upper layers are offloaded."""
         return Reading(
-            filters=(),
             sources=(WHOLE,) * layers,
-            selector=Selector.LAST,
-            window=1,
-            include_generated=False,
             every_row=True,
             offloaded=tuple(range(self.resident_layers, layers)),
             ahead=self.ahead,
@@ -443,6 +404,35 @@ class LoadedReads:
             width=slots,
         )
 
-    def described(self) -> str:
-        """Text for people: from which layer on rows lie in host memory, and how many layers are loaded ahead."""
-        return f"everything; layers from {self.resident_layers} on wait in host memory, loaded {self.ahead} ahead"
+
+def reading_beside(
+    read: Reads, windows: tuple[int | None, ...], slots: int, *, every_row: bool
+) -> Reading:
+    """Makes `Reading`, the static config of which rows each layer of a model reads; window layers read all they hold.
+
+    `windows` are `ModelConfig.windows`, `slots` the prompts' bucket; with `every_row` all rows of a prompt are kept.
+    """
+    reading = _among(read, windows).reading(windows.count(None), slots, every_row=every_row)
+    if not any(windows):
+        return reading
+    index, sources = without_window(windows), [WHOLE] * len(windows)
+    for layer, source in zip(index, reading.sources, strict=True):
+        sources[layer] = source if source == WHOLE else index[source]
+    filters, offloaded = (
+        tuple(index[layer] for layer in layers) for layers in (reading.filters, reading.offloaded)
+    )
+    return dataclasses.replace(
+        reading, filters=filters, sources=tuple(sources), offloaded=offloaded
+    )
+
+
+def tokens_read(
+    read: Reads, lengths: Int[np.ndarray, " B"], windows: tuple[int | None, ...]
+) -> Int[np.ndarray, " B"]:
+    """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step, from `ModelConfig.windows`."""
+    return np.asarray(_among(read, windows).tokens(lengths, windows.count(None)), np.int64)
+
+
+def _among(read: Reads, windows: tuple[int | None, ...]) -> Reads:
+    """Config of the same reads, its filter layers counted among the layers without a window; unchanged without any."""
+    return read.among(windows) if isinstance(read, FilteredReads) and any(windows) else read

@@ -75,13 +75,6 @@ def as_policy(
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
         raise TypeError(f"{field}={type(given).__name__}: {remedy}")
-    missing = dataclasses.MISSING
-    fields = [each for each in dataclasses.fields(cls) if each.init]
-    needed = [f.name for f in fields if f.default is missing and f.default_factory is missing]
-    if needed:
-        raise TypeError(
-            f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)"
-        )
     return cls(**(options or {}))
 
 

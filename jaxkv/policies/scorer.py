@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxkv import attention
 from jaxkv._checks import choice, field, flag, instance, static, whole
 from jaxkv.attention import Implementation
 from jaxkv.policies.gates import Gate
@@ -225,6 +227,27 @@ class Observed:
     axes: Axes | None = None
     group_axes: Axes | None = None
 
+    def window_mass(self, reduce: Callable[..., Array], *of_heads: Array) -> Array:
+        """Statistic `[B, K, ...]` of the last queries' attention: `attention.window_mass` with the layer's softmax.
+
+        Args:
+            reduce: from one kv head's probabilities `[G, w, S]`, the queries' positions and what `of_heads` holds for
+                the head, to its statistic.
+            *of_heads: arrays `[B, K, ...]`.
+
+        Returns:
+            The statistic.
+        """
+        return attention.window_mass(
+            self.q,
+            self.k,
+            self.q_positions,
+            reduce,
+            *of_heads,
+            sink_logits=self.sink_logits,
+            softcap=self.softcap,
+        )
+
 
 @runtime_checkable
 class Scorer(Protocol):
@@ -344,15 +367,6 @@ def sees_query_heads(scorer: Scorer) -> bool:
     return bool(scorer.queries or scorer.sums or scorer.future or scorer.replay or scorer.blocks)
 
 
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("rank", Rank, "a Rank"),
-    ("future", FutureQueries, "FutureQueries(...)"),
-    ("replay", Replay, "Replay(...)"),
-    ("blocks", BlockAttention, "BlockAttention(...)"),
-    ("gate", Gate, "a Gate, KVzapGate.read('gate', path) say"),
-)
-
-
 def check_scorer(label: str, scorer: Any) -> None:
     """Raises TypeError or ValueError unless `scorer` is None or an instance of `Scorer` with a hash and `observe`."""
     if scorer is None:
@@ -364,6 +378,4 @@ def check_scorer(label: str, scorer: Any) -> None:
     for name in ("sums", "draws", "norms", "looks_at_end", "two_stages"):
         flag(f"{label}.{name}", getattr(scorer, name))
     choice(f"{label}.group", scorer.group, GroupReduce)
-    for name, kind, wanted in _KINDS:
-        instance(f"{label}.{name}", getattr(scorer, name), kind | None, f"give {wanted}, or None")
     static(label, scorer)

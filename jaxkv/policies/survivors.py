@@ -9,9 +9,9 @@ from jaxkv.policies.heads import (
     ProtectedHeads,
     TwoStageHeads,
     own_budgets,
+    without_threshold,
 )
-from jaxkv.policies.threshold import without_threshold
-from jaxkv.policies.topk import sortable, top
+from jaxkv.policies.topk import keys_of, top
 
 
 def bounded(heads: HeadBudgets, devices: int) -> bool:
@@ -54,7 +54,7 @@ def survivors(
     heads = without_threshold(heads)
     own, batch = own_budgets(heads), len(scores)
     assert own is not None
-    keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
+    keys = keys_of(scores, candidates)
     if isinstance(own, AdaptiveHeads):
         room = room - keys.shape[1] * rounding_rows(heads)
         won = top(keys.reshape(batch, -1), room).reshape(keys.shape) & candidates

@@ -13,6 +13,14 @@ def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
+def keys_of(
+    scores: Float[Array, "B K S"],
+    candidates: Bool[Array, "B #K S"],  # noqa: F821
+) -> UInt[Array, "B K S"]:
+    """Sort keys `[B, K, S]` of scores; 0, the lowest key, for rows that are not candidates."""
+    return jnp.where(candidates, sortable(scores), jnp.uint32(0))
+
+
 def kth_largest(
     keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]
 ) -> UInt[Array, "*rows 1"]:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv import attention
 from jaxkv._checks import field, flag, real, whole
 from jaxkv._errors import require
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.attention.xla import exact_einsum, logit_divisor
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.attended import AvgPool
+from jaxkv.policies.folding import unit
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import given
 from jaxkv.policies.rank import ByAge, Rank
@@ -38,12 +38,9 @@ class KeyDifference(Scorer):
         """Scores `[B, K, S]`: minus the cosine of each row's key and the mean of the head's normalised keys."""
         inside = jnp.arange(seen.k.shape[2], dtype=jnp.int32) < seen.length[:, None, None]
         k = jnp.where(inside[..., None], seen.k.astype(jnp.float32), 0.0)
-        unit = k / jnp.maximum(jnp.sqrt((k * k).sum(axis=-1, keepdims=True)), 1e-12)
-        anchor = unit.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
-        anchor = anchor / jnp.maximum(
-            jnp.sqrt((anchor * anchor).sum(axis=-1, keepdims=True)), 1e-12
-        )
-        return -(unit * anchor[:, :, None]).sum(axis=-1)
+        mine = unit(k, 1e-12)
+        mean = mine.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
+        return -(mine * unit(mean, 1e-12)[:, :, None]).sum(axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +73,8 @@ class FutureAttention(Scorer):
     remembered: int = 0
 
     def __post_init__(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
-        field(self, "positions", whole, "average over at least 1 position")
+        # The other fields are checked where `FutureQueries` and `Keep` are made of them.
         field(self, "remembered", whole, "remember 0 or more last queries", least=0)
-        field(self, "covariance", flag)
         field(self, "value_norms", flag)
         field(self, "epsilon", real, "give 0 or a small number", high=1e30)
 
@@ -184,14 +179,7 @@ class WorstAttention(Scorer):
             ratio = p.sum(axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
             return (pooled * ratio).max(axis=(0, 1))
 
-        most = attention.window_mass(
-            seen.q,
-            seen.k,
-            seen.q_positions,
-            worst,
-            sink_logits=seen.sink_logits,
-            softcap=seen.softcap,
-        )
+        most = seen.window_mass(worst)
         # Reduced before the mean over the row, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
@@ -212,14 +200,7 @@ class WorstAttention(Scorer):
             return mean_over_window(p, position).mean(axis=0)
 
         paid = mean_of_devices(
-            attention.window_mass(
-                seen.q,
-                seen.k,
-                seen.q_positions,
-                mean,
-                sink_logits=seen.sink_logits,
-                softcap=seen.softcap,
-            ),
+            seen.window_mass(mean),
             "G",
             seen.group_axes,
         )

@@ -145,15 +145,12 @@ class VarianceLayers(LayerBudgets):
         left = layers * budget - (layers - free) * length
         if not is_traced(left):
             self._check_fits(least * free <= left, (layers - free) * length, layers * budget)
-        rows = xp.broadcast_to(length, stat.shape)
         if not free:
-            return rows
+            return xp.broadcast_to(length, stat.shape)
         spread = self._spread(stat[~dense], left, length, least)
-        if is_traced(rows):
-            return rows.at[~dense].set(spread)
-        rows = rows.copy()
-        rows[~dense] = spread
-        return rows
+        # Of each layer, its place among the others than dense ones.
+        place = np.maximum(np.cumsum(~dense) - 1, 0)
+        return xp.where(dense[:, None], length, spread[place])
 
     def _check_fits(self, fits: Any, taken: Any, total: Any) -> None:
         """Raises ValueError if `dense_layers` leave too few of some prompt's `total` rows to the other layers."""

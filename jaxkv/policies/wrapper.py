@@ -1,4 +1,4 @@
-"""`Wrapper`, the base of policies built on another one: the base's parts, some of them replaced."""
+"""`Wrapper` and `Reader`, bases of policies built on another one: the base's parts, some of them replaced."""
 
 import dataclasses
 import functools
@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from jaxkv._checks import alike
 from jaxkv._errors import require
-from jaxkv.policies.checks import Budget
+from jaxkv.policies.checks import Budget, store_class
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
+from jaxkv.policies.reading import Reads
 from jaxkv.policies.registry import as_policy
 
 _SHARED = {field.name: field.default for field in dataclasses.fields(Method) if field.init}
@@ -50,10 +51,9 @@ class Wrapper(Method):
         )
 
     def _check(self) -> None:
-        inner, its = self.inner, self.inner.composed
-        remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
-        require(its.scorer is not None and its.read is None, "base", inner, remedy)
-        self.check_base(inner, its)
+        inner = self.inner
+        _require_drops(inner)
+        self.check_base(inner, inner.composed)
         check_shared(self, inner, "the base says {!r}: give it there only")
 
     def check_base(self, base: Method, parts: Parts) -> None:
@@ -85,6 +85,53 @@ class Wrapper(Method):
         """Returns this policy with its base's model-dependent fields filled in, such as filter layers."""
         its = self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader(Method):
+    """Base class of policies that read a few rows at each token: of all rows, or of those that a policy `base` keeps.
+
+    A subclass makes its `reads`. Its budget is one of rows read.
+
+    Attributes:
+        base: a policy (or its name or class) that compresses the prompt first, and then appends.
+    """
+
+    base: Method | type[Method] | str | None = None
+
+    @functools.cached_property
+    def inner(self) -> Method | None:
+        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
+        return None if self.base is None else as_policy(self.base, field="base")
+
+    @property
+    def reads(self) -> Reads:
+        """Config of which rows layers read while decoding; TypeError where a subclass does not override it."""
+        raise TypeError(f"{type(self).__name__}: write its property `reads`")
+
+    def _check(self) -> None:
+        base = self.inner
+        if base is not None:
+            _require_drops(base)
+        own = ("budget", "store") if base is None else ("budget",)
+        check_shared(self, base, "it drops nothing: give it to the base, if any", but=own)
+
+    def parts(self) -> Parts:
+        """Returns the base's `Parts` (or keep-all `Parts`) with `reads`."""
+        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
+        return dataclasses.replace(base, read=self.reads)
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """Returns this policy with its base's model-dependent fields filled in, such as a gate's; itself without."""
+        its = None if self.inner is None else self.inner.for_model(layers, found)
+        return self if its is self.inner else dataclasses.replace(self, base=its)
+
+
+def _require_drops(base: Method) -> None:
+    """Raises ValueError unless a base policy drops rows, and reads all that it keeps."""
+    parts = base.composed
+    remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
+    require(parts.scorer is not None and parts.read is None, "base", base, remedy)
 
 
 def with_budget(policy: Method, budget: Budget) -> Method:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._checks import instance
 from jaxkv._errors import require
 from jaxkv.policies.heads import (
     AdaptiveHeads,
@@ -51,9 +50,6 @@ class AdaKV(Wrapper):
 
     def _check(self) -> None:
         given, usual = self.safeguard, {"alpha": _ALPHA, "capacity": _CAPACITY}
-        if given is not None:
-            remedy = "give AdaptiveHeads(...) or ProtectedHeads(...), or None"
-            instance("safeguard", given, HeadBudgets, remedy)
         self._adopt(AdaptiveHeads(alpha=self.alpha, capacity=self.capacity), *usual)
         for name, default in usual.items():
             mine = getattr(self, name)
@@ -63,14 +59,8 @@ class AdaKV(Wrapper):
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; raises ValueError if its kv heads have unequal budgets or must keep the same rows."""
-        require(
-            not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say"
-        )
         uniform = isinstance(inner_budgets(parts.heads), UniformHeads)
         require(uniform, "base", base, "its heads have budgets of their own already")
-        require(
-            not parts.rolling, "base", base, "rolling positions need the same rows in every head"
-        )
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `AdaptiveHeads` or the given safeguard: kv heads compete within a layer."""

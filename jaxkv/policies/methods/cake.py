@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv import attention
 from jaxkv._checks import field, namespace, real
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
@@ -78,14 +77,7 @@ class PreferenceLayers(FromScores):
             entropy = -(p * jnp.log(jnp.where(p > 0, p, 1.0))).sum(axis=(1, 2))
             return jnp.stack([entropy, _variance(p, position).sum(axis=-1)], axis=-1)
 
-        return attention.window_mass(
-            seen.q,
-            seen.k,
-            seen.q_positions,
-            reduce,
-            sink_logits=seen.sink_logits,
-            softcap=seen.softcap,
-        )
+        return seen.window_mass(reduce)
 
     def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:
         """Log weight `[B]` of one layer in dividing rows, from its heads' summed entropy and summed variance."""

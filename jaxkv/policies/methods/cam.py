@@ -36,7 +36,6 @@ class CaM(WindowMethod):
     def _check(self) -> None:
         super()._check()
         mine = self._merge
-        self._adopt(mine, "start", "expected")
         require(
             self.merge is None or self.merge == mine,
             "merge",

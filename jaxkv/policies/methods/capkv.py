@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxkv._checks import field, real, whole
 from jaxkv.policies.checks import Budget
+from jaxkv.policies.folding import unit
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -63,7 +64,9 @@ class ValueCapacity(Scorer):
 
         def sums(head: tuple[Array, ...]) -> tuple[Float[Array, "G S"], Float[Array, "G D D"]]:
             mean, k, v, counted = head
-            fit = jnp.where(counted, self.tau * _product(_unit(mean), _unit(k).T), -jnp.inf)
+            fit = jnp.where(
+                counted, self.tau * _product(unit(mean, 1e-12), unit(k, 1e-12).T), -jnp.inf
+            )
             weight = jnp.exp(
                 fit - jnp.maximum(fit.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
             )
@@ -89,12 +92,6 @@ class ValueCapacity(Scorer):
         return lax.map(score, (v, weight, inverse)).reshape(seen.k.shape[:3])
 
 
-def _unit(rows: Float[Array, "N D"]) -> Float[Array, "N D"]:
-    """Vectors `[N, D]` in float32, each divided by its L2 norm; zero vectors stay zero."""
-    wide = rows.astype(jnp.float32)
-    return wide / jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1, keepdims=True)), 1e-12)
-
-
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAPKV(Method):
@@ -117,7 +114,6 @@ class CAPKV(Method):
     paper: ClassVar[str] = "CAPKV, arXiv:2604.25975"
 
     def _check(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         field(self, "tau", real, "give a number from 0 to 1000", high=1000.0)
         field(self, "remembered", whole, "remember at least 1 query")
 

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.chunked_heads import ChunkedHeads
-from jaxkv.policies.heads import TwoStageHeads
+from jaxkv.policies.heads import TwoStageHeads, threshold_of, with_threshold, without_threshold
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.threshold import threshold_of, with_threshold, without_threshold
 from jaxkv.policies.wrapper import Wrapper
 
 
@@ -35,10 +34,6 @@ class CriticalKV(Wrapper):
     paper: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
 
     usual: ClassVar[str] = "snapkv"
-
-    def _check(self) -> None:
-        self._adopt(TwoStageHeads(first=self.first, epsilon=self.epsilon), "first", "epsilon")
-        super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; ValueError if its heads read value norms or keep chunks, or it evicts in decoding."""

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._checks import alike, field, flag, instance
+from jaxkv._checks import alike, field, flag
 from jaxkv._errors import require
 from jaxkv.policies.attended import CumulativeAttention
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
@@ -59,12 +59,6 @@ class D2O(HeavyMethod):
                 mine = getattr(self, name)
                 same = alike(mine, defaults[name]) or alike(mine, value)
                 require(same, name, mine, "official=True sets it: leave it out")
-        instance(
-            "allocation",
-            self.allocation,
-            LayerBudgets,
-            "give budgets over layers, VarianceLayers() say",
-        )
         super()._check()
 
     def parts(self) -> Parts:

@@ -6,7 +6,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv import attention
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
 from jaxkv.policies.checks import Budget
@@ -34,15 +33,7 @@ class OutputChange(WindowScorer):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Squared change `[B, K, S]` of the window's attention outputs if a row is dropped, mean over query heads."""
-        return attention.window_mass(
-            seen.q,
-            seen.k,
-            seen.q_positions,
-            _changes,
-            seen.v,
-            sink_logits=seen.sink_logits,
-            softcap=seen.softcap,
-        )
+        return seen.window_mass(_changes, seen.v)
 
 
 def _changes(

@@ -8,13 +8,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import field, real, share_of
 from jaxkv.policies.checks import Budget
-from jaxkv.policies.heads import AdaptiveHeads
+from jaxkv.policies.heads import AdaptiveHeads, as_threshold, with_threshold
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.threshold import as_threshold, with_threshold
 from jaxkv.policies.trained import FastKVzipGate
 from jaxkv.policies.unseen import GateScores
 
@@ -72,17 +71,11 @@ class FastKVzip(Method):
             object.__setattr__(self, "gate", FastKVzipGate.read("gate", self.gate))
         as_threshold(self, 0.0, 1.0)
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
-        self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
-
-    @property
-    def _scorer(self) -> RecentGateScores:
-        """Makes the scorer `RecentGateScores` of this policy's gate and `recent`."""
-        return RecentGateScores(
-            gate=self.gate if isinstance(self.gate, FastKVzipGate) else None, recent=self.recent
-        )
 
     def parts(self) -> Parts:
         """Returns `Parts`: gate scores, one budget for the kv heads of all layers, optional least score `threshold`."""
         heads = with_threshold(AdaptiveHeads(alpha=0.0, capacity=self.capacity), self.threshold)
         keep = Keep(sinks=self.sinks, window=self.window)
-        return self.compose(scorer=self._scorer, keep=keep, heads=heads, layers=GlobalLayers())
+        gate = self.gate if isinstance(self.gate, FastKVzipGate) else None
+        scorer = RecentGateScores(gate=gate, recent=self.recent)
+        return self.compose(scorer=scorer, keep=keep, heads=heads, layers=GlobalLayers())

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -15,14 +14,6 @@ class FullKV(Method):
     """Keeps every row: the reference without compression."""
 
     paper: ClassVar[str] = "Attention Is All You Need, arXiv:1706.03762"
-
-    def _check(self) -> None:
-        require(
-            self.budget is None,
-            "budget",
-            self.budget,
-            "FullKV keeps everything: leave it out, or choose a policy",
-        )
 
     def parts(self) -> Parts:
         """Config `Parts` without a scorer, so that every row is kept."""

@@ -44,10 +44,6 @@ class GlobalBudget(Wrapper):
 
     usual: ClassVar[str] = "expectedattention"
 
-    def _check(self) -> None:
-        self._adopt(AdaptiveHeads(alpha=self.alpha, capacity=self.capacity), "alpha", "capacity")
-        super()._check()
-
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; ValueError if it sets layer budgets, its heads share positions or positions roll."""
         require(
@@ -63,9 +59,6 @@ class GlobalBudget(Wrapper):
             "base",
             base,
             "its heads keep the same positions: give a policy whose heads choose apart",
-        )
-        require(
-            not parts.rolling, "base", base, "rolling positions need the same rows in every head"
         )
         for name in ("alpha", "capacity"):
             mine, usual = getattr(self, name), getattr(GlobalBudget, name)

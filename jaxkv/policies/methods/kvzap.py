@@ -4,12 +4,11 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv.policies.checks import Budget
-from jaxkv.policies.heads import UniformHeads
+from jaxkv.policies.heads import UniformHeads, as_threshold, with_threshold
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.threshold import as_threshold, with_threshold
 from jaxkv.policies.trained import KVzapGate
 from jaxkv.policies.unseen import GateScores
 
@@ -48,17 +47,10 @@ class KVzap(Method):
         if self.gate is not None:
             object.__setattr__(self, "gate", KVzapGate.read("gate", self.gate))
         as_threshold(self)
-        self._adopt(Keep(sinks=self.sinks, window=self.window), "sinks", "window")
-
-    @property
-    def _scorer(self) -> GateScores:
-        """Makes the scorer `GateScores` of this policy's trained gate, which may be None."""
-        return GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by a trained gate, drop those below `threshold`, keep sinks and window."""
-        heads, keep = (
-            with_threshold(UniformHeads(), self.threshold),
-            Keep(sinks=self.sinks, window=self.window),
-        )
-        return self.compose(scorer=self._scorer, keep=keep, heads=heads)
+        scorer = GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
+        keep = Keep(sinks=self.sinks, window=self.window)
+        heads = with_threshold(UniformHeads(), self.threshold)
+        return self.compose(scorer=scorer, keep=keep, heads=heads)

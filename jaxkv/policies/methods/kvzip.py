@@ -16,6 +16,9 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import GroupReduce, Observed, Replay, Scorer
 
+# The fields that KVzip and its second pass have in common.
+_REPLAY = tuple(field.name for field in dataclasses.fields(Replay))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayAttention(Scorer):
@@ -76,15 +79,12 @@ class KVzip(Method):
     def _check(self) -> None:
         known = isinstance(self.over, str) and self.over in ("model", "layer", "head")
         require(known, "over", self.over, "give 'model', 'layer' or 'head'")
-        self._adopt(
-            self._replay, "sinks", "chunk", "tail", "first", "following", "closing", "weighted"
-        )
+        self._adopt(self._replay, *_REPLAY)
 
     @property
     def _replay(self) -> Replay:
         """Makes `Replay`, the settings of the second pass over the prompt, of this policy's fields."""
-        names = ("sinks", "chunk", "tail", "first", "following", "closing", "weighted")
-        return Replay(**{name: getattr(self, name) for name in names})
+        return Replay(**{name: getattr(self, name) for name in _REPLAY})
 
     def parts(self) -> Parts:
         """Returns `Parts`: scores by the second pass; rows compete within the model, a layer or kv head (`over`)."""

@@ -59,9 +59,6 @@ class LUKV(Wrapper):
             isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
         )
         require(own, "base", base, "its layers or heads have budgets of their own already")
-        require(
-            not parts.rolling, "base", base, "rolling positions need the same rows in every head"
-        )
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""

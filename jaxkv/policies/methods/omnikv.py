@@ -1,21 +1,19 @@
 """OmniKV: every row is kept; filter layers choose the tokens that the layers above them read; and its baseline."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.checks import store_class
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
-from jaxkv.policies.registry import as_policy, register
-from jaxkv.policies.wrapper import check_shared
+from jaxkv.policies.registry import register
+from jaxkv.policies.wrapper import Reader
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OmniKV(Method):
+class OmniKV(Reader):
     """Keeps every row; a few filter layers choose, for every new token, the tokens that layers above them read.
 
     Attributes:
@@ -53,82 +51,31 @@ class OmniKV(Method):
     offload: bool = False
     prefill_ratio: int | float | None = None
     prefill_chunk: int = 1024
-    base: Method | type[Method] | str | None = None
 
     paper: ClassVar[str] = "OmniKV, ICLR 2025"
 
     def _check(self) -> None:
-        self._adopt(self._reads, *(name for name in _READS if name != "budget"))
-        base = self.inner
-        own = ("budget", "store") if base is None else ("budget",)
-        check_shared(self, base, "OmniKV drops nothing: give it to the base, if any", but=own)
-        if base is None:
-            return
-        parts = base.composed
-        require(not isinstance(base, OmniKV), "base", base, "give the policy that it is built on")
-        require(parts.scorer is not None, "base", base, "it compresses nothing: leave it out")
-        require(
-            parts.ongoing is None,
-            "base",
-            base,
-            "it goes on compressing: give one that then appends",
-        )
-        require(
-            not parts.rolling,
-            "base",
-            base,
-            "positions within the cache change: leave rolling positions out",
-        )
-        generated = self.include_generated
-        require(
-            not generated,
-            "include_generated",
-            generated,
+        self._adopt(self.reads, *(name for name in _READS if name != "budget"))
+        super()._check()
+        generated, remedy = (
+            self.include_generated,
             "the base's choice is the prompt's: leave one out",
         )
-        require(
-            not self.offload,
-            "offload",
-            True,
-            "only whole prompts wait in host memory: leave the base out",
-        )
-        chunked = self.prefill_ratio is not None
-        require(
-            not chunked,
-            "prefill_ratio",
-            self.prefill_ratio,
-            "the base scores whole prompts: leave one out",
-        )
+        once = self.inner is None or not generated
+        require(once, "include_generated", generated, remedy)
 
     @property
-    def _reads(self) -> FilteredReads:
+    def reads(self) -> FilteredReads:
         """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
         return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
-    @functools.cached_property
-    def inner(self) -> Method | None:
-        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
-        return None if self.base is None else as_policy(self.base, field="base")
-
-    def parts(self) -> Parts:
-        """Returns the base's `Parts` (or keep-all `Parts`) with `read`: filter layers choose tokens for upper ones."""
-        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
-        return dataclasses.replace(base, read=self._reads)
-
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError if none fit."""
-        if self.filter_layers is None:
-            remedy = (
-                "none have been found for this model: `jaxkv filters` "
-                "finds them; give filter_layers=(2, 8, 18), say"
-            )
-            require(found is not None, "filter_layers", None, remedy)
-            return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
-        its = None if self.inner is None else self.inner.for_model(layers, found)
-        if its is not self.inner:
-            return dataclasses.replace(self, base=its).for_model(layers, found)
-        self._reads.check(layers)
-        return self
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError without any."""
+        if self.filter_layers is not None:
+            return super().for_model(layers, found)
+        remedy = "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
+        require(found is not None, "filter_layers", None, remedy)
+        return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
 
 
 # The fields that OmniKV and its part have in common.
@@ -153,15 +100,7 @@ class BrutalOffload(Method):
 
     paper: ClassVar[str] = "OmniKV, ICLR 2025, section 5.2"
 
-    def _check(self) -> None:
-        require(self.budget is None, "budget", self.budget, "it reads everything: leave it out")
-        self._adopt(self._reads, "resident_layers", "ahead")
-
-    @property
-    def _reads(self) -> LoadedReads:
-        """Makes `LoadedReads`, the config by which upper layers' rows lie in host memory, of both fields."""
-        return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
-
     def parts(self) -> Parts:
         """Config `Parts`: every row is kept, and upper layers' rows are loaded from host memory."""
-        return self.compose(scorer=None, read=self._reads)
+        reads = LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
+        return self.compose(scorer=None, read=reads)

@@ -1,20 +1,51 @@
 """QFilters: keep the keys that lie in the main direction of their head's queries, known beforehand or of the prompt."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
+from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget
-from jaxkv.policies.head_filters import HeadFilters
+from jaxkv.policies.of_model import FileArrays, NamedTensors
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, Observed, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadFilters(FileArrays):
+    """Q-Filters of one model, a vector of D numbers per layer and kv head: arrays, sizes, and a digest for equality.
+
+    Attributes:
+        dim: D.
+    """
+
+    of_field: ClassVar[str] = "q_filters"
+    wanted: ClassVar[str] = (
+        "the filters of your model, a safetensors file of one tensor q_filters, [L, K, D], or its folder"
+    )
+
+    dim: int
+
+    @classmethod
+    def of_tensors(cls, stored: Mapping[str, StoredTensor]) -> "HeadFilters":
+        """Makes `HeadFilters` of the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
+        array = NamedTensors("", dict(stored)).take("q_filters", None, None, None)
+        layers, heads, dim = array.shape
+        return cls.of_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
+
+    @property
+    def numbers(self) -> Float[np.ndarray, "L K D"]:
+        """All filters `[L, K, D]`, float32; ValueError for those of a saved cache, which has their digest alone."""
+        return self.arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,13 +139,7 @@ class QFilters(Method):
         if self.q_filters is not None:
             object.__setattr__(self, "q_filters", HeadFilters.read("q_filters", self.q_filters))
 
-    @property
-    def _scorer(self) -> FilteredKeys:
-        """Makes the scorer `FilteredKeys` of this policy's filters; without filters, it finds them in each prompt."""
-        return FilteredKeys(
-            filters=self.q_filters if isinstance(self.q_filters, HeadFilters) else None
-        )
-
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by minus the dot product of their key and their head's filter vector."""
-        return self.compose(scorer=self._scorer)
+        filters = self.q_filters if isinstance(self.q_filters, HeadFilters) else None
+        return self.compose(scorer=FilteredKeys(filters=filters))

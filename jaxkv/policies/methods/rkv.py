@@ -43,15 +43,12 @@ class RKV(Method):
 
     paper: ClassVar[str] = "R-KV, arXiv:2505.24133"
 
-    @property
-    def _scorer(self) -> Redundancy:
-        """Makes the scorer `Redundancy` of this policy's `window`, `pooling`, `mix_lambda` and `threshold`."""
-        weights = {"mix_lambda": self.mix_lambda, "threshold": self.threshold}
-        return Redundancy(window=self.window, pooling=self.pooling, **weights)
-
-    def _check(self) -> None:
-        self._adopt(self._scorer, "window", "pooling", "mix_lambda", "threshold")
-
     def parts(self) -> Parts:
         """Config `Parts`: scores by attention and redundancy; sinks and the last tokens always stay."""
-        return self.compose(scorer=self._scorer, keep=Keep(sinks=self.sinks, window=self.window))
+        scorer = Redundancy(
+            window=self.window,
+            pooling=self.pooling,
+            mix_lambda=self.mix_lambda,
+            threshold=self.threshold,
+        )
+        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window))

@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._checks import field, whole
-from jaxkv._errors import require
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.lazy import LazyLayers, Recency
@@ -42,20 +41,9 @@ class SimLayerKV(Method):
 
     def _check(self) -> None:
         field(self, "window", whole, "give at least 1 last query")
-        self._adopt(LazyLayers(sinks=self.sinks, recent=self.recent), "sinks", "recent")
-        least = self.sinks + self.recent
-        enough = not isinstance(self.budget, int) or self.budget >= least
-        require(
-            enough,
-            "budget",
-            self.budget,
-            f"below sinks + recent = {least}: give at least that, or fewer recent",
-        )
 
     def parts(self) -> Parts:
         """Config `Parts`: layers that look back furthest keep all rows, others sinks and recent rows alone."""
-        keep, layers = (
-            Keep(sinks=self.sinks, window=self.recent),
-            LazyLayers(sinks=self.sinks, recent=self.recent),
-        )
+        keep = Keep(sinks=self.sinks, window=self.recent)
+        layers = LazyLayers(sinks=self.sinks, recent=self.recent)
         return self.compose(scorer=Recency(window=self.window), keep=keep, layers=layers)

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxkv._checks import instance
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
@@ -35,12 +34,6 @@ class WindowMethod(Method):
 
     def _check(self) -> None:
         self._adopt(self._scorer, *(each.name for each in dataclasses.fields(self._scorer)))
-        instance(
-            "allocation",
-            self.allocation,
-            LayerBudgets,
-            "give budgets over layers, LinearLayers() say",
-        )
 
     @property
     def _scorer(self) -> WindowAttention:

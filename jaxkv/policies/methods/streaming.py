@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._checks import field, flag
-from jaxkv._errors import require
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -39,8 +38,6 @@ class StreamingLLM(Method):
     def _check(self) -> None:
         field(self, "rolling_positions", flag)
         field(self, "slide", flag)
-        both = self.slide and self.rolling_positions
-        require(not both, "slide", self.slide, "rolling positions move in steps: every=64")
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by position; sinks and newest token stay; `slide` evicts a row per new token."""
