@@ -194,7 +194,7 @@ class Picture(Output):
 
     def check(self, inputs: Iterable[str] = ()) -> None:
         """Raises ValueError as an output does, and for another kind; ImportError without matplotlib."""
-        assert self.kind
+        _ = self.kind  # raises
         super().check(inputs)
         drawing()
 
