@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -221,14 +221,11 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            return backend_of(seen.implementation).window_mean(
-                seen.q,
-                seen.k,
-                seen.q_positions,
-                seen.length,
-                sink_logits=seen.sink_logits,
-                softcap=seen.softcap,
-            )
+            # A backend need not know of what a model does not have.
+            given: dict[str, Any] = {"sink_logits": seen.sink_logits, "softcap": seen.softcap}
+            given = {name: value for name, value in given.items() if value is not None}
+            window_mean = backend_of(seen.implementation).window_mean
+            return window_mean(seen.q, seen.k, seen.q_positions, seen.length, **given)
         return self.reduced(seen, mean_over_window)
 
     def reduced(
