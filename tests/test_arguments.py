@@ -98,6 +98,11 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
 def test_a_cache_prints_whatever_its_leaves_are():
     cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), policy=AWAY)
     assert "0.03 MB in host memory" in repr(cache)
+    seen = []
+    jax.jit(lambda cache: seen.append(repr(cache)) or cache.seen)(
+        jaxkv.prefill(tiny.tiny(GQA), [[1, 2]], policy="knorm")
+    )
+    assert seen[0].startswith("KVCache(KNorm(); 1 sequence; ")
     shapes = jax.eval_shape(lambda cache: cache, dataclasses.replace(cache, bank=None))
     deleted = jax.tree.map(jnp.copy, cache)
     for leaf in jax.tree.leaves(deleted):

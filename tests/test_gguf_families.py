@@ -323,6 +323,16 @@ def test_configs_of_gpt_oss(tmp_path):
     )
 
 
+def test_tensors_that_are_missing(tmp_path):
+    embedding, ups = {"token_embd.weight": None}, {"blk.1.ffn_up_exps.weight": None}
+    for path, name in (
+        (gemma(tmp_path / "a.gguf", "gemma2", tensors=embedding), "token_embd.weight"),
+        (gpt_oss(tmp_path / "b.gguf", tensors=ups), "up_proj.weight"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            jaxkv.load(path, progress=False)
+
+
 def test_scales_that_are_no_number_are_refused(tmp_path):
     blocks, _ = gpt_oss_tensors("gpt_oss_mxfp4")
     name = "blk.1.ffn_down_exps.weight"

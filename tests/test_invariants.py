@@ -264,7 +264,7 @@ def test_prefill_at_any_length(name, lengths):
     check_prefill(BY_NAME[name], tiny.tiny(GQA), sum(lengths), lengths, BUDGETS[0])
 
 
-@each_kind
+@pytest.mark.parametrize("name", (*KINDS, "streaming-rolling"))
 def test_a_budget_of_the_length_changes_nothing(name):
     model, row = tiny.tiny(GQA), BY_NAME[name]
     ids, tokens = tiny.prompts(3, LENGTHS), [[1, 2], [3, 4], [5, 6]]
