@@ -139,12 +139,12 @@ def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
     """Half of the budget is more than a schedule gives its top layers."""
     keep = jaxkv.Keep(recent=0.5)
     policy = jaxkv.Policy(budget=16, scorer=KeyNorm(), keep=keep, layers=LinearLayers(), every=4)
-    session = jaxkv.Session(tiny.tiny(GQA), policy)
+    session = jaxkv.Session(tiny.tiny(tiny.TWO_LAYERS), policy)
     cache, _ = session.draw(session.prefill(tiny.prompts(5, (20, 3)), new=16), 16)
     grown = session.extend(cache, tiny.prompts(6, (4, 4)))
     after = session.compress_again(grown)
     assert due(grown).all() and not due(after).any()
-    assert (after.kept.sum(axis=(0, 2)) == 16 * GQA.layers * GQA.kv_heads).all()
+    assert (after.kept.mean(axis=(0, 2)) == 16).all()
 
 
 def test_layers_ranked_by_scores_hold_what_always_stays_once_a_short_prompt_has_grown():
@@ -213,8 +213,6 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
 @pytest.mark.parametrize(
     "policy",
     [
-        POLICIES["streaming-rolling"],
-        AdaKV(base=H2O(budget=ROWS)),
         D2O(budget=ROWS, official=True),
         AdaKV(base=SnapKV(budget=ROWS, window=8, allocation=VarianceLayers(), every=EVERY)),
     ],
@@ -245,17 +243,6 @@ def test_no_bound_is_taken_for_segments_that_a_later_choice_may_fill():
     """With one budget over layers and heads a segment may come to hold more rows than its prompt had."""
     assert widest(POLICIES["layerdefensive"].parts(), 64, GQA.windows) is None
     assert widest(EVICTING["globalbudget-h2o"].parts(), 64, GQA.windows) == 65
-
-
-def test_one_cache_of_an_evicting_policy_serves_many_questions():
-    model, options = tiny.tiny(tiny.TWO_LAYERS), {"max_new_tokens": 5, "stop_at_eos": False}
-    cache = jaxkv.prefill(model, tiny.prompts(4, (50,))[0], policy=D2O(budget=ROWS))
-    questions = [[1, 2, 3], [20, 21]]
-    forked = jaxkv.generate(model, questions, cache=cache, **options)
-    alone = [
-        jaxkv.generate(model, each, cache=cache, **options).tokens.tolist() for each in questions
-    ]
-    assert [row.tolist() for row in forked.tokens] == alone
 
 
 def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():

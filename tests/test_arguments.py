@@ -72,16 +72,6 @@ def test_what_may_be(model):
         jaxkv.generate(model, " why?", cache=out)
 
 
-def test_a_stop_string_stays_in_tokens_and_cache(model):
-    free = jaxkv.generate(model, DOC, **DRAWING)
-    stop = free.text[3:5]
-    out = jaxkv.generate(model, DOC, stop=stop, **DRAWING)
-    assert stop not in out.text and free.tokens.tolist()[: len(out.tokens)] == out.tokens.tolist()
-    assert len(out.tokens) > len(model.text.encode(out.text, bos=False))
-    assert int(out.cache.seen[0]) == int(free.cache.seen[0]) - 12 + len(out.tokens)
-    assert "stay in its tokens and in the cache" in " ".join(jaxkv.generate.__doc__.split())
-
-
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 

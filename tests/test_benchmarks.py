@@ -3,7 +3,6 @@
 import ast
 import importlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -42,14 +41,11 @@ def run(tmp_path):
     return run
 
 
-def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, run, tmp_path):
-    run("gpu", "--only", "copy")
-    (path,) = tmp_path.glob("*.jsonl")
-    first = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {row["part"] for row in first} == {"copy", "device"}
+def test_a_gpu_is_measured_in_parts(benchmark, run, tmp_path):
     run("gpu")
+    (path,) = tmp_path.glob("*.jsonl")
     rows = benchmark("gpu_rows").load(path)
-    assert rows[: len(first)] == first and not any("failed" in row for row in rows)
+    assert not any("failed" in row for row in rows)
     parts = {part.name for part in benchmark("gpu_parts").PARTS if part.quick}
     assert {row["part"] for row in rows} == parts | {"device"}
     text = benchmark("gpu_report").report(rows)

@@ -10,7 +10,7 @@ import tiny
 from meshes import mesh_of, prompts
 
 import jaxkv
-from jaxkv import CriticalKV, GlobalBudget, Keep, KeyDiff, KVzip, LayerDefensiveKV, Policy, SnapKV
+from jaxkv import CriticalKV, GlobalBudget, Keep, LayerDefensiveKV, Policy, SnapKV
 from jaxkv.engine import plan, prefill
 from jaxkv.policies import AdaptiveHeads, ByAge, EntropyLayers, ProtectedHeads, TwoStageHeads, topk
 from jaxkv.policies.attended import WindowAttention
@@ -160,24 +160,3 @@ def test_what_lies_there_is_what_is_planned(monkeypatch):
         plans.append(needed.peak_bytes)
         held_whole(monkeypatch)
     assert most[0] < plans[0] < most[1] < plans[1] and most[0] < most[1] / 2
-
-
-def test_where_all_layers_are_held():
-    shape = tiny.shape(layers=4, kv_heads=4, group=1, dim=8)
-
-    def rows(policy, stretches=1, layers=4):
-        needed = plan.plan_prefill(shape, policy, [60])
-        return plan.buffer_rows(
-            policy.parts(), needed.capacity, needed.slots, (None,) * layers, 4, stretches
-        )
-
-    assert rows(DEFENSIVE) == 4 * 4 * 16 and rows(DEFENSIVE, 4) == 1.5 * 4 * 16
-    # Budgets of so much that the buffer weighs as much as the layers; replay and mergers need every row.
-    assert rows(LayerDefensiveKV(budget=48, window=8)) is None and rows(KVzip(budget=16)) is None
-    assert rows(LayerDefensiveKV(budget=47, window=8)) == 4 * 4 * 47 and rows(SNAP) is None
-    assert rows(GlobalBudget(base=SnapKV(budget=16, window=4, merge=jaxkv.Merge()))) is None
-    # With shares, rows of a full device do not follow one order.
-    share = GlobalBudget(base=KeyDiff(budget=16), alpha=0.3)
-    assert rows(share) == 4 * 4 * 17 and rows(share, 4) is None
-    mine = type("Mine", (AdaptiveHeads,), {})
-    assert not bounded(mine(), 1) and not bounded(TwoStageHeads(budgets=mine()), 1)

@@ -62,7 +62,7 @@ def spread(layers, budget, length, stats, forced=5):
 @pytest.mark.parametrize(
     ("stored", "whole"), [(8, 1024), (32, 4096)], ids=["kv heads", "query heads"]
 )
-@pytest.mark.parametrize("capacity", [512, 1024, 2048])
+@pytest.mark.parametrize("capacity", [512, 2048])
 def test_p1_shares_of_table_2_are_right_and_its_megabytes_are_not(capacity, stored, whole):
     config = dataclasses.replace(LLAMA_8B, kv_heads=stored)
     plan = plan_prefill(config, jaxkv.PyramidKV(budget=capacity), [8192], dtype="float16")
@@ -74,7 +74,7 @@ def test_p1_shares_of_table_2_are_right_and_its_megabytes_are_not(capacity, stor
     assert kept < plan.cache_bytes < 1.01 * kept
     # Neither layout makes 6848 MB of it, whatever an MB is; the printed figures keep their ratios.
     assert all(abs(6848 * unit / plan.full_bytes - 1) > 0.3 for unit in (MIB, 1e6))
-    assert {512: 428, 1024: 856, 2048: 1712}[capacity] / 6848 == capacity / 8192
+    assert {512: 428, 2048: 1712}[capacity] / 6848 == capacity / 8192
 
 
 def test_p2_llama_2_of_100k_tokens_is_above_50_gb_and_of_2k_is_no_less_than_one():
@@ -99,7 +99,6 @@ def released(capacity, layers, window=8, beta=20):
     ("layers", "capacity", "average"),
     [
         (32, 64, 71.5),
-        (32, 96, 102.5),
         (32, 128, 133.5),
         (32, 2048, 2048.5),
         (80, 64, 78.5),

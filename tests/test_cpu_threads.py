@@ -116,12 +116,10 @@ def test_the_command_line_sets_it_and_tells_of_a_smaller_one_in_one_line(tmp_pat
         ("24", None, 24),
         (" +024 ", None, 24),
         ("-24", None, 8),
-        ("2_4", None, 8),
         ("\u0662\u0664", None, 8),
         ("100000000000", None, 8),
         ("24", "20", 20),
         ("24", "x", 24),
-        (None, "20", 20),
     ],
 )
 def test_threads_are_counted_as_xla_counts_them(monkeypatch, nproc, other, threads):

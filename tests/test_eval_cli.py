@@ -104,12 +104,10 @@ def test_help_and_list_say_what_there_is(told, capsys):
         (("told", "--policies", "adakv"), "--budgets="),
         (("told", "--policies", ","), "--policies="),
         (("told", "--policies", "adakv --alpha x", "--budgets", "64"), "--alpha=x"),
-        (("told", "--policies", "snapkv --window 4"), "--budgets="),
         (("told", "--policies", "snapkv", "--budgets", "9"), "--policies='snapkv': budget=9"),
         (("told", "--policies", "snapkv", "--budgets", "9x"), "--budgets=9x"),
         (("told", *RUN, "--shard", "2/2"), "--shard=2/2"),
         (("told", *RUN, "--mesh", "0x2"), "--mesh='0x2'"),
-        (("told", *RUN, "--model", ""), "--model=''"),
     ],
 )
 def test_refused_before_anything_is_loaded(told, monkeypatch, tmp_path, capsys, given, message):

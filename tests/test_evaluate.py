@@ -118,7 +118,6 @@ def test_programs_are_freed_before_there_are_too_many(tmp_path, monkeypatch):
     "odd",
     [
         {"score": float("nan")},
-        {"score": 1.5},
         {"rows": float("nan")},
         {"figures": {"loss": jnp.ones(2)}},
         None,

@@ -10,14 +10,12 @@ import oracles as o
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, prefilled, spec_of
+from stepping import DIM, HEADS, LENGTHS, draw, follow, held, one_step, prefilled, spec_of
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import dense_pool
 from jaxkv.engine import evict as evicting
-from jaxkv.engine.compress import merged
 from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.tokens import Token
@@ -29,7 +27,6 @@ from jaxkv.policies import (
     Merged,
     Merger,
     Rank,
-    SharedHeads,
     UniformLayers,
 )
 from jaxkv.policies.merger import UNSET
@@ -44,7 +41,7 @@ MERGES = {
         "decision": "shared",
     },
     "nothing": {"threshold": np.inf},
-    "everything": {"threshold": -np.inf},
+    "everything": {"threshold": -np.inf, "weights": "average"},
 }
 
 
@@ -236,44 +233,6 @@ def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights)
     assert own / total >= shares.max() - 1e-7
 
 
-def test_a_threshold_out_of_reach_is_h2o_with_sinks():
-    layout, drawn = Layout.SHARED, draw(5, 2, like=0.5)
-    never = D2O(budget=16, merge=Merge(threshold=np.inf), allocation=UniformLayers())
-    h2o = H2O(budget=16, sinks=4, recent=0.25)
-    for (pool, segments, out), (other, _, same) in zip(
-        follow(never, drawn, LENGTHS, layout), follow(h2o, drawn, LENGTHS, layout), strict=True
-    ):
-        for leaf, like in zip(jax.tree.leaves(pool), jax.tree.leaves(other), strict=True):
-            np.testing.assert_array_equal(leaf, like)
-        assert (out is None) == (same is None) and (out is None or np.array_equal(out, same))
-        assert segments.tau is not None
-
-
-def test_the_sum_of_rows_weighted_by_merging_is_that_of_the_prompt():
-    """Merging everything by plain averages leaves each target the mean of its rows."""
-    drawn, length = draw(3, 1, like=0.5), jnp.asarray(LENGTHS, jnp.int32)
-    kept = jnp.asarray(np.arange(SLOTS) % 3 == 0) & (jnp.arange(SLOTS) < length[:, None, None])
-    kept = jnp.broadcast_to(kept, (2, HEADS, SLOTS))
-    always = Merge(weights="average", threshold=-np.inf)
-    k, v = jnp.asarray(drawn.k), jnp.asarray(drawn.v)
-    inside = jnp.arange(SLOTS) < length[:, None, None]
-    new = merged(Unpacked(k, v, inside), kept, jax.random.key(0), merge=always)
-    for row, n in enumerate(LENGTHS):
-        stay = [[i for i in range(n) if i % 3 == 0]] * HEADS
-        gone = [[i for i in range(n) if i % 3]] * HEADS
-        expected = o.merge_rows(
-            drawn.k[row][:, :n],
-            drawn.v[row][:, :n],
-            stay,
-            gone,
-            None,
-            weights="average",
-            threshold=-np.inf,
-        )
-        np.testing.assert_allclose(np.asarray(new.k)[row, :, :n], expected[0], atol=1e-5)
-        np.testing.assert_allclose(np.asarray(new.v)[row, :, :n], expected[1], atol=1e-5)
-
-
 def test_a_finished_sequence_keeps_its_rows():
     drawn, policy = draw(1, 2), D2O(budget=16, allocation=UniformLayers())
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
@@ -297,13 +256,3 @@ def test_attention_that_is_not_a_number_drops_nothing():
     how = Eviction(heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk)
     _, left = evict(pool, full, attended, how)
     np.testing.assert_array_equal(np.asarray(segments.length) - left.length, [[0, 1], [1, 0]])
-
-
-def test_heads_together_keep_the_same_rows():
-    drawn, policy = draw(3, 2), TOVA(budget=12)
-    assert isinstance(policy.parts().heads, SharedHeads)
-    *_, (pool, segments, *_) = follow(policy, drawn, LENGTHS, Layout.EQUAL)
-    for row in range(len(LENGTHS)):
-        rows = [held(pool, segments, row, head)[0] for head in range(HEADS)]
-        assert rows[0] == rows[1]
-        assert len(rows[0]) == 12

@@ -280,12 +280,3 @@ def test_what_is_no_cache(model):
     for cache in (0, (), {}, ([[1]], None, "cache"), own):
         for told in refused(model, cache):
             assert isinstance(told, TypeError) and f"cache={type(cache).__name__}" in str(told)
-
-
-def test_special_tokens_that_a_text_spells_are_text(model):
-    """As in `generate`, names that stand for them in the export included."""
-    for prompt in ("a </s> b <s>", "".join(model.said["text"]["special"]) + " <end>"):
-        own = [model.tokens(text, "start", True)[0] for text in (prompt, "x")]
-        assert len({tuple(sorted(set(ids) & set(model.special.values()))) for ids in own}) == 1
-        mine = model.generate(prompt, NEW)
-        assert mine[:2] == answer(jaxkv.generate(chat(), prompt, policy=POLICY, max_new_tokens=NEW))

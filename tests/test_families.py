@@ -180,36 +180,19 @@ def test_published_counts_of_parameters(published, count):
 
 
 def test_what_is_read():
-    seven, forty = ModelConfig.from_hf(FALCON_7B), ModelConfig.from_hf(FALCON_40B)
-    assert (seven.kv_heads, seven.group, seven.head_dim, seven.hidden) == (1, 71, 64, 4 * 4544)
-    assert (forty.kv_heads, forty.group, forty.shared_norm) == (8, 16, False)
-    for each in (seven, forty):
-        assert (
-            each.parallel
-            and each.layer_norm
-            and not each.gated
-            and each.tied
-            and not each.alternates
-        )
-    assert seven.shared_norm
+    assert ModelConfig.from_hf(FALCON_7B).shared_norm
+    assert not ModelConfig.from_hf(FALCON_40B).shared_norm
     assert ModelConfig.from_hf(FALCON_40B | {"num_ln_in_parallel_attn": 1}).shared_norm
     old = ModelConfig.from_hf(
         FALCON_7B | {"multi_query": False, "parallel_attn": False, "bias": True}
     )
     assert (old.kv_heads, old.parallel, old.shared_norm) == (71, False, False)
     assert old.qkv_bias and old.out_bias and old.mlp_bias
-    mixtral, qwen = ModelConfig.from_hf(MIXTRAL), ModelConfig.from_hf(QWEN3_30B)
-    assert (
-        mixtral.experts == Experts(count=8, chosen=2)
-        and mixtral.hidden == 14336
-        and not mixtral.qk_norm
-    )
+    qwen, small = ModelConfig.from_hf(QWEN3_30B), ModelConfig.from_hf(SMOLLM3_3B)
     assert qwen.experts == Experts(count=128, chosen=8) and qwen.hidden == 768 and qwen.qk_norm
-    phi, small = ModelConfig.from_hf(PHI_4), ModelConfig.from_hf(SMOLLM3_3B)
-    assert (phi.group, phi.head_dim, phi.rope) == (4, 128, Rope(theta=250000.0)) and not phi.kinds
     rotated = [isinstance(small.spec_of(layer).rope, NoRope) for layer in range(36)]
     assert rotated == [False, False, False, True] * 9 and len(small.kinds) == 4 and small.tied
-    granite, olmo = ModelConfig.from_hf(GRANITE_8B), ModelConfig.from_hf(OLMO2_7B)
+    granite = ModelConfig.from_hf(GRANITE_8B)
     assert (
         granite.spec_of(7) == LayerSpec(rope=Rope(theta=1e7), scale=1 / 128)
         and not granite.alternates
@@ -219,7 +202,6 @@ def test_what_is_read():
         0.22,
         1 / 16,
     )
-    assert olmo.norms == "after" and olmo.qk_norm_wide and olmo.channels is None
     glm, command, gemma = (ModelConfig.from_hf(each) for each in (GLM4_9B, COMMAND_R, GEMMA_7B))
     assert glm.norms == "both" and glm.qkv_bias and not glm.out_bias and glm.rope == Rope(share=0.5)
     # Of 64 rotated channels the even ones come first, then half of those that are not rotated.
@@ -227,21 +209,8 @@ def test_what_is_read():
     assert (
         command.channels == (*range(0, 128, 2), *range(1, 128, 2)) and command.logit_scale == 1 / 16
     )
-    assert (
-        command.parallel
-        and command.shared_norm
-        and command.layer_norm
-        and not command.norm_bias
-        and command.tied
-    )
     assert command.max_positions == 131072
     assert ModelConfig.from_hf(GEMMA_7B | {"hidden_act": "gelu"}) == gemma
-    assert (
-        gemma.embedding_scale == 3072**0.5
-        and gemma.norm_offset
-        and gemma.tanh_gelu
-        and gemma.head_dim == 256
-    )
     later = {
         key: value
         for key, value in QWEN3_30B.items()
@@ -267,12 +236,6 @@ EXPERT, ALL = (
         ("phi3", QKV, lambda a: a[:-1], rf"{QKV}=\(79, 48\): .*\(80, 48\)"),
         ("mixtral", EXPERT, lambda a: None, rf"weights=\['{EXPERT}'\]: .*lacks"),
         ("mixtral", EXPERT, lambda a: a * np.nan, rf"weights=\['{EXPERT}'\]: .*NaN"),
-        (
-            "mixtral",
-            EXPERT.replace("2.w3", "4.w3"),
-            lambda a: np.ones((64, 48), "f"),
-            "no place for these tensors",
-        ),
         ("qwen3_moe_fused", ALL, lambda a: a[:-1], rf"{ALL}=\(7, 48, 48\): .*\(8, 48, 48\)"),
     ],
     ids=[
@@ -280,7 +243,6 @@ EXPERT, ALL = (
         "a value's row less",
         "an expert less",
         "an expert of NaN",
-        "an expert more",
         "fused, an expert less",
     ],
 )

@@ -1,6 +1,5 @@
 """`prefill` and `generate` as a user meets them: prompts of every kind, turns, many questions, statistics, dtypes."""
 
-import dataclasses
 import math
 
 import jax
@@ -12,7 +11,6 @@ from lettered import (
     BOS,
     DOC,
     DRAWING,
-    FOLDER,
     NEW,
     POLICY,
     TEMPLATE,
@@ -21,11 +19,9 @@ from lettered import (
     shown,
     tiny,
 )
-from tiny import segments
 
 import jaxkv
 from jaxkv.cache import Turn
-from jaxkv.policies import EntropyLayers
 
 
 @pytest.fixture(scope="module")
@@ -96,20 +92,6 @@ def test_conversations_and_batches_of_them(model):
     # A prefilled conversation leaves its last turn open.
     cache = jaxkv.prefill(model, long)
     assert cache.turn is Turn.USER and int(cache.seen[0]) == len(wanted[0]) - 2
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4)), jaxkv.KNorm(budget=0.5)],
-)
-def test_a_row_of_a_batch_gets_what_it_gets_alone(model, policy):
-    rows = ids(1, 60, 38, 45)
-    out = jaxkv.generate(model, rows, policy=policy, **DRAWING)
-    for row, each in enumerate(rows):
-        np.testing.assert_array_equal(
-            out.tokens[row], jaxkv.generate(model, each, policy=policy, **DRAWING).tokens, str(row)
-        )
-    assert out.cache.batch == 3 and out.cache.seen.tolist() == [72, 50, 57]
 
 
 @pytest.mark.real
@@ -186,31 +168,6 @@ def test_bos_only_where_nothing_has_been_seen():
 # --- one cache, many questions --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [POLICY, jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())],
-    ids=["equal", "shared"],
-)
-def test_a_cache_is_a_value(model, policy):
-    with pytest.warns(jaxkv.UnseenQuestionWarning):  # how well these answer is not asked here
-        cache = jaxkv.prefill(model, DOC, policy=policy)
-    before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
-    questions = [" why?", " who jumps over it?", " or?"]
-    many = jaxkv.generate(model, questions, cache=cache, **DRAWING)
-    twice = [jaxkv.generate(model, questions[1], cache=cache, **DRAWING) for _ in range(2)]
-    np.testing.assert_array_equal(twice[0].tokens, twice[1].tokens)
-    np.testing.assert_array_equal(twice[0].tokens, many.tokens[1])
-    after = jax.tree.leaves(cache)
-    assert not any(leaf.is_deleted() for leaf in after)
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
-    # Nor does a second turn change the first one's cache.
-    first = [np.array(leaf) for leaf in jax.tree.leaves(twice[0].cache)]
-    jaxkv.generate(model, "So?", cache=twice[0].cache, **DRAWING)
-    for old, new in zip(first, jax.tree.leaves(twice[0].cache), strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
 # --- statistics, spans, dtypes --------------------------------------------------------------------------------------
 
 
@@ -260,25 +217,3 @@ def test_on_top_of_a_cache_statistics_are_the_given_caches(model):
     config = model.config
     each = config.layers * config.kv_heads * config.head_dim * 2 * 4
     assert stats.full_bytes == int(cache.seen[0]) * each > stats.kept_bytes == cache.kept_nbytes
-
-
-def test_negative_spans_are_protected_from_the_end(model):
-    policy = dataclasses.replace(POLICY, protect=((-20, -15), (2, 4)))
-    cache = jaxkv.prefill(model, ids(1, 60, 45), policy=policy)
-    for _, row, _, _, _, pos in segments(cache):
-        n = (60, 45)[row]
-        assert {2, 3, *range(n - 20, n - 15), *range(n - 4, n)} <= set(pos.tolist()) and len(
-            pos
-        ) == 16
-
-
-def test_half_precision():
-    dtype = "float16"
-    half = jaxkv.load(FOLDER, dtype=dtype)
-    assert half.dtype == jnp.dtype(dtype)
-    cache = jaxkv.prefill(half, ids(1, 60, 38), policy=jaxkv.AdaKV(base=POLICY))
-    assert all(pool.k.dtype == pool.v.dtype == jnp.float32 for pool in cache.pools)
-    assert all(bool(jnp.isfinite(pool.k).all()) for pool in cache.pools)
-    out = jaxkv.generate(half, ids(5, 5, 5), cache=cache, **DRAWING)
-    assert [len(each) for each in out.tokens] == [NEW, NEW]
-    assert out.cache.dtype == cache.dtype == dtype

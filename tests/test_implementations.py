@@ -85,13 +85,10 @@ def test_capability():
 
 
 POLICIES = {
-    "full": jaxkv.FullKV(),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
-    "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
-    "again": jaxkv.SnapKV(budget=16, window=8, every=3),
     "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
     "quest": jaxkv.Quest(budget=12, page=4, dense_layers=1),
     "snapkv, int8": jaxkv.SnapKV(budget=24, window=8, store="int8"),
@@ -101,9 +98,21 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in POLICIES if name not in ("full", "h2o", "snapkv, int8")]
-)
+def both(model, ids, policy, implementation, **options):
+    """What XLA and another implementation give: the same tokens, and the same rows kept."""
+    kwargs = {"policy": policy, "max_new_tokens": 5, "stop_at_eos": False}
+    plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
+    other = jaxkv.generate(model, ids, implementation=implementation, **kwargs, **options)
+    for ours, theirs in zip(other.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert tiny.kept(other.cache) == tiny.kept(plain.cache)
+    interpreted = " (interpreted)" if jax.default_backend() == "cpu" else ""
+    found = plain.stats.attention, other.stats.attention
+    assert found == ("xla", f"{implementation}{interpreted}")
+    return plain.cache.pools, other.cache.pools
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "snapkv, int8"])
 def test_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two prompts, one of fewer tokens than a window: same rows, same tokens."""
     # Rows in 4 bits have a kernel for heads of whole pairs of groups, and another form of words from 128 elements on.
@@ -111,16 +120,8 @@ def test_kernels_generate_what_xla_does(name):
     model = tiny.tiny(
         tiny.shape(layers=2, kv_heads=2, group=3, dim=wide) if wide else tiny.TWO_LAYERS
     )
-    ids = tiny.prompts(0, [37, 5])
-    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
-    plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
-    kernels = jaxkv.generate(model, ids, implementation="pallas", **kwargs)
-    interpreted = " (interpreted)" if jax.default_backend() == "cpu" else ""
-    assert (plain.stats.attention, kernels.stats.attention) == ("xla", f"pallas{interpreted}")
-    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
-    for ours, theirs in zip(kernels.cache.pools, plain.cache.pools, strict=True):
+    plain, kernels = both(model, tiny.prompts(0, [37, 5]), POLICIES[name], "pallas")
+    for ours, theirs in zip(kernels, plain, strict=True):
         for one, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
             one, other = np.asarray(one), np.asarray(other)
             apart = np.abs(one - other)
@@ -145,16 +146,9 @@ on_a_cpu = pytest.mark.skipif(
 @pytest.mark.parametrize("name", ON_TPUS)
 def test_a_tpus_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
-    model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
-    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
-    plain, kernels = (
-        jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu")
-    )
-    assert kernels.stats.attention == "tpu (interpreted)"
-    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
-    for ours, theirs in zip(kernels.cache.pools, plain.cache.pools, strict=True):
+    ids = tiny.prompts(0, [37, 21])
+    plain, kernels = both(tiny.tiny(tiny.TWO_LAYERS), ids, POLICIES[name], "tpu")
+    for ours, theirs in zip(kernels, plain, strict=True):
         for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
             np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-4)
 
@@ -164,29 +158,14 @@ def test_a_tpus_kernels_on_a_mesh():
     """Each of two devices runs them over its own heads: same rows kept, same tokens."""
     mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
-    kwargs = {"policy": POLICIES["snapkv, int8"], "max_new_tokens": 5, "stop_at_eos": False}
-    plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
-    kernels = jaxkv.generate(model, ids, implementation="tpu", mesh=mesh, **kwargs)
-    assert kernels.stats.attention == "tpu (interpreted)"
-    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
+    both(model, ids, POLICIES["snapkv, int8"], "tpu", mesh=mesh)
 
 
 @on_a_cpu
 def test_layers_with_windows_on_a_tpu():
     """Window layers, whose rows lie in rings, read and write them by the kernel."""
-    model, ids = tiny.tiny(test_windows.SHAPE), test_windows.prompts()
-    kwargs = {
-        "policy": jaxkv.SnapKV(budget=16, window=6),
-        "max_new_tokens": 5,
-        "stop_at_eos": False,
-    }
-    plain, kernels = (
-        jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "tpu")
-    )
-    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    policy = jaxkv.SnapKV(budget=16, window=6)
+    both(tiny.tiny(test_windows.SHAPE), test_windows.prompts(), policy, "tpu")
 
 
 @pytest.mark.usefixtures("as_users_call")
@@ -237,11 +216,3 @@ def test_kernels_keep_rows_of_16_bits():
         for name in ("k", "v"):
             mine, its = (np.asarray(getattr(each, name), np.float32) for each in (ours, theirs))
             np.testing.assert_allclose(mine, its, atol=0.25, err_msg=name)
-
-
-def test_implementation_is_no_part_of_the_cache():
-    """A cache made by one implementation serves another."""
-    model = tiny.tiny(tiny.MODELS["mha"])
-    ids = tiny.prompts(4, [20, 11])
-    caches = [jaxkv.prefill(model, ids, implementation=each) for each in ("xla", "pallas")]
-    assert jax.tree.structure(caches[0]) == jax.tree.structure(caches[1])

@@ -18,8 +18,6 @@ from jaxkv.text.shown import Passage, Shown
 
 LENGTHS = (60, 23, 41)
 POLICIES = {
-    "full": jaxkv.FullKV(),
-    "snapkv": jaxkv.SnapKV(budget=16, window=4),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=4)),
     "pyramid": jaxkv.PyramidKV(budget=16, window=4),
     "d2o": jaxkv.D2O(budget=16),

@@ -1,7 +1,5 @@
 """Chunks, and the kernels that take a new token, interpreted, against plain numpy in float64."""
 
-import heapq
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,53 +66,19 @@ def test_chunks_cover_every_row_once(shape, programs, data):
         assert not table["rows"][layer, at:].any() and not table["last"][layer, at:].any()
 
 
-def busy(length, programs=396):
-    """How long chunks take, handed out in order, as a share of an even division.
-
-    Programs at work share the device's bandwidth, and each takes at most three times its share.
-    """
-    _, table = dealt(np.asarray(length, np.int32)[None], programs, 64)
-    waiting, ends, done, seconds = [int(rows) for rows in table["rows"][0] if rows], [], 0, 0.0
-    waiting.reverse()
-    while waiting or ends:
-        while waiting and len(ends) < programs:
-            heapq.heappush(ends, done + waiting.pop())
-        rate, end = min(programs / len(ends), 3), heapq.heappop(ends)
-        seconds, done = seconds + (end - done) / rate, end
-    return seconds / (np.sum(length) / programs)
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "rows"), [(1, 8, 131072), (1, 8, 32768), (8, 8, 8192), (64, 8, 1024)]
-)
-def test_chunks_fill_the_device(batch, heads, rows):
-    """A head ten times longer than the others changes nothing; neither do sequences of unequal lengths."""
-    uniform = busy(np.full((batch, heads), rows))
-    assert uniform < 1.1
-    long = np.full((batch, heads), rows * heads // (heads + 9))
-    long[:, 0] += rows * heads - long.sum(axis=1)
-    assert busy(long) < 1.05 * uniform
-    spread = np.random.default_rng(0).dirichlet(np.ones(batch * heads)) * batch * heads * rows
-    assert busy(spread.reshape(batch, heads).astype(int)) < 1.05 * uniform
+@pytest.mark.parametrize(("batch", "rows"), [(1, 131072), (8, 8192)])
+def test_chunks_fill_the_device(batch, rows):
+    """As many as there are programs, and none much longer than its share; one head is ten times longer than others."""
+    length = np.full((1, batch, 8), rows, np.int32)
+    length[..., 0] *= 10
+    chunks = dealt(length, 396, 64)[1]["rows"]
+    assert chunks.max() < 1.2 * length.sum() / 396
+    assert (chunks > 0).sum() <= 396 + 8 * batch
 
 
 def test_small_caches_have_small_chunks():
     """One sequence of 1024 rows a head keeps 128 programs busy."""
     assert dealt(np.full((1, 1, 8), 1024, np.int32), 396, 64)[1]["rows"].max() == 64
-
-
-def test_attention_by_a_shared_table():
-    """Queries of one layer, by chunks that were dealt for two; a head ten times longer, heads without rows."""
-    start, rows = laid_out(LENGTH)
-    q, k, v = draw(7, (3, 2, 4, 64), (3, rows, 64), (3, rows, 64))
-    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=9, block=16)
-    of = (jnp.asarray(start[1]), jnp.asarray(LENGTH[1]))
-    out, lse = pallas_kernels.attend(
-        q, k, v, *of, chunks=chunks, layer=1, tiles=SMALL, interpret=True
-    )
-    want, want_lse, _ = attend_oracle(q, k, v, start[1], LENGTH[1])
-    np.testing.assert_allclose(wide(out), want, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(wide(lse), want_lse, rtol=2e-5, atol=2e-5)
 
 
 def turned(x, cos, sin):
@@ -265,32 +229,18 @@ def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype", "group", "scored"),
-    [
-        (64, "float32", 3, True),
-        (80, "bfloat16", 4, False),
-        (128, "float16", 20, False),
-        (20, "float32", 2, False),
-    ],
-)
-def test_a_token_joins_and_attends_to_rows_in_8_bits(dim, dtype, group, scored):
-    """Codes are read as they are, the new row is encoded as the store encodes it."""
-    check_token(
-        6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, store="int8"
-    )
-
-
-@pytest.mark.parametrize(
     ("dim", "dtype", "group", "scored", "store"),
     [
-        (64, "float32", 3, True, "int4"),
+        (64, "float32", 3, True, "int8"),
+        (80, "bfloat16", 4, False, "int8"),
+        (20, "float32", 2, False, "int8"),
         (128, "float16", 20, False, "int4"),
-        (64, "bfloat16", 1, True, "mixed"),
+        (64, "bfloat16", 1, True, "int4"),
         (192, "float32", 2, False, "mixed"),
     ],
 )
-def test_a_token_joins_and_attends_to_rows_in_4_bits(dim, dtype, group, scored, store):
-    """Groups are decoded by their scales and least values; the new row is encoded as the store encodes it."""
+def test_a_token_joins_and_attends_to_rows_in_codes(dim, dtype, group, scored, store):
+    """8 bits are read as they are, groups by scales and least values; the new row is encoded as its store does."""
     check_token(
         6, dim, dtype, group, layer=1, scored=scored, widest=71 if scored else None, store=store
     )
@@ -300,9 +250,7 @@ def test_a_token_joins_and_attends_to_rows_in_4_bits(dim, dtype, group, scored, 
     ("dtype", "store", "values"),
     [
         ("float32", "int8", 1e-3),
-        ("bfloat16", "int8", 20.0),
-        ("bfloat16", "int4", 1e-3),
-        ("float32", "mixed", 20.0),
+        ("bfloat16", "mixed", 20.0),
     ],
 )
 def test_a_new_token_weighs_what_its_logit_says_beside_codes(dtype, store, values):
@@ -324,9 +272,7 @@ def test_thousands_of_rows_in_codes_in_one_chunk(store):
     np.testing.assert_allclose(wide(out), want, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "store"), [("float32", "int8"), ("bfloat16", "int4"), ("bfloat16", "mixed")]
-)
+@pytest.mark.parametrize(("dtype", "store"), [("float32", "int8"), ("bfloat16", "int4")])
 def test_rows_in_codes_of_any_magnitude(dtype, store):
     """Queries and keys from 1e-4 to 1e4, values from 1e-4 to 10, rows of zeros: scales and offsets lose nothing."""
     kind, tolerance = DTYPES[dtype]
