@@ -7,13 +7,11 @@ import tiny
 import jaxkv
 from jaxkv import OmniKV
 from jaxkv.cache import repack
-from jaxkv.policies import Selector
 
 CONFIG = tiny.shape(layers=7, kv_heads=2, group=3, dim=8)
 # Layers 0, 1, 2, 4 and 5 read everything; 3 and 6 what 1 and 4 have chosen.
 FILTERS = (1, 4)
 LENGTHS = (60, 33)
-selectors = pytest.mark.parametrize("selector", Selector, ids=lambda each: each.value)
 both = pytest.mark.parametrize("offload", (False, True), ids=("device", "offloaded"))
 
 

@@ -31,27 +31,13 @@ OPTIONS = (
         TypeError,
         "params='smollm2'",
     ),
-    (
-        {"cache": "cache.npz"},
-        TypeError,
-        "cache=str",
-    ),
     ({"cache": object()}, TypeError, "cache=object: give what prefill"),
-    *(({"max_new_tokens": new}, f"max_new_tokens={new}") for new in (True, 0, 2.5, None)),
+    *(({"max_new_tokens": new}, f"max_new_tokens={new}") for new in (0, 2.5)),
     ({"sampling": "greedy"}, TypeError, "sampling="),
-    ({"sampling": Sampling}, TypeError, "sampling="),
-    ({"sampling": 0.7}, TypeError, "sampling="),
     ({"sampling": Sampling()}, "key=None"),
-    ({"stop": b"x"}, TypeError, "stop="),
     ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]"),
     ({"stop": ["x", ""]}, r"stop=\['x', ''\]"),
     ({"key": 1.5}, TypeError, "key=float"),
-    ({"key": True}, TypeError, "key=bool"),
-    (
-        {"key": jnp.zeros((2, 2), jnp.uint32)},
-        TypeError,
-        r"key=uint32\[2, 2\]",
-    ),
     ({"key": -1}, "key=-1"),
     ({"raw": "yes"}, "raw='yes'"),
     ({"stream": 1}, "stream=1"),
@@ -63,14 +49,11 @@ OPTIONS = (
 # Arguments by other libraries' names.
 WORDS = (
     ({"max_tokens": 4}, TypeError, "max_tokens"),
-    ({"do_sample": True}, TypeError, "do_sample"),
     ({"seed": 1, "key": 1}, TypeError, "seed"),
     ({"temperature": 0.7}, "key=None"),
-    ({"top_p": 0.9}, "key=None"),
     ({"temperature": 0.7, "sampling": Sampling()}, TypeError, "temperature"),
     ({"temperature": -1, "seed": 0}, "temperature="),
     ({"temperature": 1, "top_p": True}, "top_p="),
-    ({"temperature": 1, "top_k": [1, 2]}, "top_k="),
     ({"budget": 64}, TypeError, "budget"),
 )
 BOTH = {"params", "raw", "key", "progress", "implementation"}
@@ -113,7 +96,6 @@ CALLS = [
             TypeError,
             "prompt=bytes",
         ),
-        (np.bytes_(b"Hello"), TypeError, "prompt="),
         (np.asarray(5), r"prompt=\(\)"),
         (np.asarray([2**63 + 5], np.uint64), "token ids lie in"),
         (
@@ -131,7 +113,6 @@ CALLS = [
     *calls(
         "a sampler",
         (lambda: Sampling(temperature=-1.0), "temperature="),
-        (lambda: Sampling(temperature=float("nan")), "temperature="),
         (lambda: Sampling(top_k=-2), "top_k="),
         (lambda: Sampling(top_p=0.0), "top_p="),
         (lambda: Sampling(min_p=-0.1), "min_p="),
@@ -182,13 +163,12 @@ SESSIONS = [
     *door(
         "plan_prefill",
         lambda lengths: plan_prefill(GQA, "full", lengths),
-        *((lengths, EMPTY) for lengths in ([2.5], np.zeros(0, np.int32))),
+        ([2.5], EMPTY),
     ),
     *door(
         "plan_prefill of a policy that the model cannot honour",
         lambda policy: plan_prefill(WIDE, policy, [100]),
         (jaxkv.OmniKV(filter_layers=(2, 40)), "filter_layers"),
-        (jaxkv.OmniKV(), "filter_layers"),
         (jaxkv.BrutalOffload(resident_layers=40), "resident_layers=40"),
     ),
     *door(
@@ -238,23 +218,18 @@ ARRAYS = [
             for changed, told in (
                 ({"queries": None}, "queries=None: .*the last 8 queries"),
                 ({"queries": jnp.zeros((2, 6, 4, 8))}, "queries='4 of 64 tokens'"),
-                ({"queries": jnp.zeros((2, 2, 3, 64, 8))}, r"queries=\[2, 2, 3, 64, 8\]"),
                 ({"queries": jnp.zeros((2, 5, 64, 8))}, r"queries=\[2, 5, 64, 8\]"),
-                ({"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)}, "queries='bfloat16'"),
                 (
                     {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None},
                     "queries=None: .*all S queries",
                 ),
                 ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every"),
                 ({"policy": PyramidKV(budget=16)}, "layers=None"),
-                ({"policy": PyramidKV(budget=16), "layer": 3, "layers": 3}, "layer=3"),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
                 ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1"),
                 ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
                 ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
-                ({"v": jnp.zeros((2, 2, 63, 8))}, r"v='float32\[2, 2, 63, 8\]'"),
                 ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
-                ({"length": jnp.asarray([64])}, r"length='int32\[1\]'"),
                 ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
                 ({"room": -1}, "room=-1"),
             )
@@ -286,10 +261,6 @@ ARRAYS = [
         (
             lambda rows, k, v, q: jaxkv.attend(q, rows, layer=1),
             "^layer=1: these rows hold layers 0 to 0",
-        ),
-        (
-            lambda rows, k, v, q: jaxkv.attend(q.reshape(2, 2, 3, 2, 8), rows),
-            r"^q=\[2, 2, 3, 2, 8\]: ",
         ),
         (lambda rows, k, v, q: jaxkv.attend(q[:1], rows), r"^q=\[1, 6, 2, 8\]: "),
         (

@@ -7,7 +7,6 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from meshes import mesh_of, model_of, prompts
 from refusing import calls, door
@@ -74,10 +73,7 @@ NAMES = [
             (dtype, f"dtype={name}")
             for dtype, name in (
                 ("bf16", "'bf16'"),
-                (True, "True"),
                 (float, "'float64'"),
-                ([("a", "f4")], "'void32'"),
-                (jnp.int32, "'int32'"),
             )
         ),
     ),
@@ -86,7 +82,7 @@ NAMES = [
         fetch,
         *(
             (name, "known models: smollm2-135m-instruct")
-            for name in ("no-such-model", "./no/such", "x" * 5000, "a\0b")
+            for name in ("no-such-model", "x" * 5000, "a\0b")
         ),
         (3, TypeError, "name_or_path.*3"),
     ),
@@ -94,12 +90,9 @@ NAMES = [
     *door(
         "a vocabulary of GGUF",
         lambda parts: GgufTokenizer(**parts).build(),
-        *(
-            (
-                {"model": "llama", "unk": 0, "scores": scores, "tokens": tokens},
-                "tokens='.* characters': tokens too long, or scores not finite",
-            )
-            for scores, tokens in (((0.0,), ("x" * 100_000,)), ((math.nan,), ("x",)))
+        (
+            {"model": "llama", "unk": 0, "scores": (math.nan,), "tokens": ("x",)},
+            "tokens='.* characters': tokens too long, or scores not finite",
         ),
         (
             {"model": "gpt2", "pre": "tekken", "tokens": ("a",)},
@@ -163,7 +156,7 @@ MESHES = [
     *door(
         "reshard",
         lambda given: jaxkv.reshard(given, mesh_of(2, 4)),
-        *((given, TypeError, "cache=") for given in (None, jaxkv.FullKV())),
+        (None, TypeError, "cache="),
     ),
     *door(
         "reshard to a mesh",

@@ -125,12 +125,6 @@ def test_scores_of_extreme_rows_are_finite(policy, scale):
     assert np.isfinite(np.asarray(observed(policy, k, v, [2, 1]))[:, :, 0]).all()
 
 
-def test_a_mean_query_of_zero_weighs_all_rows_alike():
-    k, v = (drawn(1, 2, 40, 8, seed=seed) for seed in (1, 2))
-    of_zero = observed(CAPKV(), k, v, [40], mean=np.zeros((1, 2, 2, 8), np.float32))
-    np.testing.assert_allclose(of_zero, observed(CAPKV(tau=0.0), k, v, [40]), rtol=1e-5)
-
-
 @pytest.mark.parametrize("policy", EACH.values(), ids=EACH)
 def test_scores_of_16_bits_are_computed_in_float32(policy):
     k, v = (jnp.asarray(drawn(1, 2, 40, 8, seed=seed), "bfloat16") for seed in (1, 2))

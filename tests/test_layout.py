@@ -175,15 +175,6 @@ def test_mosaic_waits_until_it_is_asked_for():
     assert "pallas_kernels.prefill" in done.stdout and "mosaic" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "line", ("import jax.experimental.{} as pl", "from jax.experimental import {} as pl")
-)
-def test_the_door_is_found(line):
-    assert pallas_in(ast.parse(line.format("pallas"))) and not pallas_in(
-        ast.parse(line.format("mosaic"))
-    )
-
-
 def test_packages_hold_the_code():
     """Ten modules stand beside them, each a subject of its own; another joins what it serves."""
     assert len(list((ROOT / "jaxkv").glob("*.py"))) <= 10

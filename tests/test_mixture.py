@@ -107,16 +107,6 @@ def test_the_router_takes_the_lowest_of_equals():
     )
 
 
-def test_rows_of_a_block():
-    # A decode step's tokens all fit a block: no expert's weights are read twice.
-    assert block_rows(8, 2, 8) == 8 and block_rows(3, 8, 128) == 3
-    assert (
-        block_rows(2048, 8, 128) == 128
-        and block_rows(2048, 2, 8) == 256
-        and block_rows(100, 2, 64) == 8
-    )
-
-
 def test_work_and_memory_beside_every_expert_for_every_token():
     tokens, chosen, count, width, hidden = 512, 2, 8, 64, 128
     shape = jax.ShapeDtypeStruct

@@ -32,19 +32,10 @@ def test_a_notebook_gives_what_is_stored(name, tmp_path):
     assert not found, "\n".join([*found, "`make notebooks` stores what a run gives"])
 
 
-def picture(width, height):
-    """The beginning of a PNG, as far as it is read."""
-    data = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + width.to_bytes(4) + height.to_bytes(4)
-    return {
-        "data": {"image/png": outputs.base64.b64encode(data).decode(), "text/plain": ["<Figure>"]}
-    }
-
-
-def cell(*texts, tags=(), size=None):
-    """A code cell that printed lines, and drew a picture if `size` says so."""
+def cell(*texts, tags=()):
+    """A code cell that printed lines."""
     out = [{"output_type": "stream", "name": "stdout", "text": [each]} for each in texts]
-    drawn = [{"output_type": "display_data", **picture(*size)}] if size else []
-    return {"metadata": {"tags": list(tags)}, "outputs": out + drawn}
+    return {"metadata": {"tags": list(tags)}, "outputs": out}
 
 
 STORED = "3 of 3 right, 12.50 MB, loss 0.021, 1,463 rows\n"
@@ -63,16 +54,10 @@ def test_small_differences_are_none():
         cell(STORED.replace("right", "wrong")),
         cell(STORED, STORED),
         cell(),
-        cell(size=(8, 8)),
     ],
 )
 def test_other_outputs_are_found(fresh):
     assert outputs.differences([cell(STORED)], [fresh])
-
-
-def test_pictures_are_compared_by_their_size():
-    assert not outputs.differences([cell(size=(640, 300))], [cell(size=(640, 300))])
-    assert outputs.differences([cell(size=(640, 300))], [cell(size=(300, 640))])
 
 
 def test_of_what_varies_the_kinds_are_compared():

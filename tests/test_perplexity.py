@@ -43,7 +43,6 @@ def test_loss_is_that_of_one_long_prompt():
 @pytest.mark.parametrize(
     "policy, rows",
     [
-        (jaxkv.D2O(budget=16), (16, 16)),
         (jaxkv.TOVA(budget=48), (32, 39)),
         (jaxkv.SnapKV(budget=16, window=4), (16, 23)),
         (jaxkv.SnapKV(budget=16, window=4, every=4), (16, 19)),

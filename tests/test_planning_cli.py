@@ -20,12 +20,9 @@ def run(capsys, *arguments):
 
 
 def test_a_plan_is_printed(capsys):
-    """The report of `jaxkv.plan`, whichever way a number and GPUs are written."""
+    """The report of `jaxkv.plan`."""
     made = plan("llama-3.1-70b", gpus="h100x8", context=131072, batch=4, policy="snapkv")
     assert run(capsys, *ASKED, "--policy", "snapkv") == f"{made}\n"
-    asked = "--model llama-3.1-70b --context 128K --batch 4 --policy snapkv".split()
-    for written in ("8xh100", "h100:8", "8 H100"):
-        assert run(capsys, *asked, "--gpus", written) == f"{made}\n"
     for figure in ("17.64 GB", f"{made.largest_batch}", "46.5 s", "80.00 GB"):
         assert figure in str(made)
 
@@ -82,15 +79,12 @@ def test_a_process_here(capsys):
 
 
 BAD = {
-    "--model=": ["--model", "llama-3.1-70"],
     "--gpus=": ["--gpus", "h10x8"],
-    "--mesh=": ["--mesh", "8"],
     "--policy=": ["--compare", "full,h2o", "--policy", "snapkv"],
     "--budget=": ["--compare", "full,brutaloffload", "--budget", "64"],
     "h2oo": ["--compare", "full,h2oo"],
     "--plot=": ["--plot", "memory.gif"],
     "--batch": ["--batch", "0"],
-    "--context": ["--context", "128KB"],
     "pip install": ["--compile"],
 }
 
@@ -111,8 +105,7 @@ def test_what_a_picture_shows():
     assert sizes[-1] == made.sizes.peak
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
-def test_pictures(tmp_path, capsys, kind):
-    path = tmp_path / f"memory.{kind}"
+def test_pictures(tmp_path, capsys):
+    path = tmp_path / "memory.png"
     run(capsys, *ASKED, "--compare", "full,snapkv,h2o", "--plot", str(path))
-    assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")
+    assert path.read_bytes()[:4] == b"\x89PNG"

@@ -1,8 +1,5 @@
 """Prompts of every kind and of several kinds at once: each sequence has its own turn."""
 
-import collections
-import enum
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +15,6 @@ CHAT = [
     {"role": "assistant", "content": "A metal."},
     {"role": "user", "content": DOC},
 ]
-
-
-class Named(enum.StrEnum):
-    DOC = DOC
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +56,6 @@ def test_each_sequence_has_its_own_turn():
     ("question", "read"),
     [
         ("Why?", "\n\nWhy?]="),
-        (" Why?", "\n\n Why?]="),
         ("\nWhy?", "\nWhy?]="),
         ("\n\nWhy?", "\n\nWhy?]="),
     ],
@@ -142,14 +134,11 @@ def test_one_cache_is_asked_in_several_ways(model):
     "prompt, same_as",
     [
         (np.str_(DOC), DOC),
-        (Named.DOC, DOC),
         (np.asarray([DOC, "Hi"]), [DOC, "Hi"]),
         (np.asarray([DOC, [5, 6]], object), [DOC, [5, 6]]),
-        ([jnp.int32(5), jnp.int32(6)], [5, 6]),
         (jnp.asarray([5, 6], jnp.uint8), [5, 6]),
         (np.asarray([np.asarray([5]), np.asarray([6, 7])], object), [[5], [6, 7]]),
         (range(5, 8), [5, 6, 7]),
-        (collections.deque([5, 6]), [5, 6]),
         (tuple(CHAT), CHAT),
     ],
 )

@@ -167,13 +167,6 @@ def test_texts_need_a_tokenizer_and_ids_a_vocabulary(as_users_call):
         jaxkv.Session(model, KVzip(budget=16, **REPEATED | {"closing": (64,)}))
 
 
-def test_what_reads_a_prompt_once_refuses_it():
-    policy = KVzip(budget=16, **REPEATED)
-    k = jnp.zeros((1, 2, 32, 8))
-    with pytest.raises(ValueError, match="reads the prompt twice"):
-        jaxkv.compress(k, k, policy=policy)
-
-
 def test_plans_count_texts_tails_and_sinks():
     """A plan's bytes grow with the tokens that are read before a chunk, up to the prompt's length for its tail."""
     model = tiny.tiny(tiny.TWO_LAYERS)

@@ -146,37 +146,6 @@ def test_pictures_have_what_they_are_of(out):
     np.testing.assert_allclose(by_length, means)
 
 
-def test_a_curve_ends_at_the_mean_of_all_positions(out):
-    evaluation = Evaluation.read(out)
-    # Stretches of two positions, and a last one of one.
-    figures = {"losses": [1.0, 2.0, 6.0], "positions": [12, 14, 15]}
-    records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
-    found = dataclasses.replace(evaluation, records=records)
-    line = pictures._curve(found, name="losses").axes[0].lines[2]
-    assert line.get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]
-    plain = tuple(dataclasses.replace(record, tags={}) for record in records)
-    drawn = pictures.draw(dataclasses.replace(found, records=plain), ("svg",))
-    assert set(drawn) == {"scores.svg", "bytes.svg", "curve_losses.svg"}
-
-
-def test_shares_stand_where_their_rows_are_and_depths_at_random_are_gathered(out):
-    evaluation = Evaluation.read(out)
-    records = []
-    for at, record in enumerate(evaluation.of("knorm@9") + evaluation.of("knorm@12")):
-        tags, rows = {**record.tags, "depth": at / 28}, {"knorm@9": 4.0, "knorm@12": 2.0}
-        records.append(dataclasses.replace(record, budget=0.5, rows=rows[record.policy], tags=tags))
-    found = dataclasses.replace(evaluation, records=tuple(records))
-    (axes,) = pictures._scores(found).axes
-    assert axes.containers[0].lines[0].get_xdata().tolist() == [2, 4]
-    shown = pictures._map(found).axes[0].images[0].get_array().filled(np.nan)
-    # The first policy has the first half of the depths.
-    assert (
-        shown.shape == (10, 3)
-        and np.isfinite(shown[:4]).any(axis=1).all()
-        and np.isnan(shown[6:]).all()
-    )
-
-
 def test_the_page_has_it_all_and_runs_nothing_of_it(out, tmp_path):
     path = jaxkv.report(out, samples=2, out=tmp_path / "page.html")
     seen = Page(path.read_text("utf-8"))

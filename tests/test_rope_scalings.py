@@ -92,10 +92,8 @@ NO_LIST = {key: value for key, value in LISTS.items() if key != "long_factor"}
         ({"rope_scaling": LISTS | {"long_factor": [*LONG[:-1], 0.0]}}, "long_factor"),
         ({"rope_scaling": LISTS | {"long_factor": LONG[:-1]}}, "long_factor"),
         ({"rope_scaling": LISTS | {"attention_factor": -1.0}}, "attention_factor"),
-        ({"rope_scaling": LISTS | {"long": True}}, "rope_scaling"),
         ({"rope_scaling": NO_LIST}, "long_factor"),
         ({"rope_scaling": LISTS | {"type": "yarn", "rope_type": "yarn"}}, "rope_type"),
-        ({"original_max_position_embeddings": 1}, "original_max_position"),
         ({"partial_rotary_factor": 1.75}, "partial_rotary_factor"),
     ],
 )

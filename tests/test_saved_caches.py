@@ -20,7 +20,6 @@ from policy_table import TABLE
 import jaxkv
 from jaxkv import D2O, H2O, AdaKV, BrutalOffload, OmniKV, Policy, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode, encode
-from jaxkv.cache.stores import Dense
 from jaxkv.policies import Scorer
 
 ROOT = Path(__file__).parent.parent
@@ -73,9 +72,9 @@ def answer(model, cache, **asked):
     ).tokens
 
 
-def saved(tmp_path, policy=SNAP, *, dtype="float32"):
+def saved(tmp_path, policy=SNAP):
     """A model, a cache of two prompts, and where it lies."""
-    model = tiny.tiny(CONFIG, dtype=dtype)
+    model = tiny.tiny(CONFIG)
     cache = jaxkv.prefill(model, tiny.prompts(1, (40, 25)), policy=policy)
     cache.save(tmp_path / "cache")
     return model, cache, tmp_path / "cache"
@@ -90,31 +89,6 @@ def test_a_cache_comes_back_and_goes_on(tmp_path, name):
     assert (loaded.host_nbytes > 0) == (name == "in host memory")
     np.testing.assert_array_equal(answer(model, loaded), answer(model, cache))
     assert sorted(each.name for each in path.iterdir()) == ["arrays", "jaxkv.json"]
-
-
-def test_a_cache_with_an_answer_in_it(tmp_path):
-    """With logits of the next token, and sequences at different turns."""
-    model = tiny.tiny(CONFIG)
-    session = jaxkv.Session(model, AdaKV(base=SNAP))
-    cache, _ = session.draw(session.prefill(tiny.prompts(1, (40, 25)), new=8), 4)
-    cache.save(tmp_path / "cache")
-    loaded = jaxkv.load_cache(tmp_path / "cache")
-    assert_same(loaded, cache)
-    assert loaded.logits is not None
-    np.testing.assert_array_equal(session.draw(loaded, 4)[1], session.draw(cache, 4)[1])
-
-
-def test_sixteen_bits_and_numbers_that_are_none(tmp_path):
-    _, cache, _ = saved(tmp_path, dtype="bfloat16")
-    odd = np.asarray(cache.pools[0].k).copy()
-    odd[0, 0, :4] = np.asarray([np.nan, -0.0, np.inf, 1e-30], jnp.bfloat16)
-    pools = (
-        dataclasses.replace(cache.pools[0], store=Dense(k=jnp.asarray(odd), v=cache.pools[0].v)),
-        *cache.pools[1:],
-    )
-    cache = cache.updated(pools=pools)
-    cache.save(tmp_path / "odd")
-    assert_same(jaxkv.load_cache(tmp_path / "odd"), cache)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
@@ -214,22 +188,19 @@ def test_policies_that_no_text_says(tmp_path):
 
 def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
     taken = types.ModuleType("taken")
-    taken.Open = type("Open", (), {})
     taken.Loose = dataclasses.make_dataclass("Loose", ["x"])
     monkeypatch.setitem(sys.modules, "taken", taken)
-    for path in ("antigravity:Thing", "os:system", ""):
+    for path in ("antigravity:Thing", "os:system"):
         with pytest.raises(ValueError, match="it is not in this process"):
             decode({"class": path, "fields": {}}, lambda name: None)
     assert "antigravity" not in sys.modules
-    for path in ("taken:Open", "taken:Loose", "builtins:int"):
+    for path in ("taken:Loose", "builtins:int"):
         with pytest.raises(ValueError, match="saved values are of frozen dataclasses"):
             decode({"class": path, "fields": {}}, lambda name: None)
     with pytest.raises(ValueError, match="it is made otherwise here"):
         decode({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
     with pytest.raises(ValueError, match="has no such member here"):
         decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
-    with pytest.raises(ValueError, match="manifest="):
-        decode({"class": "jaxkv:SnapKV"}, lambda name: None)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -316,9 +287,7 @@ def edit_manifest(path, edit):
             lambda said: said["arrays"].pop("arrays.pools.0.store.k"),
             r"array='arrays\.pools\.0\.store\.k'",
         ),
-        (lambda said: said.pop("arrays"), "arrays=None"),
         (lambda said: said.update(cache=3), "cache='int'"),
-        (lambda said: said.update(policy="snapkv"), "policy='snapkv'"),
         (lambda said: tables_of(said).pop("seen"), "it is made otherwise here"),
         (
             lambda said: said["arrays"][SEEN].update(shape=[3]),
@@ -328,7 +297,6 @@ def edit_manifest(path, edit):
             lambda said: said["arrays"][SEEN].update(crc32=3),
             r"array='arrays\.tables\.seen': damaged",
         ),
-        (lambda said: said["arrays"][SEEN].update(dtype=3), r"arrays\.arrays\.tables\.seen="),
     ],
 )
 def test_manifests_of_another_kind(tmp_path, edit, message):

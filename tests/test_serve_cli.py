@@ -128,14 +128,12 @@ def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch
     [
         (["--slots", "many"], "--slots=many"),
         (["--port", "70000"], "--port=70000"),
-        (["--timeout", "0"], "--timeout=0.0"),
         (["--api-key", "a b"], "without blanks"),
         (["--host", "256.0.0.1"], "give another --host or --port"),
         (
             ["--also", "full --window 3"],
             "--also='full --window 3': --window=3: full has no such option",
         ),
-        (["--also", "full", "--also", "full"], "--also='full'"),
     ],
 )
 def test_options_that_cannot_be(capsys, options, said):

@@ -260,9 +260,7 @@ def test_further_policies_share_the_budget_unless_they_have_one():
         "tiny:adakv-budget-40": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=40)),
         "tiny:knorm": jaxkv.KNorm(budget=16),
     }
-    assert further_policies(["snapkv"], jaxkv.FullKV(), "m") == {"m:snapkv": jaxkv.SnapKV()}
     for given, said in (
-        ([""], "--also="),
         (["full", "full"], "given twice"),
         (["snapkv --beams 3"], "--also='snapkv"),
     ):

@@ -8,7 +8,7 @@ from policy_table import BY_NAME
 
 import jaxkv
 
-ROWS = ("streaming-rolling", "adakv", "d2o", "omnikv")
+ROWS = ("streaming-rolling", "d2o")
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -38,16 +38,16 @@ def run(model, policy, **options):
     )
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_whole_job(kv_heads):
-    policy, of = roomy("adakv"), model_of(kv_heads)
+def test_the_whole_job():
+    """Two kv heads on four devices."""
+    policy, of = roomy("adakv"), model_of(2)
     tokens, kept, _ = run(of, policy)
     there, rows, made = run(of, policy, mesh=mesh_of(2, 4))
     assert there == tokens
     assert rows == kept
     assert made.cache.axes == Axes(mesh=model_mesh(mesh_of(2, 4), of.config))
     for pool in made.cache.pools:
-        assert pool.k.sharding.shard_shape(pool.k.shape)[:2] == (1, pool.rows // min(kv_heads, 4))
+        assert pool.k.sharding.shard_shape(pool.k.shape)[:2] == (1, pool.rows // 2)
 
 
 def test_tokens_drawn_from_logits_with_keys():
@@ -83,10 +83,9 @@ def test_sequences_end_apart():
     assert (np.asarray(both[0][0][0]) == -1).any()
 
 
-@pytest.mark.parametrize("name", ["adakv", "h2o"])
-def test_a_cache_is_asked_more(name):
+def test_a_cache_is_asked_more():
     """A question on top of a cache, and another one on top of the answer, with one cache for all questions."""
-    of, policy = model_of(4), roomy(name)
+    of, policy = model_of(4), roomy("h2o")
     (document,), questions = prompts(8, (60,)), prompts(9, (5, 11, 3, 8))
     out = []
     for model in (of, of.on(mesh_of(1, 4))):
@@ -149,11 +148,6 @@ def test_letters():
     assert axes.spec("#B #K S", (1, 1, 9)) == spec() and axes.spec("#B #K S", (2, 4, 9)) == spec(
         "data", "kv"
     )
-    assert axes.spec("B ...", (2, 3, 3)) == spec("data")
-    # An axis of one device splits nothing, and what comes out of programs does not name it.
-    assert axes.spec("V E", (64, 24)) == spec("kv") and axes.spec(
-        "B K G R D", (2, 4, 2, 8, 8)
-    ) == spec("data", "kv")
     fewer = Axes(mesh=model_mesh(mesh_of(1, 4), model_of(2).config))
     assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(
         None, "kv"

@@ -26,10 +26,9 @@ def told(made):
     )
 
 
-@pytest.mark.parametrize("name", ["adakv-entropy", "h2o"])
-def test_three_prompts_for_two_groups(name):
+def test_three_prompts_for_two_groups():
     """Answers, what is kept of them, and questions on top are those of one device."""
-    policy, both = roomy(name), []
+    policy, both = roomy("h2o"), []
     for model in (model_of(4), model_of(4).on(mesh_of(2, 4))):
         made = jaxkv.generate(model, prompts(5, (61, 23, 37)), policy=policy, **OPTIONS)
         more = jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)

@@ -12,9 +12,6 @@ from jaxkv import BrutalOffload, OmniKV
 
 POLICIES = {
     "filters": OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
-    "chunks": OmniKV(
-        budget=12, filter_layers=(0,), adjacent=0, offload=True, prefill_ratio=1.0, prefill_chunk=16
-    ),
     "loaded": BrutalOffload(resident_layers=1),
 }
 OPTIONS = {"max_new_tokens": 8, "stop_at_eos": False, "progress": False}
@@ -34,7 +31,7 @@ def told(made):
     return [each.tolist() for each in made.tokens], positions(made.cache)
 
 
-@pytest.mark.parametrize("name, kv_heads", [("filters", 2), ("chunks", 4), ("loaded", 4)])
+@pytest.mark.parametrize("name, kv_heads", [("filters", 2), ("loaded", 4)])
 def test_answers_are_those_of_one_device(name, kv_heads):
     """Three prompts for two groups, and a question on top of each."""
     of, out = model_of(kv_heads), []

@@ -142,17 +142,6 @@ def test_parts_of_users(policy):
     agree(policy, kv_heads=2, group=2)
 
 
-def test_a_group_is_reduced_as_its_scorer_says():
-    """The mean over devices of the largest would be something else."""
-    largest = ran(model_of(2), Policy(budget=BUDGET, scorer=Loudest())).prompts
-
-    class Mean(Loudest):
-        group = "mean"
-
-    split = ran(model_of(2).on(mesh_of(2, 4)), Policy(budget=BUDGET, scorer=Mean())).prompts
-    assert split != largest
-
-
 # --- filters ---------------------------------------------------------------------------------------------------------
 
 

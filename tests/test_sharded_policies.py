@@ -26,13 +26,10 @@ def nothing_of_other_files():
 # One of each kind of pool, and of what else is observed of a prompt, or divided among heads and layers.
 NAMES = (
     *KINDS,
-    "adakv-critical",
     "cake",
     "capkv",
     "compactor",
     "criticalkv-pyramidinfer",
-    "expected",
-    "layerdefensivekv-mass",
     "pyramidkv-entropy",
 )
 

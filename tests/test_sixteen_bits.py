@@ -20,7 +20,6 @@ POLICIES = {
     "full": jaxkv.FullKV(),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "offloaded": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True),
-    "merged again": jaxkv.SnapKV(budget=16, window=8, every=2, merge=jaxkv.Merge()),
     "quest": jaxkv.Quest(budget=16, page=4),
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
 }

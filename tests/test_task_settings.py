@@ -14,7 +14,6 @@ from jaxkv.evals import TASKS
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.perplexity import Loss
 from jaxkv.evals.published import LongBench
-from jaxkv.evals.ruler.qa import read
 from jaxkv.evals.texts import texts_of
 
 OFFICIAL = Path(__file__).parent / "official"
@@ -101,14 +100,3 @@ def test_haystacks_begin_without_a_mark_and_hold_words(tmp_path):
     path.write_text(" \n")
     with pytest.raises(ValueError, match="^haystack="):
         task.samples(model)
-
-
-def test_questions_of_another_form_are_refused(tmp_path):
-    path = tmp_path / "hotpotqa.json"
-    case = {"question": "Who?", "answer": "Ann", "context": [["Title", ["A line."]]]}
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps([case]).encode())
-    assert [each.answers for each in read(str(tmp_path), "qa_2").questions] == [("Ann",)]
-    for changes in ({"answer": 5}, {"context": []}):
-        path.write_text(json.dumps([{**case, **changes}]))
-        with pytest.raises(ValueError, match="^data="):
-            read(str(tmp_path), "qa_2")

@@ -19,13 +19,7 @@ from jaxkv.policies import (
 )
 from jaxkv.testing import check_policy, tiny_model
 
-SHIPPED = (
-    "full",
-    "streaming-rolling",
-    "random",
-    "pyramidinfer",
-    "d2o",
-)
+SHIPPED = ("streaming-rolling", "random", "d2o")
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -65,10 +65,6 @@ def test_policies_that_look_at_the_end_warn_once(chatting):
     assert not told(chatting, policy=H2O(budget=16))
 
 
-def test_each_class_is_warned_of(chatting):
-    assert told(chatting, policy=SnapKV(**SMALL)) and told(chatting, policy=PyramidKV(**SMALL))
-
-
 def test_nothing_is_said_where_nothing_is_dropped(chatting):
     whole = len(chatting.text.encode("<turn>user:" + DOCUMENT, bos=False))
     assert not told(chatting, policy=SnapKV(budget=whole)) and not told(

@@ -1,6 +1,5 @@
 """Policies that users write, by their classes, parts, names and mixins."""
 
-import copy
 import dataclasses
 
 import numpy as np
@@ -90,21 +89,6 @@ def test_a_wrapper_of_ones_own_keeps_its_own_parts():
     cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(5, (40,)), policy=policy)
     for layer in tiny.kept(cache):
         assert all({*range(6)} <= set(head) for head in layer[0])
-
-
-def test_copies_keep_what_a_policy_has_beside_its_fields():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Noted(SnapKV):
-        words: tuple = dataclasses.field(default_factory=tuple)
-
-        def __post_init__(self):
-            super().__post_init__()
-            object.__setattr__(self, "noted", 3)
-
-    policy = Noted(budget=64)
-    assert (
-        copy.copy(policy).noted == copy.deepcopy(policy).noted == 3 and copy.copy(policy) == policy
-    )
 
 
 def test_parts_come_from_any_callable_and_may_have_their_own_budget():

@@ -30,18 +30,19 @@ from jaxkv.models.sources import sources_of
 from jaxkv.models.stored import Stored
 from jaxkv.models.weights import codes_of, groups_of
 
-# Fused and stacked tensors, biases, norms of queries, one kv head, mixtures of two kinds of files, an output matrix.
-FAMILIES = [
-    "llama_gqa8",
-    "llama_bias",
-    "qwen3",
-    "falcon_40b",
-    "falcon_serial",
-    "phi3",
-    "mixtral",
-    "qwen3_moe_fused",
+# Fused and stacked tensors, biases, one kv head, mixtures of two kinds of files, an output matrix.
+# Each in one of the widths, and what is stacked in both.
+CASES = [
+    ("llama_gqa8", "int8"),
+    ("llama_bias", "int4"),
+    ("falcon_40b", "int4"),
+    ("falcon_serial", "int8"),
+    ("phi3", "int4"),
+    ("mixtral", "int8"),
+    ("mixtral", "int4"),
+    ("qwen3_moe_fused", "int4"),
+    ("gpt_oss_mxfp4", "int8"),
 ]
-FAMILIES += ["glm4", "olmo2", "gpt_oss_mxfp4"]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]
 
 
@@ -99,7 +100,7 @@ def wide_folder(name):
     config = json.loads((MODELS / name / "config.json").read_text())
     config |= {key: size for key, size in WIDE.items() if config.get(key) is not None}
     config |= (
-        {"head_dim": 16} if name in ("phi3", "olmo2") else {}
+        {"head_dim": 16} if name == "phi3" else {}
     )  # of 6 heads, to which 64 are not shared out
     there, rng, tensors = Path(tempfile.mkdtemp()), np.random.default_rng(0), {}
     atexit.register(shutil.rmtree, there)
@@ -203,10 +204,6 @@ def test_values_of_4_bits_keep_their_steps(kind):
         wide = np.asarray(Stored(codes, scales=scales, leasts=leasts).wide())
         off.append((np.abs(wide - weight) / np.abs(weight).max()).max())
     assert off[0] < 1e-3 and (off[1] > 1e-2 or kind == "Q4_1")
-    # Values of no steps are rounded as any others are.
-    free = np.random.default_rng(2).standard_normal((8, 128)).astype(np.float32)
-    for one, other in zip(groups_of(free, stepped=True), groups_of(free), strict=True):
-        assert (one == other).mean() > 0.9
 
 
 def test_a_ggufs_blocks_of_4_bits_keep_their_steps(tmp_path):
@@ -241,11 +238,6 @@ def gguf_of(path, kinds):
         tensors[f"{name}.weight"] = gguf.quants.quantize(array, kind)
         blocks[f"{name}.weight"] = kind
     return write(path, "llama", tensors, numbers=numbers_of(64, 96, 4, 2), kinds=blocks)
-
-
-# Each family in one of the widths, in turn, and what is stacked in both.
-CASES = [(name, ("int8", "int4")[at % 2]) for at, name in enumerate(FAMILIES)]
-CASES += [("mixtral", "int4")]
 
 
 @pytest.mark.parametrize(("name", "bits"), CASES)
@@ -296,12 +288,7 @@ def test_scores_that_read_weights_read_what_they_stand_for(name, bits):
 
 @pytest.mark.parametrize(
     ("name", "data", "model", "bits"),
-    [
-        ("llama_gqa8", 1, 8, "int8"),
-        ("llama_gqa8", 2, 4, "int4"),
-        ("mixtral", 2, 4, "int8"),
-        ("mixtral", 2, 2, "int4"),
-    ],
+    [("llama_gqa8", 2, 4, "int4"), ("mixtral", 2, 4, "int8")],
 )
 def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
     """Read part by part, or copied from one device; what is drawn is the same."""
@@ -332,7 +319,7 @@ def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
     np.testing.assert_array_equal(*map(np.asarray, drawn))
 
 
-def test_kernels_multiply_codes(bits="int4"):
+def test_kernels_multiply_codes():
     """Fused steps, interpreted, draw XLA's tokens."""
     options = {
         "max_new_tokens": 4,
@@ -341,7 +328,7 @@ def test_kernels_multiply_codes(bits="int4"):
         "policy": jaxkv.SnapKV(budget=5, window=2),
     }
     drawn = [
-        jaxkv.generate(narrow("llama_gqa8", bits), ROWS, implementation=each, **options).tokens
+        jaxkv.generate(narrow("llama_gqa8", "int4"), ROWS, implementation=each, **options).tokens
         for each in ("pallas", "xla")
     ]
     np.testing.assert_array_equal(*map(np.asarray, drawn))
@@ -393,7 +380,7 @@ def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize("given", ["int2", 8, True, np.int16, ["int8"]])
+@pytest.mark.parametrize("given", ["int2", 8])
 def test_other_bits_are_refused(given):
     with pytest.raises((ValueError, TypeError), match="weights="):
         jaxkv.load(MODELS / "llama_gqa8", weights=given)

@@ -18,7 +18,6 @@ from jaxkv.policies import GiniLayers
 
 WHOLE = [layer for layer, width in enumerate(SHAPE.windows) if width is None]
 POLICIES = {
-    "merge": lambda budget: jaxkv.SnapKV(budget=budget, window=6, merge=jaxkv.Merge()),
     "d2o": lambda budget: jaxkv.D2O(budget=budget, sinks=2),
     "gini": lambda budget: jaxkv.PyramidKV(budget=budget, window=6, allocation=GiniLayers()),
     "global": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6)),
@@ -42,7 +41,7 @@ def drawn(model, texts, policy, **options):
     return [each.tolist() for each in made.tokens]
 
 
-@pytest.mark.parametrize("name", ["d2o", "global, every", "merge"])
+@pytest.mark.parametrize("name", ["d2o", "global, every"])
 def test_rows_and_tokens(name):
     cache = check_rows_and_tokens(SHAPE, POLICIES[name])
     kept = np.asarray(cache.length)[WHOLE].sum(axis=(0, 2))

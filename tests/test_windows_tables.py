@@ -84,13 +84,6 @@ def test_layers_without_a_window_keep_what_a_model_of_them_alone_would(name):
         assert (found.sum(axis=(0, 2)) == np.minimum(LENGTHS, 16) * 4).all()
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_rows_of_window_layers_are_ignored(name):
-    of = np.asarray([2, 1, 0, 3])
-    policy, other = POLICIES[name](16), POLICIES[name](16, of)
-    assert lengths_of(TWO, policy).tolist() == lengths_of(TWO, other).tolist()
-
-
 @pytest.mark.parametrize(("name", "dense"), [("d2o", 3), ("d2o, official", 1)])
 def test_dense_layers_count_all_layers_of_the_model(name, dense):
     length = lengths_of(TWO, POLICIES[name](40))
