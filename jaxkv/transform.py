@@ -448,6 +448,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
     """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.composed
+    needs = parts.needs
     for refused, remedy in (
         (
             isinstance(parts.budget, Bytes),
@@ -462,36 +463,16 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
             "it stores keys before RoPE, and here they come after it: leave rolling positions out",
         ),
         (
-            parts.evicts,
-            f"{name} drops rows for new ones, and here none go: give SnapKV, or its mode='prefill' if any",
-        ),
-        (
-            parts.every,
-            "it compresses while tokens are drawn, and here a prompt only: give every=None",
+            parts.ongoing,
+            "it compresses while tokens are drawn, and here a prompt only: give SnapKV, or every=None",
         ),
         (
             parts.store is not Dense,
             f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out",
         ),
         (
-            parts.needs.norms,
-            f"{name} looks at values through the output projection, unknown here: use its base",
-        ),
-        (
-            parts.needs.replay,
-            f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill",
-        ),
-        (
-            parts.needs.future,
-            f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate",
-        ),
-        (
-            parts.needs.hidden,
-            f"{name} looks at hidden states, unknown here: use KeyDiff, or jaxkv.generate",
-        ),
-        (
-            parts.needs.blocks,
-            f"{name} looks at keys before RoPE, unknown here: use KeyDiff, or jaxkv.generate",
+            needs.norms or needs.replay or needs.future or needs.hidden or needs.blocks,
+            f"{name} looks at more than keys, values and queries: use KeyDiff, or jaxkv.generate",
         ),
     ):
         require(not refused, "policy", policy, remedy)

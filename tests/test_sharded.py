@@ -160,8 +160,6 @@ def test_letters():
     )
     with pytest.raises(ValueError, match=r"B=3: it is split over data=2: give a multiple of 2"):
         axes.spec("B K", (3, 4))
-    with pytest.raises(ValueError, match=r"mesh=.*give what model_mesh makes"):
-        Axes(mesh=mesh_of(2, 4))
 
 
 @program(static=("axes",), donate=("x",))

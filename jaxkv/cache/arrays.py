@@ -68,7 +68,8 @@ class Tables:
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
         """Copy of the tables for n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
         leaves = [
-            leaf[layers] if letters.startswith("L ") else leaf for _, letters, leaf in lettered(self)
+            leaf[layers] if letters.startswith("L ") else leaf
+            for _, letters, leaf in lettered(self)
         ]
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 

@@ -17,8 +17,6 @@ from jaxkv.checkpoints.orbax_files import (
     CACHE,
     described,
     read_array,
-    read_manifest,
-    require_whole,
     write_folder,
 )
 from jaxkv.machine import hosts
@@ -38,17 +36,6 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
     with hosts.together("KVCache.save", mesh):
         if hosts.speaks() or not hosts.spans(mesh):
             write_folder(folder, CACHE, manifest, arrays)
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """Reads the manifest (a dict) of a saved cache; ValueError if the folder is incomplete or holds something else."""
-    require_whole(folder, CACHE)
-    return read_manifest(folder, CACHE)
-
-
-def encoded_policy(manifest: Mapping[str, Any]) -> Any:
-    """JSON value of the policy in a saved cache's manifest, for `encoding.decode`; None if absent."""
-    return manifest.get(_POLICY)
 
 
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:

@@ -22,6 +22,7 @@ from jaxkv.models.layers import (
     linear,
     linear_parts,
     project,
+    value_of,
 )
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
@@ -85,8 +86,7 @@ class Block(nnx.Module):
     @property
     def sink_logits(self) -> Float[Array, "K G"] | None:
         """Learned logits that take part in the softmax of each query head, without a value; None for most families."""
-        held = self.attention.sink_logits
-        return None if held is None else held[...]
+        return value_of(self.attention.sink_logits)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""
@@ -327,13 +327,6 @@ def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", part
         elif isinstance(part, nnx.Module):
             yield from named_parameters(part, f"{prefix}{name}.")
-
-
-def parameters(module: nnx.Module) -> Iterator[Array]:
-    """Yields the current array of every parameter; much cheaper than splitting the module."""
-    for _, _, part in parts_of(module):
-        if isinstance(part, nnx.Param):
-            yield part.get_raw_value()
 
 
 class Flat:
