@@ -51,13 +51,6 @@ def as_cache(cache: Any) -> KVCache | None:
             else "give what prefill or an earlier generate returned"
         )
         raise TypeError(f"cache={type(cache).__name__}: {where}")
-    wrong = [
-        leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))
-    ]
-    if wrong:
-        raise TypeError(
-            f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew"
-        )
     cache.require_arrays()
     lies = Axes.of(cache.seen)
     remedy = f"its arrays lie on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"

@@ -33,7 +33,6 @@ _CHUNK_BYTES = 32 << 20
 _PLAIN = re.compile(r"\w[\w.-]{0,199}")
 # Files that identify a folder written by Orbax.
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
-_MOST_AXES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,20 +212,14 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
             name,
             f"no {kind.one} in {manifest} is called so; {kind.again}",
         )
-        sound = (
-            isinstance(each, dict)
-            and isinstance(each.get("shape"), list)
-            and type(each.get("crc32")) is int
-        )
-        sound = sound and len(each["shape"]) <= _MOST_AXES
-        sound = sound and all(type(size) is int and size >= 0 for size in each["shape"])
-        dtype = dtype_of(each.get("dtype")) if sound else None
-        if dtype is None:
+        given = each if isinstance(each, dict) else {}
+        shape: Any = given.get("shape")
+        dtype, crc32 = dtype_of(given.get("dtype")), given.get("crc32")
+        sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if not sound or dtype is None or type(crc32) is not int:
             remedy = f"shape, dtype and crc32 are expected in {manifest}; {kind.again}"
             raise refusal(f"{kind.listed}.{name}", each, remedy)
-        entries[name] = Entry(
-            name=name, shape=tuple(each["shape"]), dtype=dtype, crc32=each["crc32"], kind=kind
-        )
+        entries[name] = Entry(name=name, shape=tuple(shape), dtype=dtype, crc32=crc32, kind=kind)
     return entries
 
 

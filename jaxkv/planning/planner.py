@@ -97,7 +97,7 @@ def plan(
         filters = known.likely_filters
         layers = ", ".join(map(str, filters))
         notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds a model's own")
-    dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype)
+    dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype).name
     setting = Setting(
         model=known.name,
         config=known.config,
