@@ -183,8 +183,6 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
     )
     theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
     where, mesh = ("one device", None) if mine is None else (mine, "mesh")
-    if theirs is not None and mine is not None and theirs.shape == mine.shape:
-        where = f"{mine} of other devices, or in another order"
     remedy = (
         f"the model lies on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
     )

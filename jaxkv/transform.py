@@ -106,10 +106,7 @@ def compress(
     name = type(policy).__name__
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
-    what = "budget differs" if _layers_of(parts.scorer) is None else "scores differ"
-    remedy = (
-        f"{name}'s {what} by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    )
+    remedy = f"{name} keeps other rows in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
     same = isinstance(parts.layers, UniformLayers) and _layers_of(parts.scorer) is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:

@@ -21,9 +21,6 @@ from jaxkv.checkpoints.orbax_files import (
 )
 from jaxkv.machine import hosts
 
-# The two keys of the manifest.
-_POLICY, _CACHE = "policy", "cache"
-
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
     """Writes a cache and its policy to a new folder atomically; of several processes on one mesh only the first writes.
@@ -32,7 +29,7 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
     policy holds a value that cannot be encoded.
     """
     arrays: dict[str, np.ndarray] = {}
-    manifest = {_POLICY: encode(policy, None, _POLICY), _CACHE: encode(cache, arrays)}
+    manifest = {"policy": encode(policy, None, "policy"), "cache": encode(cache, arrays)}
     with hosts.together("KVCache.save", mesh):
         if hosts.speaks() or not hosts.spans(mesh):
             write_folder(folder, CACHE, manifest, arrays)
@@ -58,4 +55,4 @@ def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> A
         waits = name.startswith("bank.") or on_host
         return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
 
-    return decode(manifest.get(_CACHE), array)
+    return decode(manifest.get("cache"), array)

@@ -56,6 +56,13 @@ def _rows_for(length: Int[np.ndarray, "n B K"], cache: KVCache) -> int:
     return cache.stretches * int(cache.layout.takes(each).max())
 
 
+def _give_up(pool: Pool, copy: Pool) -> None:
+    """Deletes a pool's arrays once its `copy` is there."""
+    jax.block_until_ready(copy)
+    for leaf in jax.tree.leaves(pool):
+        leaf.delete()
+
+
 def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
     """Copy of a cache whose window layers hold their windows' rows alone, in pools of P = `rows`; old pools deleted.
 
@@ -72,9 +79,7 @@ def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
             given, first, held, layout=cache.layout, rows=size, room=(0,), axes=cache.axes
         )
         start, length = start.at[one].set(placed), length.at[one].set(held)
-        jax.block_until_ready(pools[layer])
-        for leaf in jax.tree.leaves(given):
-            leaf.delete()
+        _give_up(given, pools[layer])
     return settle_down(cache.updated(pools=tuple(pools), start=start, length=length), cache.axes)
 
 
@@ -148,9 +153,7 @@ def repack(
         pools.append(copied)
         placed.append(first)
         if release:
-            jax.block_until_ready(pools[-1])
-            for leaf in jax.tree.leaves(pool):
-                leaf.delete()
+            _give_up(pool, copied)
     copy = dataclasses.replace(rest, padding=padding).updated(
         pools=tuple(pools), start=jnp.concatenate(placed), length=lengths
     )

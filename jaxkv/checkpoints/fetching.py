@@ -196,23 +196,12 @@ def fetch_hub(
     # The hub's client raises its own errors and those of its HTTP library, which differs between versions.
     except Exception as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise refusal(
-            field, hub_id, f"{_hub_remedy(error)} ({type(error).__name__}: {first})"
-        ) from error
+        remedy = (
+            f"it is neither a file here nor cached, and the hub does not give it ({type(error).__name__}: {first}); "
+            "log in with `hf auth login` if it is gated or private, connect to the network, give a local folder or "
+            f".gguf file, or one of: {', '.join(names())}"
+        )
+        raise refusal(field, hub_id, remedy) from error
     finally:
         if quiet:
             enable_progress_bars()
-
-
-def _hub_remedy(error: Exception) -> str:
-    """Text that says what to do about an error of the Hugging Face hub's client."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return "the hub gates this model; accept its licence there and log in with `hf auth login`"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such model, or it is private; check the spelling, or log in with `hf auth login`"
-    return (
-        "it is neither a file here nor cached, and the Hugging Face hub could not be reached; connect to the network, "
-        f"give a local folder or .gguf file, or one of: {', '.join(names())}"
-    )

@@ -17,7 +17,6 @@ from jaxkv.models.values import (
     Rope,
     channel_order,
     check_numbers,
-    rotated_channels,
 )
 
 # Where a block's norms may stand.
@@ -120,13 +119,14 @@ class ModelConfig:
             self.head_dim,
             "rotary embeddings need an even head_dim",
         )
-        shares = {self.spec_of(layer).rope.share for layer in range(max(1, len(self.kinds)))}
+        ropes = {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}
+        shares = {rope.share for rope in ropes}
         remedy = "layers share one order of channels: give all the same"
         require(len(shares) == 1, "share", sorted(shares), remedy)
-        count = rotated_channels(self.spec_of(0).rope, self.head_dim)
+        count = int(self.head_dim * min(shares))
         remedy = f"{count} of head_dim={self.head_dim} channels are rotated: an even number of 2 or more is needed"
         require(count >= 2 and count % 2 == 0, "share", min(shares), remedy)
-        for rope in {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}:
+        for rope in ropes:
             given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
             remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
