@@ -41,7 +41,7 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Writes arrays into one safetensors file; returns a dict of its size in bytes and its SHA-256."""
-    held = {name: np.ascontiguousarray(host(array)) for name, array in arrays.items()}
+    held = {name: np.asarray(host(array), order="C") for name, array in arrays.items()}
     safetensors.numpy.save_file(held, file)
     with file.open("rb") as written:
         digest = hashlib.file_digest(written, "sha256").hexdigest()
